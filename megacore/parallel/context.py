@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megacore.ops.attention import Alibi, attention
 from megacore.ops.block_attention import NOTHING, attend, attend_backward
+from megacore.ops.dispatch import Node
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, SumScattered
 from megacore.parallel.mesh import ALONE, Group
@@ -132,7 +133,7 @@ def context_attention(
     return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _GatheredAttention(Node):
     """It keeps this rank's keys and values, not those of the whole sequence."""
 
     @staticmethod
@@ -202,7 +203,7 @@ def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
     return SumScattered(pieces, shards.group).wait().transpose(2, 3)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Node):
     """Causal attention. It keeps this rank's keys and values, and the merged result."""
 
     @staticmethod
@@ -377,7 +378,7 @@ def _by_heads(
     return back.flatten(2, 3).contiguous().transpose(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Node):
     """This rank's positions of all heads, [b, s/p, p, m, d], for all positions of its heads, [b, s, m, d], or back:
     each the other's adjoint."""
 
