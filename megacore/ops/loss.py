@@ -154,9 +154,7 @@ def _losses(
     if runs_triton(statistics, "statistics"):
         import megacore.kernels.cross_entropy as kernel
 
-        return kernel.losses(
-            statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss
-        )
+        return kernel.losses(statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss)
     return losses_reference(statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss)
 
 
