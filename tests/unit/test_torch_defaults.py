@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import pretrain_gpt
 from megacore.train.torch_defaults import DEFAULTS, set_torch_defaults
+from tests.unit.packaging_builds import ROOT
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -21,7 +22,8 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment == before
 
 
-def test_a_run_sets_them_before_it_loads_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py"])
+def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -37,8 +39,11 @@ def test_a_run_sets_them_before_it_loads_torch(tmp_path: Path, monkeypatch: pyte
             raise AttributeError(name)
 
     monkeypatch.setitem(sys.modules, "megacore.train.launch", Launch("launch"))
-    flags = "--mock-data --preset gpt2-tiny --train-iters 1 --hang-timeout-minutes 0 --device cpu --output-dir"
-    assert pretrain_gpt.main([*flags.split(), str(tmp_path)]) == 0
+    flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
+    main = runpy.run_path(str(ROOT / script))["main"]
+    assert (
+        main([*flags.split(), *["--hang-timeout-minutes", "0", "--device", "cpu", "--output-dir"], str(tmp_path)]) == 0
+    )
     assert {name: found[name] for name in DEFAULTS} == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_NCCL_HIGH_PRIORITY": "1",
