@@ -40,10 +40,8 @@ def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monk
 
     monkeypatch.setitem(sys.modules, "megacore.train.launch", Launch("launch"))
     flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
-    main = runpy.run_path(str(ROOT / script))["main"]
-    assert (
-        main([*flags.split(), *["--hang-timeout-minutes", "0", "--device", "cpu", "--output-dir"], str(tmp_path)]) == 0
-    )
+    flags += f" --hang-timeout-minutes 0 --device cpu --output-dir {tmp_path}"
+    assert runpy.run_path(str(ROOT / script))["main"](flags.split()) == 0
     assert {name: found[name] for name in DEFAULTS} == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_NCCL_HIGH_PRIORITY": "1",
