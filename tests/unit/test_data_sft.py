@@ -38,8 +38,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WITHOUT_REPLIES = (
-    "{% for m in messages %}{{ m['role'] }}: "
-    "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
 NOTHING_OF_REPLIES = "{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
 TRIMMED = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
