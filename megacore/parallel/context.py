@@ -241,7 +241,7 @@ class _RingAttention(torch.autograd.Function):
         d_query, d_local, shape = list[Tensor](), list[Tensor](), (2, *key.transpose(1, 2).shape)
         arriving: Shift | None = None
         for source, keys, values in _travelling(key, value, shards):
-            d_pairs = list[tuple[slice, Sequence[Tensor]]]()
+            d_pairs = list[tuple[slice, list[Tensor]]]()
             for pair in _pairs(source, query.shape[2], shards, view, slopes):
                 d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
                 operands = pair.operands(query, keys, values)
@@ -264,7 +264,7 @@ class _RingAttention(torch.autograd.Function):
         return d_query[0].to(query.dtype), d_key, d_value, None, None, None
 
 
-def _added(totals: list[Tensor], where: slice, terms: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
     """Add terms at some positions of sums in fp32, in place.
 
     Args:
@@ -277,7 +277,7 @@ def _added(totals: list[Tensor], where: slice, terms: Sequence[Tensor], like: Te
         The sums.
     """
     if not totals and terms[0].shape == like.shape:
-        return list(terms)
+        return terms
     totals = totals or [_zeros_like(like) for _ in terms]
     for total, term in zip(totals, terms, strict=True):
         total[:, :, where] += term
