@@ -24,6 +24,7 @@ from megacore.plan.state import (
     building_bytes,
     forgets_gradients,
     held_by_layer,
+    held_experts,
     held_parameters,
     late_bytes,
     state_bytes,
@@ -172,7 +173,7 @@ def _rank_memory(
 ) -> RankMemory:
     on_rank = stages[rank :: ranks_of_role("pipeline", config.parallel)]
     parameters = held_parameters(layers, on_rank)
-    state = state_bytes(parameters, config)
+    state = state_bytes(parameters, config, experts=held_experts(config, layers, on_rank))
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu
