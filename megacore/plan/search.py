@@ -271,7 +271,7 @@ def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constrain
             if constraints.allow("pp", pp) and constraints.allow("dp", dp):
                 degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
                 for of_experts in _expert_degrees(config, constraints, degrees):
-                    yield from _variants(config, constraints, degrees | of_experts)
+                    yield from _variants(config, constraints, {**degrees, **of_experts})
 
 
 def _expert_degrees(
