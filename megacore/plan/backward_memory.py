@@ -164,6 +164,10 @@ def _beside(
     keeps until it has both; it then has both and their sum."""
     e = ELEMENT_BYTES[config.precision.precision]
     gradient = 0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else e * _largest_gradient(config, layer)
+    if layer.block is not None and config.parallel.may_split_backward:
+        # The half for weights has no gradients of activations but those that wait for it, which are counted apart; the
+        # half for inputs, at its end, the gradient of the stage's input.
+        return again + max(gradient + e * table, residual_bytes(config))
     if layer.block is not None:
         return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
     if layer.name == "embedding":

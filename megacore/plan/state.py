@@ -149,8 +149,9 @@ def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bo
     return state["optimizer"] * kept / (kept + master) if kept else 0.0
 
 
-def forgets_gradients(config: ResolvedConfig) -> bool:
-    """Whether no buffer of gradients outlives a step."""
-    if ranks_of_role("replicas", config.parallel) == 1:
+def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bool:
+    """Whether no buffer of gradients outlives a step; or of those of experts, which may have fewer copies."""
+    copies = expert_copies(config.parallel) if of_experts else ranks_of_role("replicas", config.parallel)
+    if copies == 1:
         return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return config.parallel.zero_stage >= 2
