@@ -252,7 +252,7 @@ def _read(
     if not problems and not local_problems:
         notes += _kept_although_derived(kind, flags, file, path)
         usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))
-        notes += _translated(flags)
+        notes += flags.translation_notes()
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
@@ -387,15 +387,6 @@ def _load_of_megatron(flags: Given) -> list[str]:
         f"--load {load} is the directory of --save, so that the run starts from its newest checkpoint, and from the "
         f"beginning if there is none (--load {AUTO})"
     ]
-
-
-def _translated(flags: Given) -> list[str]:
-    """A note with the settings of each other trainer that were translated, and one with those that change nothing."""
-    notes = []
-    for origin, translated in flags.translated.items():
-        if became := "; ".join(f"{source} is {ours}" for source, ours in translated.items() if ours):
-            notes.append(f"translated from {origin}: {became}")
-    return notes + [f"{origin}'s, and without effect here: {', '.join(idle)}" for origin, idle in flags.idle.items()]
 
 
 def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:

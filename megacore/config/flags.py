@@ -48,6 +48,15 @@ class Given:
     translated: dict[str, dict[str, str]] = field(default_factory=dict)
     idle: dict[str, list[str]] = field(default_factory=dict)
 
+    def translation_notes(self) -> list[str]:
+        """A note with the settings of each other trainer that were translated, and one with those that change
+        nothing."""
+        notes = []
+        for origin, translated in self.translated.items():
+            if became := "; ".join(f"{source} is {ours}" for source, ours in translated.items() if ours):
+                notes.append(f"translated from {origin}: {became}")
+        return notes + [f"{origin}'s, and without effect here: {', '.join(idle)}" for origin, idle in self.idle.items()]
+
 
 @dataclass
 class _Word:
