@@ -15,6 +15,7 @@ REPLACED = {
     "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
+    "--hierarchical-context-parallel-sizes": "use --cp with --cp-comm ring, allgather or ulysses: one level of ranks",
     "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in docs/data.md",
     "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/data.md",
 }
