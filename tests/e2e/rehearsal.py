@@ -87,5 +87,6 @@ def run(script: str, arguments: Sequence[str], folder: Path) -> Launch:
     (words,) = (json.loads(line) for line in notes.read_text().splitlines())
     at = next(index for index, word in enumerate(words) if Path(word).name in PROGRAMS)
     given = {word.replace("_", "-"): value for word, value in pairwise(words[:at])}
-    nodes, each = (int(given.get(name, "1")) for name in ("--nnodes", "--nproc-per-node"))
+    nodes = int(given.get("--nnodes") or given.get("--num-nodes", "1"))
+    each = int(given.get("--nproc-per-node") or given.get("--num-gpus", "1"))
     return Launch(program=Path(words[at]).name, processes=nodes * each, flags=tuple(words[at + 1 :]))

@@ -76,6 +76,29 @@ OUTPUT_ARGS=" \
     --log-batch-size-to-tensorboard \
     --log-validation-ppl-to-tensorboard \
     "
+ZERO_STAGE=0  # the bf16 optimizer shards by itself
+config_json="$CHECKPOINT_PATH.ds_config.json"
+cat <<EOT > $config_json
+{
+  "train_micro_batch_size_per_gpu": $MICRO_BATCH_SIZE,
+  "train_batch_size": $GLOBAL_BATCH_SIZE,
+  "gradient_clipping": 1.0,
+  "zero_optimization": {
+    "stage": $ZERO_STAGE
+  },
+  "bf16": {
+    "enabled": true
+  },
+  "steps_per_print": 2000,
+  "wall_clock_breakdown": false
+}
+EOT
+DEEPSPEED_ARGS=" \
+    --deepspeed \
+    --deepspeed_config ${config_json} \
+    --zero-stage ${ZERO_STAGE} \
+    --deepspeed-activation-checkpointing \
+    "
 LAUNCHER="python -u -m torch.distributed.run \
     --nproc_per_node $GPUS_PER_NODE \
     --nnodes $NNODES \
@@ -95,5 +118,6 @@ export CMD=" \
     --data-path $DATA_PATH \
     --data-impl mmap \
     --distributed-backend nccl \
+    $DEEPSPEED_ARGS \
     "
 srun --jobid ${SLURM_JOBID:-1} bash -c "$LAUNCHER --node_rank 0 $CMD"
