@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,14 @@ from tests.unit import data_bytes
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in rehearsal.SCRIPTS.glob("*.sh"))
 Start = Callable[[str], rehearsal.Launch]
+
+
+DEGREES = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +100,31 @@ def test_a_small_script_has_a_plan(script: str, start: Start, capsys: pytest.Cap
     parsed(launch, flags)
     assert dry_run([*flags, "--dry-run", "--world-size", str(launch.processes)], launch.program) == 0
     assert "parameters" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_small_script_trains(script: str, start: Start, tmp_path: Path) -> None:
+    """Two steps on CPUs, with each degree 2 where the script's is larger, and one block a stage."""
+    launch = start(script)
+    given = dict(pairwise(launch.flags))
+    degrees = {flag: "2" for flag in DEGREES if int(given.get(flag, "1")) > 1}
+    processes = 2 ** len(degrees.keys() - {"--expert-model-parallel-size"})
+    batch = 2 * int(given["--global-batch-size"])
+    samples = {"--train-samples": str(batch), "--lr-decay-samples": str(batch), "--lr-warmup-samples": str(batch // 2)}
+    few = {"--num-layers": "4", "--eval-iters": "1", "--log-interval": "1"}
+    if "--rampup-batch-size" in given:
+        samples["--train-samples"] = str(2 * int(given["--rampup-batch-size"].replace("_", "")))
+    flags = launch.shrunk({**degrees, **few, **samples})
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    done = subprocess.run(
+        [*torchrun, f"--nproc-per-node={max(processes, 2)}", launch.program, *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
