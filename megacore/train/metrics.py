@@ -95,7 +95,9 @@ class StepMetrics:
         own = (times.seconds, times.data_share, peak_here, *measured.values())
         everyone = rows_of_ranks((first, last, timed.busy_seconds, *own), mesh).cpu()
         step_seconds, data_share, peak, *memory = everyone[:, 3:].amax(0).tolist()
-        sequences = config.batch_sizes.of_step(result.step)
+        sequences = config.training.global_batch_size
+        if config.rampup.rampup_batch_size:
+            sequences = config.batch_sizes.of_step(result.step)
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
         means = term_means(task.loss_names, result.means, result.counts)
         record = {

@@ -131,7 +131,8 @@ class TrainStep:
             shared=self.model.shared,
         )
         self.balance = None if config.model.experts is None else ExpertBalance(self.model.chunks, config, mesh)
-        self.step, self._batch_sizes = 0, config.batch_sizes
+        self.step = 0
+        self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
         self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
         self.rate: float | None = None
@@ -169,8 +170,9 @@ class TrainStep:
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         self.model.data_parallel.begin_step(scale)
         if self.balance is not None:
-            sizes = self._batch_sizes  # the losses of routers are divided by the sequences of a full batch
-            self.balance.begin_step(scale * (sizes.full / sizes.of_step(self.step + 1)))
+            if self._ramp is not None:  # the losses of routers are divided by the sequences of a full batch
+                scale *= self._ramp.full / self._ramp.of_step(self.step + 1)
+            self.balance.begin_step(scale)
         return self._weight
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -265,7 +267,7 @@ class TrainStep:
         """The learning rate of the last step."""
         if self.rate is not None:
             return self.rate
-        steps = self._batch_sizes.full_steps(self.step)
+        steps = self.step if self._ramp is None else self._ramp.full_steps(self.step)
         return learning_rate(steps, self.config.optimizer, train_iters=self.config.training.train_iters)
 
     @section(Phase.EVALUATE)

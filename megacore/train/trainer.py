@@ -305,7 +305,8 @@ class Trainer:
 
     def _batches(self) -> DeviceLoader[Any]:
         """The training data from the run's position on."""
-        sizes = map(self.config.batch_sizes.of_step, count(self.step + 1))
+        ramps = bool(self.config.rampup.rampup_batch_size)
+        sizes = map(self.config.batch_sizes.of_step, count(self.step + 1)) if ramps else None
         return DeviceLoader(self._loader(self._train_data, self.consumed_samples, sizes), self.mesh.device)
 
     def _history(self) -> History:

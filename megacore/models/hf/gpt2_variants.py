@@ -149,6 +149,7 @@ def _weight(ours: str, theirs: str, layout: Layout | None = None) -> TensorRule:
 MPT = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
+    other_names=("MPTForCausalLM",),
     prefix="transformer.",
     same=(
         Same("num_layers", ("n_layers", "num_hidden_layers"), 24),
