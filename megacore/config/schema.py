@@ -206,10 +206,19 @@ class ResolvedConfig(Config):
 
     @property
     def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
-        """How the ranks that divide sequences exchange keys and values, once that is chosen."""
+        """How the ranks that divide sequences exchange keys and values, once that is chosen.
+
+        Of n query and g key heads on a tensor-parallel rank, N ranks send less as `ulysses` if N > n/g + 1 and N
+        divides g. It waits for what it sends: a ring, which computes meanwhile, is left only for a fast link.
+        """
+        tp, cp = self.parallel.tp, self.parallel.cp
         if self.parallel.cp_comm != "auto":
             return self.parallel.cp_comm
-        return "ring" if self.is_causal else "allgather"
+        if not self.is_causal:
+            return "allgather"
+        heads, groups = self.model.num_attention_heads // tp, max(self.model.query_groups // tp, 1)
+        sends_less = groups % cp == 0 and heads % cp == 0 and cp > heads / groups + 1
+        return "ulysses" if sends_less and tp * cp <= RANKS_OF_FAST_LINK else "ring"
 
     @property
     def beside_hidden_states(self) -> tuple[str, ...]:
@@ -251,6 +260,8 @@ _SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
 SECTIONS = sections_of(Config)
 """The sections that every entry point has."""
 
+RANKS_OF_FAST_LINK = 8
+"""Ranks that are taken to share a node, whose links are fast; neighbours, as --tp and --cp ranks are."""
 UNKNOWN_VOCAB_SIZE = 0
 """The size of a vocabulary that could not be read. Only the checks of input files ever see it, in a run that is about
 to be refused (`parse_config`)."""
