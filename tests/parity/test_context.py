@@ -407,7 +407,11 @@ def test_65536_positions_are_those_of_one_process(tmp_path: Path) -> None:
     (expected,) = train_cases(0, 1, str(tmp_path), [((1, 1, 1), changes)])
     divided = changes | {"cp": 2, "cp_comm": "ring"}
     (found,) = run_distributed(train_cases, 2, str(tmp_path), [((1, 1, 1), divided)], timeout=400)[0]
-    agree(found, expected)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+    # A gradient sums a term of each position, in fp32: of 16,384 of them the two differ by up to 1.5e-6.
+    for name, gradient in expected.gradients.items():
+        assert (found.gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 @pytest.mark.slow
