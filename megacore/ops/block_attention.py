@@ -185,7 +185,7 @@ def _uses_kernel(query: Tensor, dropout: float) -> bool:
     """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
     if dropout > 0.0 or not runs_triton(query, "query"):
         return False
-    from megacore.kernels import attention as kernel
+    import megacore.kernels.attention as kernel
 
     return query.shape[-1] <= kernel.largest_head(query.dtype)
 
@@ -300,7 +300,7 @@ def _block_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
-        from megacore.kernels import attention as kernel
+        import megacore.kernels.attention as kernel
 
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
         reach = scene.view.reach
@@ -324,7 +324,7 @@ def _block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
-        from megacore.kernels import attention as kernel
+        import megacore.kernels.attention as kernel
 
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))

@@ -28,6 +28,7 @@ from torch import Tensor
 from megacore.ops.attention import Alibi, attention
 from megacore.ops.block_attention import NOTHING, attend, attend_backward
 from megacore.ops.causal_attention import merge_
+from megacore.ops.dispatch import Node
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, SumScattered
 from megacore.parallel.mesh import ALONE, Group
@@ -90,14 +91,26 @@ class SequenceShards:
             pieces: [p, ...], by rank.
             dim: of a piece: its dimension of positions.
         """
-        shape = list(pieces.shape[1:])
-        shape[dim] = length = self.whole_length(shape[dim])
-        whole = pieces.new_empty(shape)
+        length, parts = self.whole_length(pieces.shape[1 + dim]), dict[int, Tensor]()
         for rank, piece in enumerate(pieces):
             ranges = self.ranges(length, rank)
             for of, part in zip(ranges, piece.split([len(of) for of in ranges], dim), strict=True):
-                whole.narrow(dim, of.start, len(of)).copy_(part)
-        return whole
+                parts[of.start] = part
+        return torch.cat([parts[start] for start in sorted(parts)], dim)
+
+    def take_apart(self, *sequences: Tensor) -> Tensor:
+        """What each rank holds of whole sequences, [p, number of arguments, b, s/p, ...], by one copy.
+
+        Args:
+            sequences: [b, s, ...] of one shape.
+        """
+        b, s, *others = sequences[0].shape
+        ranks = range(self.group.size)
+        parts = [
+            sample[of.start : of.stop]
+            for rank in ranks for x in sequences for sample in x for of in self.ranges(s, rank)
+        ]  # fmt: skip
+        return torch.cat(parts).view(len(ranks), len(sequences), b, s // len(ranks), *others)
 
 
 WHOLE = SequenceShards()
@@ -133,7 +146,7 @@ def context_attention(
     return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _GatheredAttention(Node):
     """It keeps this rank's keys and values, not those of the whole sequence."""
 
     @staticmethod
@@ -194,16 +207,11 @@ def _gathered(key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
 def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
     """The sum over the ranks of gradients of keys and of values [b, g, s, d] in fp32, of which this rank keeps its
     positions: [2, b, g, s/p, d]."""
-    b, g, s, d = gradients[0].shape
-    pieces = gradients[0].new_empty(shards.group.size, len(gradients), b, s // shards.group.size, g, d)
-    for rank, piece in enumerate(pieces):
-        ranges = shards.ranges(s, rank)
-        for part, x in zip(piece, gradients, strict=True):
-            torch.cat([x[:, :, of.start : of.stop].transpose(1, 2) for of in ranges], 1, out=part)
+    pieces = shards.take_apart(*(x.transpose(1, 2) for x in gradients))
     return SumScattered(pieces, shards.group).wait().transpose(2, 3)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Node):
     """Causal attention. It keeps this rank's keys and values, and the merged result."""
 
     @staticmethod
@@ -391,7 +399,7 @@ def _by_heads(
     return back.flatten(2, 3).contiguous().transpose(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Node):
     """This rank's positions of all heads, [b, s/p, p, m, d], for all positions of its heads, [b, s, m, d], or back:
     each the other's adjoint."""
 
@@ -412,8 +420,4 @@ def _positions_to_heads(x: Tensor, shards: SequenceShards) -> Tensor:
 
 
 def _heads_to_positions(x: Tensor, shards: SequenceShards) -> Tensor:
-    pieces = [
-        torch.cat([x[:, of.start : of.stop] for of in shards.ranges(x.shape[1], rank)], 1)
-        for rank in range(shards.group.size)
-    ]
-    return PartsExchanged(torch.stack(pieces), shards.group).wait().movedim(0, 2)
+    return PartsExchanged(shards.take_apart(x)[:, 0], shards.group).wait().movedim(0, 2)
