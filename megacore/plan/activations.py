@@ -109,6 +109,13 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     )
 
 
+def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """One tensor of the MLP's inner width, of all experts where the block has them."""
+    share = expert_share(config, block)
+    inner = _tokens(config) * block.inner_size / _layer_ranks(config) if share is None else share.rows * share.inner
+    return _element(config) * inner
+
+
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included."""
