@@ -91,6 +91,7 @@ def passing_bytes(
     head: float,
     again: float,
     working: float,
+    kept: Sequence[Sequence[float]],
     on_cpu: bool,
     is_first: bool = False,
 ) -> Backward:
@@ -113,6 +114,7 @@ def passing_bytes(
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         working: as much of this as the rank's memory counts already.
+        kept: what each layer keeps of a microbatch, as `kept_by_layer` has it.
         on_cpu: whether the ranks compute in host memory.
         is_first: whether it is a stage's first backward, with no gradients before it.
     """
@@ -129,9 +131,8 @@ def passing_bytes(
         ]
     found = [(0.0, 0.0)]
     beside: dict[int, float] = {}  # blocks that are alike are one object
-    for chunk, sizes in zip(chunks, sizes_by_chunk, strict=True):
+    for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
-        kept = kept_by_layer(chunk, config, on_cpu=on_cpu)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         freed, made, later_size, later_bucket = 0.0, 0.0, 0, 0.0
         for number in reversed(range(len(chunk))):
@@ -164,7 +165,7 @@ def passing_bytes(
                 reducing = term * later_size / replicas
                 moment += e * gathered + term * (size + later_size)
             found.append((moment - freed - working, reducing))
-            freed += kept[number] + waiting[number]
+            freed += kept_here[number] + waiting[number]
             # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
             later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
     passing, reducing = max(found, key=sum)
