@@ -128,6 +128,21 @@ def test_rounds_alternate_and_no_side_always_follows_the_same_one(results: Resul
     assert results.missing["fails, one on 1 ranks"] == "it fails"
 
 
+def test_a_run_that_is_ended_early_leaves_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def measure(self: Comparison, layout: Layout, **_: int) -> None:
+        found.append((tmp_path / "results.md").read_text() if (tmp_path / "results.md").exists() else "")
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        self.results.rows.append(row("megacore", layout, [1.0], [1.0]))
+
+    monkeypatch.setattr(Comparison, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--ranks", "4", "--peers", "", "--modes", "dp", "--output", str(tmp_path)])
+    assert found[0] == "" and "one process" in found[1] and "data parallel | 2" in found[2]
+
+
 def test_the_picture_has_a_bar_for_every_figure(results: Results) -> None:
     svg = to_svg(picture(results))
     assert "data parallel, torch: 32 tokens/s" in svg and "5 million parameters" in svg
