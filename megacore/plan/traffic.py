@@ -173,7 +173,7 @@ def _sent(
 
 def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
     """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
-    rank's share at a time from rank to rank, of which the gradients take one step more."""
+    rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms."""
     ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
@@ -192,7 +192,7 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
     elif config.context_comm == "ring":
         taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
-        returning = sent("message", "their gradients", keys * 4 / ranks, ranks)
+        returning = sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
     else:
         taken = passing = sent("all-gather", "keys and values", keys * e, 1)
         returning = sent("reduce-scatter", "their gradients", keys * 4, 1)
