@@ -86,6 +86,13 @@ def test_peak_of_zero_1_with_few_activations() -> None:
     assert first.peak == pytest.approx(first.planned.expected_tensors, rel=0.02)
 
 
+def test_on_a_cpu_neither_side_has_attentions_dropout() -> None:
+    cases = [{"attention_dropout": 0.1, "seq_length": 128, "on_cpu": True}]
+    (reports,) = in_a_process((1, 1, 1), *cases)
+    assert [report.result for report in reports] == ["OK"]
+    assert reports[0].planned.expected_tensors == pytest.approx(reports[0].peak, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
