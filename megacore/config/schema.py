@@ -12,6 +12,7 @@ configuration is refused before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_type_hints
@@ -199,7 +200,7 @@ class ResolvedConfig(Config):
         """Microbatches of a step on each replica."""
         return self.training.global_batch_size // self.replica_batch_size
 
-    @property
+    @functools.cached_property  # the planner asks millions of times
     def rank_positions(self) -> int:
         """Positions of each sequence that a rank computes."""
         return self.data.seq_length // ranks_of_role("sequence", self.parallel)
