@@ -141,6 +141,7 @@ class TransformerBlock(nn.Module):
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.mlp_norm = build_norm(config, device=context.device)
         self.mlp = mlp(config, context)
+        self.leaves_padding_out: bool = getattr(self.mlp, "leaves_padding_out", False)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload
@@ -160,7 +161,13 @@ class TransformerBlock(nn.Module):
         hidden, *where = x
         return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
 
-    def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def _apply_to(
+        self,
+        x: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         light = self.light and not isinstance(self.attention_norm, nn.Identity)
         normed, x = (x, x) if isinstance(self.attention_norm, nn.Identity) else self.attention_norm.with_input(x)
         with computed_again(normed, partial(self.attention_norm, x)) if light else nullcontext():
@@ -172,7 +179,7 @@ class TransformerBlock(nn.Module):
             normed, total = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
             residual = total
         with computed_again(normed, partial(self.mlp_norm, total)) if self.light else nullcontext():
-            mixed = self.mlp(normed)
+            mixed = self.mlp(normed, padding) if self.leaves_padding_out else self.mlp(normed)
         return _residual_sum(self.mlp_dropout, mixed, residual)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,40 +28,11 @@ from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.train import step
 from megacore.train.step import TrainStep
+from megacore.verify.expert_defects import EXPERT_DEFECTS
 from megacore.verify.masks import replaced
+from megacore.verify.planting import Defect, defect
 from megacore.zero import bucket as buckets
 from megacore.zero.bucket import Bucket
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defect:
-    """One mistake.
-
-    Attributes:
-        name: on the command line.
-        what: the mistake.
-        needs: what a layout must have for the mistake to be possible.
-        possible: whether a configuration has it.
-        plant: makes the mistake on this rank until the stack closes.
-        kinds: of the first tensor that differs, in which the mistake should show.
-    """
-
-    name: str
-    what: str
-    needs: str
-    possible: Callable[[ResolvedConfig], bool]
-    plant: Callable[[TrainStep, ExitStack], None]
-    kinds: tuple[str, ...]
-
-
-@contextmanager
-def planted(defect: Defect | None, steps: TrainStep) -> Iterator[None]:
-    """The defect is there inside; None: nothing is."""
-    with ExitStack() as stack:
-        if defect is not None:
-            defect.plant(steps, stack)
-        yield
-
 
 # ---- sums of gradients over data-parallel ranks
 
@@ -366,28 +337,24 @@ def _has_padding(config: ResolvedConfig) -> bool:
     return _padded(config) > config.model.vocab_size and (config.training.loss_chunks or 1) == 1
 
 
+def _has_gated(config: ResolvedConfig) -> bool:
+    experts = config.model.experts
+    blocks = range(config.model.num_layers)
+    has_mlp = experts is None or experts.moe_shared_expert_size is not None or not all(map(experts.holds, blocks))
+    return config.model.gated and has_mlp
+
+
 def _has_state(config: ResolvedConfig) -> bool:
     return any(kind.per == "element" for kind in config.optimizer_settings.state)
-
-
-def _defect(
-    name: str,
-    what: str,
-    plant: Callable[[TrainStep, ExitStack], None],
-    *kinds: str,
-    needs: str = "",
-    possible: Callable[[ResolvedConfig], bool] = _any,
-) -> Defect:
-    return Defect(name=name, what=what, needs=needs, possible=possible, plant=plant, kinds=kinds)
 
 
 _TP, _PP, _DP = "--tp 2 or more", "--pp 2 or more", "--dp 2 or more"
 
 DEFECTS: tuple[Defect, ...] = (
-    _defect(
+    defect(
         "missing-dp-sum", "gradients are not summed over replicas", _no_reduction, "gradient", needs=_DP, possible=_dp
     ),
-    _defect(
+    defect(
         "doubled-dp-sum",
         "gradients are summed over replicas twice",
         partial(_scaled_reduction, lambda group: float(group.size)),
@@ -395,7 +362,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "averaged-gradients",
         "gradients are averaged over replicas, although the loss is divided by the global count",
         partial(_scaled_reduction, lambda group: 1.0 / group.size),
@@ -403,7 +370,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "local-token-counts",
         "each replica divides its loss by its token count",
         _local_counts,
@@ -411,7 +378,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "early-gradient-read",
         "one bucket's gradients are read before their overlapped reduction ends",
         _early_read,
@@ -419,7 +386,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "stale-parameters",
         "parameters updated by other ranks are not gathered again",
         _stale_parameters,
@@ -427,7 +394,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs="--zero-stage 1 or more and --dp 2 or more",
         possible=_has_stale,
     ),
-    _defect(
+    defect(
         "missing-tp-forward-sum",
         "row-parallel layers do not sum their outputs",
         _no_forward_sum,
@@ -435,7 +402,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_TP,
         possible=_tp,
     ),
-    _defect(
+    defect(
         "missing-tp-backward-sum",
         "column-parallel layers do not sum the gradient of their input",
         _no_backward_sum,
@@ -443,7 +410,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_TP,
         possible=_tp,
     ),
-    _defect(
+    defect(
         "replicated-gradients",
         "gradients of norms are not summed with sequence parallelism, or are summed without it",
         _replicated_gradients,
@@ -451,7 +418,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_TP,
         possible=_tp,
     ),
-    _defect(
+    defect(
         "missing-tied-sum",
         "gradients of tied embeddings are not summed over the first and last stage",
         _tied_gradients,
@@ -459,16 +426,16 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_PP} and tied embeddings",
         possible=_has_tied,
     ),
-    _defect("qkv-order", "queries, keys and values are cut apart in the wrong order", _qkv_order, "output"),
-    _defect(
+    defect("qkv-order", "queries, keys and values are cut apart in the wrong order", _qkv_order, "output"),
+    defect(
         "gate-up-order",
         "gate and up projections are cut apart in the wrong order",
         _gate_order,
         "output",
-        needs="a gated activation",
-        possible=lambda config: config.model.gated,
+        needs="a gated activation outside experts",
+        possible=_has_gated,
     ),
-    _defect(
+    defect(
         "microbatch-order",
         "the last stage takes the microbatches in the wrong order",
         _microbatch_order,
@@ -477,7 +444,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_PP,
         possible=_pp,
     ),
-    _defect(
+    defect(
         "vocabulary-padding-in-loss",
         "padding rows of the vocabulary enter the softmax",
         _vocabulary_padding,
@@ -485,14 +452,14 @@ DEFECTS: tuple[Defect, ...] = (
         needs="a padded vocabulary and --loss-chunks 1",
         possible=_has_padding,
     ),
-    _defect(
+    defect(
         "masked-tokens-in-loss",
         "tokens that the loss mask excludes are counted",
         partial(_changed_loss, _all_counted),
         "loss",
     ),
-    _defect("label-shift", "labels are shifted by one position", partial(_changed_loss, _shifted), "loss"),
-    _defect(
+    defect("label-shift", "labels are shifted by one position", partial(_changed_loss, _shifted), "loss"),
+    defect(
         "shared-dropout-stream",
         "tensor-parallel ranks that need different dropout masks draw the same",
         _shared_stream,
@@ -500,7 +467,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_TP} and dropout that the ranks split",
         possible=_has_shared_stream,
     ),
-    _defect(
+    defect(
         "rank-dropout-stream",
         "ranks that need the same dropout mask draw different ones",
         _rank_streams,
@@ -508,7 +475,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs="two ranks or more and dropout",
         possible=lambda config: config.parallel.ranks > 1 and _drops(config),
     ),
-    _defect(
+    defect(
         "per-rank-clipping",
         "each rank clips by the norm of its gradients",
         _local_clipping,
@@ -517,7 +484,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"--clip-grad and {_TP}, {_PP} or ZeRO",
         possible=_has_local_norm,
     ),
-    _defect(
+    defect(
         "swapped-optimizer-state",
         "tensors of the optimizer are loaded in each other's place",
         _swapped_state,
@@ -525,5 +492,6 @@ DEFECTS: tuple[Defect, ...] = (
         needs="an optimizer with state",
         possible=_has_state,
     ),
+    *EXPERT_DEFECTS,
 )
-BY_NAME = {defect.name: defect for defect in DEFECTS}
+BY_NAME = {each.name: each for each in DEFECTS}
