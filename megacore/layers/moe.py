@@ -213,6 +213,8 @@ class Experts(nn.Module):
             products=context.products,
             device=context.device,
         )
+        # Of a tensor whose size is no multiple of a processor's vectors, its last elements may round otherwise.
+        self.activates_apart = context.experts.apart
         self.activation = config.activation
         self.gate = linear(h, f, split=1) if config.gated else None
         self.up = linear(h, f, split=1)
@@ -220,11 +222,13 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[r, h] -> [r, h], a part of the sum where ranks split the experts"""
-        up = self.up(rows, counts)
-        if self.gate is None:
-            inner = _PLAIN[self.activation](up)
+        activate: Callable[..., Tensor] = _PLAIN[self.activation] if self.gate is None else _GATED[self.activation]
+        projected = [linear(rows, counts) for linear in (self.gate, self.up) if linear is not None]
+        if self.activates_apart:
+            of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)
+            inner = torch.cat([activate(*of_expert) for of_expert in of_experts])
         else:
-            inner = _GATED[self.activation](self.gate(rows, counts), up)
+            inner = activate(*projected)
         output: Tensor = self.down(inner, counts)
         return output
 

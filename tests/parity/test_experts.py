@@ -24,13 +24,13 @@ from megacore.inference.trained import model_of
 from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
-from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, groups_of_experts
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
 from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import LocalSegment
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, Outcome, agree, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.runs import Layout, Outcome, agree, bitwise, gather, make_config, make_trainer, outcome_of, train_on
 
 # ---- groups
 
@@ -250,6 +250,8 @@ def train_cases(
     outcomes = []
     for layout, changes in cases:
         config = make_config(layout, directory, **changes)
+        if config.training.reproducible:
+            compute_reproducibly()
         outcomes.append(train_on(build_mesh(config.parallel), config))
     return outcomes if rank == 0 else []
 
@@ -322,6 +324,60 @@ def test_sixteen_bits_train_alike(precision: str, scale: float | None, tmp_path:
     for found in run_distributed(train_cases, 4, str(tmp_path), cases, timeout=180)[0]:
         assert found.losses == pytest.approx(exact.losses, rel=2e-2)
         assert found.norms == pytest.approx(exact.norms, rel=0.1)
+
+
+# ---- the same bits
+
+EXACT = MODEL | {"reproducible": True, "micro_batch_size": 1, "train_iters": 2}
+SAME: list[tuple[Layout, list[tuple[Layout, dict[str, Any]]]]] = [  # a layout, and others with its bits
+    (
+        (1, 1, 1),
+        [
+            ((1, 1, 4), {"ep": 2, "zero_stage": 2}),
+            ((1, 2, 2), {"ep": 2, "schedule": "zero-bubble", "recompute": "full"}),
+        ],
+    ),
+    (
+        (1, 1, 1),
+        [
+            ((1, 1, 4), {"ep": 4, "zero_stage": 3, "recompute": "full"}),
+            ((1, 1, 4), {"ep": 1, "zero_stage": 1}),
+            ((1, 4, 1), {"num_layers": 4}),
+            ((1, 2, 2), {"ep": 2, "zero_stage": 1, "replay_interval": 1}),
+        ],
+    ),
+    ((2, 1, 1), [((2, 1, 2), {"ep": 2}), ((2, 1, 2), {"ep": 1, "zero_stage": 2}), ((2, 2, 1), {})]),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [SAME[0], *(pytest.param(*same, marks=pytest.mark.slow) for same in SAME[1:])],
+    ids=[str(number) for number in range(len(SAME))],
+)
+@pytest.mark.parametrize("model", ["sigmoid", pytest.param("limited", marks=pytest.mark.slow)])
+def test_reproducible_runs_have_the_same_bits_on_every_ep(
+    layout: Layout, others: list[tuple[Layout, dict[str, Any]]], model: str, tmp_path: Path
+) -> None:
+    changes = EXACT | MODELS[model]
+    one = run_distributed(train_cases, layout[0], str(tmp_path), [(layout, changes)])[0][0]
+    cases = [(other, changes | of_layout) for other, of_layout in others]
+    for (_, of_layout), found in zip(cases, run_distributed(train_cases, 4, str(tmp_path), cases)[0], strict=True):
+        expected = one
+        if of_layout["num_layers"] != changes["num_layers"]:
+            longer = changes | {"num_layers": of_layout["num_layers"]}
+            expected = run_distributed(train_cases, layout[0], str(tmp_path), [(layout, longer)])[0][0]
+        bitwise(found, expected)
+
+
+@pytest.mark.slow
+def test_reproducible_runs_have_the_same_bits_where_ranks_route_parts_of_a_sequence(tmp_path: Path) -> None:
+    changes = EXACT | MODELS["sigmoid"] | {"sequence_parallel": True, "etp": 1}
+    one = run_distributed(train_cases, 2, str(tmp_path), [((2, 1, 1), changes), ((2, 1, 1), changes | {"ep": 2})])[0]
+    bitwise(*one)
+    cases = [((2, 1, 2), changes | {"ep": ep, "zero_stage": 1}) for ep in (1, 2, 4)]
+    for found in run_distributed(train_cases, 4, str(tmp_path), cases)[0]:
+        bitwise(found, one[0])
 
 
 # ---- balance
