@@ -273,7 +273,9 @@ def race(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_sizes(parser, steps=400, rounds=7, hidden=128, seq=128, batch=16, experts=8, chosen=2, width=192, seeds=1)
+    add_sizes(
+        parser, steps=400, rounds=7, layers=2, hidden=96, seq=128, batch=8, experts=8, chosen=2, width=128, seeds=1
+    )
     parser.add_argument("--text", type=Path, help="file to learn; default: the reference of Python's help()")
     parser.add_argument("--bias-rate", type=float, default=3e-3, help="--moe-router-bias-update-rate")
     parser.add_argument("--eval-batches", type=int, default=16, help="batches of validation")

@@ -116,8 +116,9 @@ def assign(indices: Tensor, experts: int, group: Group, *, sends_all: bool = Tru
     pairs = partial(_assignment, order, indices, sum(send), sends_all=sends_all, send=send, receive=receive)
     if apart:
         return pairs(counts=by_source)
-    expert = torch.arange(mine.shape[1], device=flat.device).repeat(group.size)
-    grouped = torch.sort(expert.repeat_interleave(theirs.flatten(), output_size=sum(receive)), stable=True).indices
+    ends = theirs.flatten().cumsum(0)  # of the rows of each source and expert
+    number = torch.searchsorted(ends, torch.arange(sum(receive), device=flat.device), right=True)
+    grouped = torch.sort(number % mine.shape[1], stable=True).indices
     together = [[sum(of_expert) for of_expert in zip(*by_source, strict=True)]]
     return pairs(counts=together, grouped=grouped, arrival=_reverse(grouped))
 

@@ -193,7 +193,7 @@ def _experts(config: ResolvedConfig, model: ResolvedModel) -> ResolvedExperts:
     count, chosen = experts.num_experts, experts.moe_router_topk
     if experts.moe_router_num_groups is None:  # whose numbers depend on each other
         chosen = min(chosen, _MOST_CHOSEN)
-        count = min(count, parallel.ep * math.ceil(2 * chosen / parallel.ep))
+        count = min(count, parallel.ep * max(2, math.ceil(2 * chosen / parallel.ep)))  # several on a rank
 
     def width(size: int, ranks: int) -> int:
         return min(size, ranks * math.ceil(size / config.model.hidden_size * model.hidden_size / ranks))
