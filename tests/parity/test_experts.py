@@ -425,6 +425,25 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
+def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
+    """1e-3 and sums of it are no numbers of bf16."""
+    bias = MODELS["bias"] | {
+        "moe_router_bias_update_rate": 1e-3,
+        "train_iters": 2,
+        "num_layers": 2,
+        "precision": "bf16",
+    }
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **MODEL | bias), Mesh(device=torch.device("cpu")))
+    expected, rate = torch.zeros(4), torch.tensor(1e-3)
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+        assert trainer.train_steps.balance is not None
+        (load,) = trainer.train_steps.balance.loads().values()
+        expected += rate * (load.double().mean() - load).sign().float()
+    (found,) = biases_of(trainer).values()
+    assert found.dtype == torch.float32 and found.any() and torch.equal(found, expected)
+
+
 # ---- checkpoints and evaluation
 
 SAVED: dict[str, Any] = MODEL | {
@@ -440,6 +459,8 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1, 2), {"ep": 2, "etp": 1, "sequence_parallel": True, "zero_stage": 3}),
     ((1, 2, 2), {"ep": 2}),
     ((4, 1, 1), {"ep": 1}),
+    ((1, 1, 2), {"cp": 2, "ep": 4, "zero_stage": 1}),
+    ((2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True, "etp": 1, "zero_stage": 2}),
 ]
 
 

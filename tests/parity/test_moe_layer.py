@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedExperts, ResolvedModel
 from megacore.layers.context import BuildContext
-from megacore.layers.moe import MoE, choose
+from megacore.layers.moe import MoE, Router, choose
 from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.recompute import recompute
 
 H, FFN, WIDTH, B, S, SEQUENCES = 16, 24, 20, 3, 7, 5
 CPU = torch.device("cpu")
@@ -355,3 +356,22 @@ def test_one_token_and_a_choice_of_all_experts(fields: dict[str, Any]) -> None:
     assert layer.router.gap.isinf() == (experts_of(model).moe_router_topk == 6)
     assert one.grad is not None and one.grad.isfinite().all() and one.grad.any()
     torch.testing.assert_close(layer(x)[:1, :1], y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_pass_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device it may round otherwise. Here its scores are the first pass's, reversed."""
+    layer, (x, grad) = built(model_with()), batch()
+    expected = built(model_with())
+    expected(x.detach().requires_grad_()).backward(grad)
+    forward, passes = Router.forward, list[Tensor]()
+
+    def reversed_later(self: Router, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        passes.append(forward(self, x, noise))
+        return passes[0] if len(passes) == 1 else passes[-1] * torch.tensor(-1.0)
+
+    monkeypatch.setattr(Router, "forward", reversed_later)
+    recompute(layer, x, streams=layer.streams).backward(grad)
+    assert len(passes) == 2 and layer.streams.decided is None
+    used = gradient_of(layer.experts.up.weight).abs().amax((1, 2)) > 0
+    assert torch.equal(used, gradient_of(expected.experts.up.weight).abs().amax((1, 2)) > 0)
+    assert torch.equal(layer.router.counts[:-1] // 2, expected.router.counts[:-1])  # nothing here takes the second out
