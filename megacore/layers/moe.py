@@ -96,22 +96,21 @@ def choose(
 
 def _best(preferred: Tensor, experts: ResolvedExperts) -> tuple[Tensor, Tensor]:
     """The indices of the k experts with the highest numbers, ascending, and the gap as in `Choice`."""
-    least = preferred.new_full((), torch.inf)
+    of_groups = None
     if experts.moe_router_num_groups is not None:
-        allowed, least = _in_best_groups(preferred, experts)
+        allowed, of_groups = _in_best_groups(preferred, experts)
         preferred = preferred.masked_fill(~allowed, -torch.inf)
     indices, gap = _highest(preferred, experts.moe_router_topk)
-    return indices.sort(-1).values, torch.minimum(least, gap)
+    return indices.sort(-1).values, gap if of_groups is None else torch.minimum(of_groups, gap)
 
 
 def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Indices of the highest values along the last dimension, of equal ones the first; and by how much the last of them
     is above the next value, at least."""
     found, indices = torch.sort(values, dim=-1, descending=True, stable=True)
-    gap = values.new_full((), torch.inf)
-    if count < values.shape[-1] and values.numel():
-        gap = (found[..., count - 1] - found[..., count]).amin()
-    return indices[..., :count], gap
+    if count == values.shape[-1]:
+        return indices, values.new_full((), torch.inf)
+    return indices[..., :count], (found[..., count - 1] - found[..., count]).amin()
 
 
 def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> tuple[Tensor, Tensor]:
@@ -135,8 +134,8 @@ class Router(ShardedModule):
         device: where parameters live.
 
     Attributes:
-        counts: [E + 1] int64, how often each expert was chosen on this rank in the forwards of this step, and how many
-            of these choices were dropped.
+        counts: [E + 2] int64, how often each expert was chosen on this rank in the forwards of this step, how many
+            choices padding would have, and how many were dropped.
         gap: scalar fp32, the smallest `Choice.gap` of these forwards.
         bias: [E] fp32, what moves the choice; None: nothing does.
         loads: [E] int64, how often each expert was chosen in the last step, on all ranks, for a loss that goes by it;
@@ -152,7 +151,7 @@ class Router(ShardedModule):
         super().__init__()
         self.weight = replicated(experts.num_experts, hidden_size, device=device)
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
-        self.register_buffer("counts", zeros(experts.num_experts + 1), persistent=False)
+        self.register_buffer("counts", zeros(experts.num_experts + 2), persistent=False)
         self.register_buffer("gap", torch.full((), torch.inf, device=device), persistent=False)
         has_bias = experts.moe_router_enable_expert_bias
         self.register_buffer("bias", torch.zeros(experts.num_experts, device=device) if has_bias else None)
@@ -170,13 +169,9 @@ class Router(ShardedModule):
 
     def note(self, route: Route) -> None:
         """Count what the tokens of a forward have chosen."""
-        size = len(self.counts)
-        added = occurrences(route.counted, size)
-        padding = added[-1].clone()
-        added[-1] = 0 if route.sent is route.counted else occurrences(route.sent, size)[-1] - padding
-        self.counts.add_(added)
+        self.counts.add_(route.counts)
         if route.gap is not None:
-            self.gap.copy_(torch.minimum(self.gap, route.gap))
+            torch.minimum(self.gap, route.gap, out=self.gap)
 
 
 class SharedExpert(ShardedModule):
@@ -239,13 +234,15 @@ class Route(NamedTuple):
     Attributes:
         indices: [b, s, k] int64, the experts that they have chosen, ascending.
         counted: the same, E for padding.
-        sent: the same, E where a token is not sent to the expert: for padding, and where the expert is full.
+        counts: [E + 2] int64, as of a `Router`.
+        sent: as `counted`, and E where the expert is full: the token is not sent to it.
         assignment: what this rank sends and receives.
         gap: as in `Choice`.
     """
 
     indices: Tensor
     counted: Tensor
+    counts: Tensor
     sent: Tensor
     assignment: Assignment
     gap: Tensor | None
@@ -310,32 +307,36 @@ class MoE(nn.Module):
     def _route(self, choice: Choice, padding: Tensor | None) -> Route:
         experts, indices = self.config.num_experts, choice.indices
         counted = indices if padding is None else indices.masked_fill(self._here(padding)[..., None] > 0, experts)
-        sent = counted
+        counts, sent = occurrences(counted, experts + 2), counted
         if self.training and self.config.moe_expert_capacity_factor is not None:
             capacity = capacity_of(self.config, self._length(indices))
             if capacity < self._length(indices):
                 every, weights = self._whole(counted), self._whole(choice.weights)
                 dropped = self._here(beyond_capacity(every, weights, self.config, capacity))
                 sent = counted.masked_fill(dropped, experts)
+                counts[-1] = (sent != counted).sum()
         gathered = gather_sequence(sent, self.ranks.layer) if self.sequence_parallel else sent
         assignment = assign(
             gathered.flatten(0, 1),
             experts,
             self.ranks.dispatch,
+            counts=counts if gathered is counted else None,
             sends_all=sent is indices,
             apart=self.ranks.apart,
         )
-        return Route(indices, counted, sent, assignment, choice.gap)
+        return Route(indices, counted, counts, sent, assignment, choice.gap)
 
     def _routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         layer, group = self.ranks.layer, self.ranks.dispatch
         if self.sequence_parallel:
             x, weights = gather_sequence(x, layer), gather_sequence(weights, layer)
         else:
-            x, weights = copy_to_group(x, layer), copy_to_group(weights, layer)
+            x, weights = (copy_to_group(part, layer, in_place=True) for part in (x, weights))
         rows = self._computed(dispatch(x.flatten(0, 1), assignment, group), assignment.counts)
-        output = combine(rows, weights.flatten(0, 1), assignment, group).view_as(x)
-        return reduce_scatter_sequence(output, layer) if self.sequence_parallel else reduce_from_group(output, layer)
+        output = combine(rows, weights.flatten(0, 1), assignment, group)
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(output.view_as(x), layer)
+        return reduce_from_group(output, layer, in_place=True).view_as(x)
 
     def _computed(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
         """What the experts give for the rows of all sources, or of each source apart: then every source's gradients of

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.ops.dispatch import Node
 from megacore.parallel.collectives import PartsExchanged, RowsExchanged
 from megacore.parallel.mesh import ALONE, Group, Mesh
 from megacore.parallel.products import Products
@@ -93,33 +94,44 @@ class Assignment:
     arrival: Tensor | None = None
 
 
-def assign(indices: Tensor, experts: int, group: Group, *, sends_all: bool = True, apart: bool = False) -> Assignment:
+def assign(
+    indices: Tensor,
+    experts: int,
+    group: Group,
+    *,
+    counts: Tensor | None = None,
+    sends_all: bool = True,
+    apart: bool = False,
+) -> Assignment:
     """Agree with the other ranks on what each sends to each. The host waits for the counts, once.
 
     Args:
         indices: [t, k] int64, the experts of each token; E for a choice that is not sent.
         experts: E, which the group's size divides; each rank holds as many, in order.
         group: ranks that hold different experts.
+        counts: [E or more] int64, how often each index occurs; None: they are counted.
         sends_all: no index is E.
         apart: the rows of each source are computed apart.
     """
     flat = indices.flatten()
     order = torch.sort(flat, stable=True).indices
-    counts = occurrences(flat, experts + 1)[:experts]
+    counts = (occurrences(flat, experts + 1) if counts is None else counts)[:experts]
     if group.size == 1:
         local = counts.tolist()
         return _assignment(order, indices, sum(local), sends_all=sends_all, counts=[local])
     mine = counts.view(group.size, -1)  # [rank, expert of it]
     theirs = PartsExchanged(mine, group).wait()  # [source, expert of this rank]
-    of_ranks, by_source = torch.stack([mine, theirs]).tolist()
-    send, receive = [sum(to_rank) for to_rank in of_ranks], [sum(of_source) for of_source in by_source]
+    held = mine.shape[1]
+    numbers = torch.cat([mine.sum(1), theirs.flatten()]).tolist()
+    by_source = [numbers[start : start + held] for start in range(group.size, len(numbers), held)]
+    send, receive = numbers[: group.size], list(map(sum, by_source))
     pairs = partial(_assignment, order, indices, sum(send), sends_all=sends_all, send=send, receive=receive)
     if apart:
         return pairs(counts=by_source)
     ends = theirs.flatten().cumsum(0)  # of the rows of each source and expert
     number = torch.searchsorted(ends, torch.arange(sum(receive), device=flat.device), right=True)
-    grouped = torch.sort(number % mine.shape[1], stable=True).indices
-    together = [[sum(of_expert) for of_expert in zip(*by_source, strict=True)]]
+    grouped = torch.sort(number % held, stable=True).indices
+    together = [list(map(sum, zip(*by_source, strict=True)))]
     return pairs(counts=together, grouped=grouped, arrival=_reverse(grouped))
 
 
@@ -131,10 +143,10 @@ def _assignment(order: Tensor, indices: Tensor, sent: int, *, sends_all: bool, *
     return Assignment(chosen=indices.shape[1], order=order, positions=positions, sends_all=sends_all, **others)
 
 
-def occurrences(values: Tensor, size: int) -> Tensor:
-    """[size] int64: how often each of the numbers 0 to size - 1 is there. No host waits, as it does in `bincount`."""
-    flat = values.flatten()
-    return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
+def occurrences(indices: Tensor, count: int) -> Tensor:
+    """How often each index in [0, count) occurs, [count] int64. For `torch.bincount` the host waits for the device."""
+    flat = indices.flatten()
+    return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
@@ -176,7 +188,7 @@ def _permuted(x: Tensor, order: Tensor | None, reverse: Tensor | None) -> Tensor
     return permuted
 
 
-class _Permuted(torch.autograd.Function):
+class _Permuted(Node):
     """Rows in another order."""
 
     @staticmethod
@@ -189,7 +201,7 @@ class _Permuted(torch.autograd.Function):
         return grad.index_select(0, ctx.reverse), None, None
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicated(Node):
     """A row for each expert of a token, ordered by expert and then by token."""
 
     @staticmethod
@@ -206,7 +218,7 @@ class _Replicated(torch.autograd.Function):
         return total.to(grad.dtype), None
 
 
-class _Combined(torch.autograd.Function):
+class _Combined(Node):
     """The weighted sum of a token's rows."""
 
     @staticmethod
@@ -234,7 +246,7 @@ def _pairs(rows: Tensor, assignment: Assignment) -> Tensor:
     return rows.index_select(0, assignment.positions).unflatten(0, (-1, assignment.chosen))
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(Node):
     """Rows for every rank against theirs for this one."""
 
     @staticmethod
@@ -250,7 +262,7 @@ class _Exchanged(torch.autograd.Function):
 # ---- a loss on the way
 
 
-class _WithLoss(torch.autograd.Function):
+class _WithLoss(Node):
     """A tensor as it is; backward adds the gradient of a loss."""
 
     @staticmethod

@@ -41,7 +41,7 @@ class ExpertBalance:
                 for module in layer.modules():
                     if isinstance(module, MoE):
                         self._layers[f"{name}.mlp"] = module
-        size = (len(self._layers), (config.experts.num_experts or 0) + 1)
+        size = (len(self._layers), (config.experts.num_experts or 0) + 2)
         self._counts = torch.zeros(size, dtype=torch.int64, device=mesh.device)
 
     def begin_step(self, loss_scale: float) -> None:
@@ -64,12 +64,12 @@ class ExpertBalance:
         """
         if not self._layers:
             return
-        self._counts = torch.stack([layer.router.counts for layer in self._layers.values()])  # [layers, E + 1]
+        self._counts = torch.stack([layer.router.counts for layer in self._layers.values()])  # [layers, E + 2]
         for group in self._groups:
             all_reduce_(self._counts, group)
         if not updated:
             return
-        loads = self._counts[:, :-1]
+        loads = self._counts[:, :-2]
         # In integers: above or below the mean does not depend on rounding.
         below = (loads.sum(1, keepdim=True) - loads.shape[1] * loads).sign()
         for layer, load, direction in zip(self._layers.values(), loads, below, strict=True):
@@ -90,7 +90,7 @@ class ExpertBalance:
     def loads(self) -> dict[str, Tensor]:
         """How many tokens of the last step's global batch have chosen each expert, [E] int64, by the name of the
         layer."""
-        return dict(zip(self._layers, self._counts[:, :-1], strict=True))
+        return dict(zip(self._layers, self._counts[:, :-2], strict=True))
 
     def figures(self) -> dict[str, float]:
         """The balance of the last step by the keys of metrics.jsonl, equal on every rank; all ranks call this together.
@@ -122,7 +122,7 @@ class ExpertBalance:
         gaps = torch.stack([layer.router.gap for layer in self._layers.values()]).neg_()
         for group in self._groups:
             all_reduce_(gaps, group, "max")
-        loads, dropped = self._counts[:, :-1].double(), self._counts[:, -1].double()
+        loads, dropped = self._counts[:, :-2].double(), self._counts[:, -1].double()
         mean, total = loads.mean(1), loads.sum(1)
         columns = (
             loads.amax(1) / mean - 1.0,

@@ -50,7 +50,11 @@ def _local_loads(steps: TrainStep, stack: ExitStack) -> None:
 def _unsummed_weights(steps: TrainStep, stack: ExitStack) -> None:
     """The gradients of the weights of experts' outputs stay parts of a sum."""
     copy, chosen = moe.copy_to_group, steps.config.experts.moe_router_topk
-    stack.enter_context(replaced(moe, "copy_to_group", lambda x, group: x if x.shape[-1] == chosen else copy(x, group)))
+
+    def unsummed(x: Tensor, group: Group, **options: Any) -> Tensor:
+        return x if x.shape[-1] == chosen else copy(x, group, **options)
+
+    stack.enter_context(replaced(moe, "copy_to_group", unsummed))
 
 
 def _rows_out_of_order(steps: TrainStep, stack: ExitStack) -> None:
