@@ -109,10 +109,10 @@ def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradient
 class RaggedData:
     """Random samples of which each has another number of tokens that count: a wrong weighting cannot hide. With
     `boundaries` they tell documents of other lengths in each: of one token, of odd lengths, and one that ends in the
-    middle of the sequence, where shards do."""
+    middle of the sequence, where shards do. With `pads` some positions at the end are padding."""
 
-    def __init__(self, samples: int, *, boundaries: bool = False, length: int = SEQUENCE) -> None:
-        self._samples, self._boundaries, self._length = samples, boundaries, length
+    def __init__(self, samples: int, *, boundaries: bool = False, pads: bool = False, length: int = SEQUENCE) -> None:
+        self._samples, self._boundaries, self._pads, self._length = samples, boundaries, pads, length
 
     def __len__(self) -> int:
         return self._samples
@@ -127,6 +127,9 @@ class RaggedData:
             begins = np.isin(np.arange(length), [0, length // 2, *random.integers(0, length, 3)])
             firsts = np.maximum.accumulate(np.where(begins, np.arange(length), 0))
             sample |= {"documents": begins.cumsum(), "positions": np.arange(length) - firsts}
+        if self._pads:
+            padding = np.arange(length) >= random.integers(1, length + 1)
+            sample |= {"padding": padding.astype(np.int64), "loss_mask": mask * ~padding}
         return sample
 
 
@@ -188,8 +191,8 @@ def make_trainer(
 ) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
     samples = config.training.global_batch_size * config.training.train_iters
-    boundaries, length = bool(config.beside_hidden_states), config.data.seq_length
-    data = data or RaggedData(samples, boundaries=boundaries, length=length)
+    beside, length = config.beside_hidden_states, config.data.seq_length
+    data = data or RaggedData(samples, boundaries="documents" in beside, pads="padding" in beside, length=length)
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
