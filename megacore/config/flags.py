@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -120,6 +120,18 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
             words[info.name] = word
             _read_value(word, info, given)
     return given
+
+
+def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Config] = Config) -> list[str]:
+    """A command line without the flags of some fields, however they are spelled, and their values."""
+    flags, kept, is_kept = flags_by_name(kind), list[str](), True
+    for text in argv:
+        if text.startswith("-") and not _is_number(text):
+            info = flags.get(text.partition("=")[0].replace("_", "-"))
+            is_kept = info is None or info.name not in fields
+        if is_kept:
+            kept.append(text)
+    return kept
 
 
 def _foreign(word: _Word) -> ForeignSetting:
