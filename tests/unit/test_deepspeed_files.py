@@ -35,13 +35,16 @@ def put(path: Path, name: str, state: dict[str, Any]) -> None:
     torch.save(state, path / "global_step3" / name)
 
 
-def write(path: Path, weights: dict[str, Tensor], stage: int, *, groups: int = 1) -> None:
+def write(
+    path: Path, weights: dict[str, Tensor], stage: int, *, groups: int = 1, buffers: dict[str, Tensor] | None = None
+) -> None:
     """The files of a stage: weights in bf16, and the flat fp32 ones of two ranks."""
     names = list(weights)
     grouped = [names[i::groups] for i in range(groups)]
     shapes = [OrderedDict((name, weights[name].shape) for name in group) for group in grouped]
-    module = {name: value.bfloat16() for name, value in weights.items()} | {"count": torch.tensor(4)}
-    common = {"param_shapes": shapes, "buffer_names": ["count"], "ds_version": "0.19.8", "shared_params": {}}
+    buffers = {"count": torch.tensor(4)} if buffers is None else buffers
+    module = {name: value.bfloat16() for name, value in weights.items()} | buffers
+    common = {"param_shapes": shapes, "buffer_names": list(buffers), "ds_version": "0.19.8", "shared_params": {}}
     if stage < 3:
         put(path, "mp_rank_00_model_states.pt", {"module": module, **common})
     for rank in range(RANKS):
@@ -59,7 +62,7 @@ def write(path: Path, weights: dict[str, Tensor], stage: int, *, groups: int = 1
                     pieces.append(whole[rank * share : (rank + 1) * share])
                 parts.append(torch.cat(pieces))
         if stage == 3:
-            empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in weights} | {"count": torch.tensor(4)}
+            empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in weights} | buffers
             put(path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", {"module": empty, **common})
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         state = {key: parts, "zero_stage": stage, "partition_count": RANKS if stage == 3 else [RANKS] * groups}
