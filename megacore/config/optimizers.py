@@ -7,7 +7,7 @@ megacore/optim/optimizers.py lists by these settings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -50,6 +50,8 @@ class OptimizerSettings(Section):
     """The settings of one optimizer. A subclass is a section of the configuration, named as the optimizer."""
 
     earlier_table: ClassVar[str | None] = "optimizer"
+    shares: ClassVar[tuple[str, ...]] = ()
+    """Other optimizers whose settings this one reads too, by name."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -82,16 +84,27 @@ class OptimizerSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimizerSettings):
-    """Settings of --optimizer adamw."""
+    """Settings of --optimizer adamw, and of the other optimizers with Adam's moments."""
 
     former_defaults: ClassVar[Mapping[str, Any]] = {"adam_beta2": 0.999}
 
     adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay rate of AdamW's running mean of the gradients."""
+    """Decay rate of Adam's running mean of the gradients."""
     adam_beta2: Annotated[float, Range(0, below=1)] = 0.95
-    """Decay rate of AdamW's running mean of the squared gradients."""
+    """Decay rate of Adam's running mean of the squared gradients."""
     adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Epsilon: the term added to AdamW's denominator."""
+    """Epsilon: the term added to Adam's denominator."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig(OptimizerSettings):
+    """Settings of --optimizer adam: those of [adamw]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -104,11 +117,36 @@ class SGDConfig(OptimizerSettings):
 
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
     """Momentum of --optimizer sgd. 0: no momentum."""
+    sgd_nesterov: bool = False
+    """Nesterov's momentum: the step follows the gradient plus --sgd-momentum times the updated momentum."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if not wrong & {"sgd_momentum", "sgd_nesterov"} and self.sgd_nesterov and not self.sgd_momentum:
+            yield "--sgd-nesterov has no effect with --sgd-momentum 0: leave it out, or use --sgd-momentum 0.9"
 
     @property
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="momentum_buffer"),) if self.sgd_momentum else ()
 
 
-OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+@dataclass(frozen=True, kw_only=True)
+class LionConfig(OptimizerSettings):
+    """Settings of --optimizer lion."""
+
+    lion_beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Weight of the momentum in the sum with the gradient whose sign is Lion's step."""
+    lion_beta2: Annotated[float, Range(0, below=1)] = 0.99
+    """Decay rate of Lion's momentum."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"),)
+
+
+OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "sgd": SGDConfig,
+    "lion": LionConfig,
+}
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""

@@ -397,12 +397,12 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
 
 @_about("optimizer")
 def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
+    chosen_name, settings = config.optimizer.optimizer, config.optimizer_settings
     for name in sections_of(type(config)):
         section = getattr(config, name)
-        if isinstance(section, OptimizerSettings) and name != config.optimizer.optimizer:
+        if isinstance(section, OptimizerSettings) and name not in (chosen_name, *settings.shares):
             wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
-            chosen = f"--optimizer {config.optimizer.optimizer}"
-            yield from section.without_effect(fields, wrong, chosen, f"--optimizer {name}")
+            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", f"--optimizer {name}")
 
 
 @_about("optimizer", "tp")

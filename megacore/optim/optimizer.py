@@ -14,7 +14,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megacore.config.optimizers import OptimizerSettings, StateKind
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings, StateKind
 from megacore.zero.data_parallel import LocalRun
 
 S = TypeVar("S", bound=OptimizerSettings)
@@ -30,8 +30,11 @@ class Optimizer(ABC, Generic[S]):
         runs: all that this rank updates; there may be none.
         settings: of this optimizer.
         weight_decay: of matrices; vectors (biases, norm weights) have none.
+        adam: the settings of Adam's moments, which several optimizers share.
 
     Attributes:
+        weight_decay: of matrices, in the next update.
+        momentum: in the next update; unused by an optimizer without `usual_momentum`.
         kinds: of state, the same on every rank.
         state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
             kind: it counts the run's updates (a float32 scalar), for bias correction.
@@ -42,10 +45,19 @@ class Optimizer(ABC, Generic[S]):
     has_one_pass: ClassVar[bool] = False
     """Whether there is a `step_shard`, which runs on devices with Triton."""
 
-    def __init__(self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float) -> None:
+    def __init__(
+        self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float, adam: AdamWConfig | None = None
+    ) -> None:
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
+        self.adam = settings if isinstance(settings, AdamWConfig) else adam or AdamWConfig()
+        self.momentum = self.usual_momentum or 0.0
         self.kinds: tuple[StateKind, ...] = settings.state
         self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
+
+    @property
+    def usual_momentum(self) -> float | None:
+        """The momentum that the settings state; None: the optimizer has none that a schedule may change."""
+        return None
 
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.

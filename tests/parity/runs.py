@@ -29,11 +29,11 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
-    SGDConfig,
     SpikeConfig,
     TrainingConfig,
     WatchConfig,
 )
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
@@ -157,8 +157,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
+        **{name: kind() for name, kind in OPTIMIZERS.items()},
         "adamw": AdamWConfig(adam_beta2=0.999),
-        "sgd": SGDConfig(),
         "optimizer": OptimizerConfig(lr=1e-3, min_lr=0.0, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
         "training": TrainingConfig(
             micro_batch_size=2 if dp < 4 else 1,
