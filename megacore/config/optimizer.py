@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megacore.config.fields import Choices, Range, Section
+from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.parameter_groups import ParameterGroups, parse_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,9 @@ class OptimizerConfig(Section):
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
     """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
-    stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. The section of the
-    same name has its settings (docs/optimizers.md)."""
+    stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
+    whose step has the norm of the matrix that it changes. The section of the same name has its settings
+    (docs/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
@@ -39,6 +41,12 @@ class OptimizerConfig(Section):
     """Shape of the final decay of --lr-decay-style WSD."""
     weight_decay: Annotated[float, Range(0)] = 0.1
     """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
+    param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
+    """Parameters with other rates (docs/optimizers.md). PATTERN is of global names, such as blocks.*.bias; SETTINGS are
+    lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts. Default: none."""
+    lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
+    embedding at this times the rate of the first block. 1: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
     clip_grad_adaptive: bool = False
@@ -62,7 +70,21 @@ class OptimizerConfig(Section):
         # Rounded as people write it: 3e-4 / 10 is 2.9999999999999997e-05.
         return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
 
+    def parameter_groups(self, num_layers: int) -> ParameterGroups:
+        """The scale of every parameter.
+
+        Args:
+            num_layers: blocks of the model.
+        """
+        rules = parse_rules(self.param_group)
+        return ParameterGroups(rules=rules, layer_decay=self.lr_layer_decay, num_layers=num_layers)
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        for text in self.param_group if "param_group" not in wrong else ():
+            try:
+                parse_rules([text])
+            except ValueError as error:
+                yield str(error)
         if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
             names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
             yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Range, Section
+from megacore.config.messages import number
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -143,10 +144,35 @@ class LionConfig(OptimizerSettings):
         return (StateKind(name="exp_avg"),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LambConfig(OptimizerSettings):
+    """Settings of --optimizer lamb, beside those of [adamw]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
+
+    lamb_min_coeff: Annotated[float, Range(0)] = 0.0
+    """Least trust ratio: the norm of a matrix divided by that of its step."""
+    lamb_max_coeff: Annotated[float | None, Range(above=0)] = None
+    """Largest trust ratio. Default: no limit."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        least, most = self.lamb_min_coeff, self.lamb_max_coeff
+        if not wrong & {"lamb_min_coeff", "lamb_max_coeff"} and most is not None and most < least:
+            yield (
+                f"--lamb-max-coeff {number(most)} must be at least --lamb-min-coeff {number(least)}: use "
+                f"--lamb-max-coeff {number(least)} or more"
+            )
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
     "adamw": AdamWConfig,
     "adam": AdamConfig,
     "sgd": SGDConfig,
     "lion": LionConfig,
+    "lamb": LambConfig,
 }
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""

@@ -21,7 +21,7 @@ from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
-from megacore.config.optimizers import AdamConfig, AdamWConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.sections import (
     CheckpointConfig,
@@ -52,6 +52,7 @@ class Config:
     adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
     lion: LionConfig = field(default_factory=LionConfig)
+    lamb: LambConfig = field(default_factory=LambConfig)
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, StateKind
-from megacore.zero.data_parallel import LocalRun
+from megacore.parallel.mesh import Mesh
+from megacore.zero.data_parallel import LocalRun, LocalSegment
 
 S = TypeVar("S", bound=OptimizerSettings)
 
@@ -42,6 +43,8 @@ class Optimizer(ABC, Generic[S]):
 
     counts_updates: ClassVar[bool] = False
     """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
+    defers: ClassVar[bool] = False
+    """Whether the weights change in `finish`, once `update` has seen all buckets, and not in `update`."""
     has_one_pass: ClassVar[bool] = False
     """Whether there is a `step_shard`, which runs on devices with Triton."""
 
@@ -59,6 +62,18 @@ class Optimizer(ABC, Generic[S]):
         """The momentum that the settings state; None: the optimizer has none that a schedule may change."""
         return None
 
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, *, exact: bool) -> None:
+        """Prepare for the first update; all ranks call this together.
+
+        Args:
+            segments: that the runs consist of.
+            mesh: this rank's groups.
+            exact: whether sums must have bits that depend neither on the order nor on the layout.
+        """
+
+    def finish(self) -> None:
+        """Change the weights, for an optimizer that `defers`; all ranks call this together, after the last bucket."""
+
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.
 
@@ -70,11 +85,13 @@ class Optimizer(ABC, Generic[S]):
         """
         present = [(run, grad) for run, grad in zip(runs, gradients, strict=True) if grad is not None]
         scale_gradients([grad for _, grad in present], factor)
-        for is_matrix in (True, False):
-            members = [(run, grad) for run, grad in present if run.is_matrix is is_matrix]
-            if members:
-                decay = self.weight_decay if is_matrix else 0.0
-                self.update([run for run, _ in members], [grad for _, grad in members], lr=lr, weight_decay=decay)
+        alike: dict[tuple[float, float], list[tuple[LocalRun, Tensor]]] = {}
+        for run, grad in present:
+            if not run.scale.frozen:
+                decay = self.weight_decay * run.scale.weight_decay if run.is_matrix else 0.0
+                alike.setdefault((lr * run.scale.lr, decay), []).append((run, grad))
+        for (rate, decay), members in alike.items():
+            self.update([run for run, _ in members], [grad for _, grad in members], lr=rate, weight_decay=decay)
 
     def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:
         """Update the shard of a bucket in one pass, which writes the parameters in their 16-bit format too.
@@ -92,7 +109,7 @@ class Optimizer(ABC, Generic[S]):
         """Update `run.master` and the state of each run.
 
         Args:
-            runs: one or more, all matrices or all vectors.
+            runs: one or more, with the same rates.
             gradients: of each run, fp32, flat, clipped and without the loss scale.
             lr: the learning rate.
             weight_decay: of these runs.

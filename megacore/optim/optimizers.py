@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from megacore.config import Config
-from megacore.config.optimizers import AdamConfig, AdamWConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
 from megacore.ops.dispatch import triton_serves
 from megacore.optim.adam import Adam
 from megacore.optim.adamw import AdamW
+from megacore.optim.lamb import Lamb
 from megacore.optim.lion import Lion
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.sgd import SGD
@@ -22,6 +23,7 @@ OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
     AdamConfig: Adam,
     SGDConfig: SGD,
     LionConfig: Lion,
+    LambConfig: Lamb,
 }
 
 
@@ -36,4 +38,6 @@ def has_one_pass(config: Config, device: torch.device) -> bool:
     """Whether the configured optimizer updates the shards that lie on a device in one pass."""
     if config.parallel.offload_optimizer or not triton_serves(device):
         return False
+    if not config.optimizer.parameter_groups(config.model.num_layers).is_uniform:
+        return False  # one launch has one learning rate
     return OPTIMIZER_CLASSES[type(config.optimizer_settings)].has_one_pass

@@ -116,6 +116,7 @@ class WeightUpdate:
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
         self.optimizer = build_optimizer(data_parallel.runs, config)
+        self.optimizer.attach(data_parallel.segments, mesh, exact=data_parallel.options.exact_terms > 0)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
@@ -160,6 +161,7 @@ class WeightUpdate:
         for name, holders in self._shared.items():
             self._all_reduce_tied_grads(name, holders)
         data_parallel.convert_exact_sums()
+        data_parallel.drop_frozen_gradients()
         exact = data_parallel.options.exact_terms > 0
         scale = 1.0 if exact else self.scaler.scale  # still a factor of the gradients
         total = totals(
@@ -246,7 +248,11 @@ class WeightUpdate:
             runs = self.data_parallel.runs_of(bucket)
             gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
             self.optimizer.step(runs, gradients, lr=lr, factor=factor)
-            bucket.publish()
+            if not self.optimizer.defers:
+                bucket.publish()
+        if self.optimizer.defers:
+            self.optimizer.finish()
+            self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:
         """The state of a resumed run that is not in tensors."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megacore.config import (
+    SECTIONS,
     AdamWConfig,
     CheckpointConfig,
     Config,
@@ -157,7 +158,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
-        **{name: kind() for name, kind in OPTIMIZERS.items()},
+        **{name: kind() for name, kind in OPTIMIZERS.items() if name in SECTIONS},
         "adamw": AdamWConfig(adam_beta2=0.999),
         "optimizer": OptimizerConfig(lr=1e-3, min_lr=0.0, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
         "training": TrainingConfig(

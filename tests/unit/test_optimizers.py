@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import AdamConfig, AdamWConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
@@ -50,6 +51,7 @@ def updated(settings: OptimizerSettings, weights: Weights, gradients: list[Weigh
     data_parallel = DataParallel([[Parameters(weights)]], alone, options=options, bucket_bytes=1 << 20)
     kind = OPTIMIZER_CLASSES[type(settings)]
     optimizer = kind(data_parallel.runs, settings, weight_decay=DECAY, adam=ADAM)
+    optimizer.attach(data_parallel.segments, alone, exact=False)
     for of_step in gradients:
         for bucket in data_parallel.in_order_of_use():
             runs = data_parallel.runs_of(bucket)
@@ -58,6 +60,7 @@ def updated(settings: OptimizerSettings, weights: Weights, gradients: list[Weigh
             flat = [run.gradient for run in runs]
             with torch.no_grad():
                 optimizer.step(runs, flat, lr=LR, factor=torch.ones(()))
+        optimizer.finish()
     return {local.spec.name: local.master.view(local.spec.shape).clone() for local in data_parallel.segments}
 
 
@@ -91,6 +94,23 @@ def lion(weights: Weights, gradients: list[Weights]) -> None:
             momentum = 0.95 * momentum + 0.05 * of_step[name]
 
 
+def lamb(least: float, most: float) -> Reference:
+    """You et al. 2020, algorithm 2, with limits of the trust ratio; vectors have the ratio 1."""
+
+    def reference(weights: Weights, gradients: list[Weights]) -> None:
+        for name, weight in weights.items():
+            mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+            for number, of_step in enumerate(gradients, start=1):
+                mean = 0.8 * mean + 0.2 * of_step[name]
+                square = 0.95 * square + 0.05 * of_step[name] ** 2
+                r = mean / (1 - 0.8**number) / ((square / (1 - 0.95**number)).sqrt() + 1e-6)
+                step = r + decay_of(weight) * weight
+                ratio = min(max(float(weight.norm() / step.norm()), least), most) if weight.dim() > 1 else 1.0
+                weight -= LR * ratio * step
+
+    return reference
+
+
 CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "adamw": (ADAM, torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)),
     "adam": (AdamConfig(), torchs(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-6)),
@@ -100,6 +120,8 @@ CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
         torchs(torch.optim.SGD, momentum=0.8, nesterov=True),
     ),
     "sgd-plain": (SGDConfig(sgd_momentum=0.0), torchs(torch.optim.SGD)),
+    "lamb": (LambConfig(), lamb(0.0, math.inf)),
+    "lamb-limits": (LambConfig(lamb_min_coeff=0.5, lamb_max_coeff=1.1), lamb(0.5, 1.1)),
     "lion": (LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
 }
 
