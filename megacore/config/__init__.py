@@ -8,7 +8,15 @@ configuration.
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
-from megacore.config.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.sections import (
     CheckpointConfig,
@@ -37,6 +45,7 @@ __all__ = [
     "LionConfig",
     "LoggingConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "OptimizerSettings",
     "ParallelConfig",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Range, Section
+from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import number
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -58,6 +59,9 @@ class OptimizerSettings(Section):
     def state(self) -> tuple[StateKind, ...]:
         """What the optimizer keeps beside the weights."""
         return ()
+
+    joins_slices: ClassVar[bool] = False
+    """Whether the optimizer joins the slices of a tensor-parallel matrix itself, where it needs the matrix whole."""
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the optimizer needs all of a parameter at once, so that no shard may cut it.
@@ -168,11 +172,49 @@ class LambConfig(OptimizerSettings):
         return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerSettings):
+    """Settings of --optimizer muon, beside those of [adamw]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
+    joins_slices: ClassVar[bool] = True
+
+    muon_parameters: Annotated[str, Flag(metavar="PATTERN")] = "blocks.*"
+    """Matrices that Muon updates, by a pattern of their global names. All other parameters (embedding, head, norms,
+    biases) are updated by AdamW."""
+    muon_momentum: Annotated[float, Range(0, below=1)] = 0.95
+    """Decay rate of Muon's momentum."""
+    muon_nesterov: Annotated[bool, Flag(("--muon-use-nesterov",))] = True
+    """Nesterov's momentum: the step follows the momentum and the gradient."""
+    muon_num_ns_steps: Annotated[int, Range(1, 99)] = 5
+    """Number of Newton-Schulz steps that make the momentum of a matrix orthogonal."""
+    muon_ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the Newton-Schulz steps. auto: fp32 with --precision fp32, else bf16."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of the learning rate for a matrix of r x c. spectral: sqrt(max(r, c)). unit_rms_norm: sqrt(r / c).
+    shape_scaling: sqrt(max(1, r / c))."""
+    muon_extra_scale_factor: Annotated[float, Range(above=0)] = 0.2
+    """Another factor of the learning rate of matrices. With spectral, 0.2 gives steps as large as AdamW's."""
+    muon_split_qkv: Literal["none", "qkv", "heads"] = "qkv"
+    """What is one matrix in the projection to queries, keys and values. none: all of it. qkv: the queries of all heads,
+    their keys, and their values. heads: each head's queries, keys or values."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        others = (StateKind(name=name, parameters="others") for name in ("exp_avg", "exp_avg_sq"))
+        return (StateKind(name="momentum", parameters="whole"), *others)
+
+    def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
+        return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
+
+
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
     "adamw": AdamWConfig,
     "adam": AdamConfig,
     "sgd": SGDConfig,
     "lion": LionConfig,
     "lamb": LambConfig,
+    "muon": MuonConfig,
 }
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""

@@ -21,7 +21,15 @@ from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
-from megacore.config.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.sections import (
     CheckpointConfig,
@@ -53,6 +61,7 @@ class Config:
     sgd: SGDConfig = field(default_factory=SGDConfig)
     lion: LionConfig = field(default_factory=LionConfig)
     lamb: LambConfig = field(default_factory=LambConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

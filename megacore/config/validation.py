@@ -395,6 +395,16 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("lr_range_test", "load", "train_iters")
+def _range_test(config: Config, world_size: int) -> Iterator[str]:
+    if not config.optimizer.lr_range_test:
+        return
+    if config.checkpoint.load not in (None, AUTO):
+        yield f"--lr-range-test begins with the first step, but --load {config.checkpoint.load} continues: leave it out"
+    if config.training.train_iters < 10:
+        yield f"--lr-range-test needs 10 steps or more: use --train-iters 100 instead of {config.training.train_iters}"
+
+
 @_about("optimizer")
 def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
     chosen_name, settings = config.optimizer.optimizer, config.optimizer_settings
@@ -407,7 +417,8 @@ def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
 
 @_about("optimizer", "tp")
 def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
-    if config.parallel.tp > 1 and config.optimizer_settings.takes_some_whole:
+    settings = config.optimizer_settings
+    if config.parallel.tp > 1 and settings.takes_some_whole and not settings.joins_slices:
         yield (
             f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
             "use --tp 1, or another --optimizer"

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from megacore.config import ResolvedConfig
 from megacore.config.optimizers import LambConfig
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.parameter_norms import ParameterNorms
@@ -34,8 +35,8 @@ class Lamb(Optimizer[LambConfig]):
     counts_updates: ClassVar[bool] = True
     defers: ClassVar[bool] = True
 
-    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, *, exact: bool) -> None:
-        self._norms = ParameterNorms(segments, mesh, exact=exact)
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
+        self._norms = ParameterNorms(segments, mesh, exact=config.training.reproducible)
         self._rates: dict[LocalRun, _Rates] = {}
 
     @property

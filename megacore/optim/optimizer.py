@@ -14,6 +14,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from megacore.config import ResolvedConfig
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, StateKind
 from megacore.parallel.mesh import Mesh
 from megacore.zero.data_parallel import LocalRun, LocalSegment
@@ -62,13 +63,13 @@ class Optimizer(ABC, Generic[S]):
         """The momentum that the settings state; None: the optimizer has none that a schedule may change."""
         return None
 
-    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, *, exact: bool) -> None:
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
         """Prepare for the first update; all ranks call this together.
 
         Args:
             segments: that the runs consist of.
             mesh: this rank's groups.
-            exact: whether sums must have bits that depend neither on the order nor on the layout.
+            config: of the run.
         """
 
     def finish(self) -> None:

@@ -8,12 +8,21 @@ from typing import Any
 import torch
 
 from megacore.config import Config
-from megacore.config.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.ops.dispatch import triton_serves
 from megacore.optim.adam import Adam
 from megacore.optim.adamw import AdamW
 from megacore.optim.lamb import Lamb
 from megacore.optim.lion import Lion
+from megacore.optim.muon import Muon
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.sgd import SGD
 from megacore.zero.data_parallel import LocalRun
@@ -24,6 +33,7 @@ OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
     SGDConfig: SGD,
     LionConfig: Lion,
     LambConfig: Lamb,
+    MuonConfig: Muon,
 }
 
 

@@ -51,7 +51,7 @@ class LocalRun:
         shard_slice: their elements of the bucket's shard.
         master: their fp32 weights, a view of the bucket's shard.
         is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
-        shape: of the parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
+        shape: of the local parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
         scale: of the learning rate and the weight decay.
     """
 
@@ -595,6 +595,7 @@ class _AfterBackward:
 def _local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
     """The segments of a bucket's shard, in runs as long as possible."""
     specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
+    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in bucket.parameters}
 
     def is_matrix(segment: Segment) -> bool:
         return len(specs[segment.name].shape) >= 2
@@ -609,7 +610,7 @@ def _local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
             shard_slice=elements,
             master=nn.Parameter(bucket.master[elements].detach(), requires_grad=False),
             is_matrix=is_matrix(members[0]),
-            shape=tuple(specs[members[0].name].shape) if members[0].name in bucket.unsplit else None,
+            shape=shapes[members[0].name] if members[0].name in bucket.unsplit else None,
             scale=scale(members[0]),
         )
         for segment in members:

@@ -19,6 +19,8 @@ OPTIMIZERS: dict[str, Changes] = {
     "adam": {"optimizer": "adam", "lr": 1e-3},
     "sgd": {"optimizer": "sgd", "sgd_nesterov": True, "lr": 0.1},
     "lamb": {"optimizer": "lamb", "lr": 1e-2},
+    "muon": {"optimizer": "muon", "lr": 1e-2},
+    "muon heads": {"optimizer": "muon", "lr": 1e-2, "muon_split_qkv": "heads", "num_query_groups": 2},
     "lion": {"optimizer": "lion", "lr": 1e-4},
 }
 LAYOUTS: dict[str, tuple[Layout, Changes]] = {
@@ -53,14 +55,14 @@ def losses_and_weights(rank: int, ranks: int, directory: str, cases: list[tuple[
     outcomes = []
     for layout, changes in cases:
         config = config_of(layout, directory, changes)
-        outcomes.append(outcome_of(make_trainer(config, build_mesh(config.parallel)), moments=True))
+        outcomes.append(outcome_of(make_trainer(config, build_mesh(config.parallel))))
     return outcomes
 
 
 @functools.cache
 def alone(changes: tuple[tuple[str, Any], ...], directory: str) -> Outcome:
     config = config_of((1, 1, 1), directory, dict(changes))
-    return outcome_of(make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE)), moments=True)
+    return outcome_of(make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE)))
 
 
 def compare(optimizer: str, names: list[str], directory: Path, *, experts: bool = False) -> None:

@@ -10,18 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerSettings, SGDConfig
+from megacore.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, OptimizerSettings, SGDConfig
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
+from tests.parity.runs import make_config
 
 STEPS, LR, DECAY = 20, 1e-2, 0.1
 SHAPES = {
     "embedding.tokens.weight": (11, 6),
     "blocks.0.up.weight": (12, 6),
     "blocks.0.up.bias": (12,),
+    "blocks.0.attention.qkv.weight": (18, 6),
     "blocks.0.down.weight": (6, 12),
     "blocks.0.norm.weight": (6,),
 }
@@ -51,7 +53,8 @@ def updated(settings: OptimizerSettings, weights: Weights, gradients: list[Weigh
     data_parallel = DataParallel([[Parameters(weights)]], alone, options=options, bucket_bytes=1 << 20)
     kind = OPTIMIZER_CLASSES[type(settings)]
     optimizer = kind(data_parallel.runs, settings, weight_decay=DECAY, adam=ADAM)
-    optimizer.attach(data_parallel.segments, alone, exact=False)
+    config = make_config((1, 1, 1), "output", hidden_size=6, num_attention_heads=2)
+    optimizer.attach(data_parallel.segments, alone, config)
     for of_step in gradients:
         for bucket in data_parallel.in_order_of_use():
             runs = data_parallel.runs_of(bucket)
@@ -111,6 +114,49 @@ def lamb(least: float, most: float) -> Reference:
     return reference
 
 
+def iterated(matrix: Tensor) -> Tensor:
+    """Five steps of the quintic iteration."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return iterated(matrix.T).T
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    return x
+
+
+def muon(weights: Weights, gradients: list[Weights]) -> None:
+    """Liu et al. 2025, section 2; in the projection of queries, keys and values a matrix is that of one head."""
+    heads = [slice(start, start + 3) for start in range(0, 18, 3)]
+    for name, weight in weights.items():
+        if not name.startswith("blocks.") or weight.dim() == 1:
+            torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)({name: weight}, gradients)
+            continue
+        momentum = torch.zeros_like(weight)
+        for of_step in gradients:
+            momentum = 0.9 * momentum + 0.1 * of_step[name]
+            step = torch.empty_like(weight)
+            for rows in heads if "qkv" in name else [slice(None)]:
+                matrix = momentum[rows]
+                step[rows] = 0.2 * max(matrix.shape) ** 0.5 * iterated(matrix)
+            weight *= 1 - LR * DECAY
+            weight -= LR * step
+
+
+def torchs_muon(weights: Weights, gradients: list[Weights]) -> None:
+    """In fp32, because its iteration is in bf16 and would round otherwise."""
+    matrices = {n: w.float() for n, w in weights.items() if n.startswith("blocks.") and w.dim() == 2}
+    optimizer = torch.optim.Muon(matrices.values(), lr=LR, weight_decay=DECAY, momentum=0.9)
+    for of_step in gradients:
+        for name, weight in matrices.items():
+            weight.grad = of_step[name].float()
+        optimizer.step()
+    others = {name: weight for name, weight in weights.items() if name not in matrices}
+    torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)(others, gradients)
+    for name, weight in matrices.items():
+        weights[name].copy_(weight)
+
+
 CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "adamw": (ADAM, torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)),
     "adam": (AdamConfig(), torchs(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-6)),
@@ -122,6 +168,17 @@ CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "sgd-plain": (SGDConfig(sgd_momentum=0.0), torchs(torch.optim.SGD)),
     "lamb": (LambConfig(), lamb(0.0, math.inf)),
     "lamb-limits": (LambConfig(lamb_min_coeff=0.5, lamb_max_coeff=1.1), lamb(0.5, 1.1)),
+    "muon": (MuonConfig(muon_momentum=0.9, muon_nesterov=False, muon_split_qkv="heads"), muon),
+    "muon-torch": (
+        MuonConfig(
+            muon_momentum=0.9,
+            muon_ns_dtype="bf16",
+            muon_scale_mode="shape_scaling",
+            muon_extra_scale_factor=1.0,
+            muon_split_qkv="none",
+        ),
+        torchs_muon,
+    ),
     "lion": (LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
 }
 
