@@ -37,7 +37,10 @@ class OptimizerConfig(Section):
     lr_decay_iters: Annotated[int | None, Range(1)] = None
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Number of steps over which the learning rate rises linearly from 0 to --lr. 0: no warm-up."""
+    """Number of steps over which the learning rate rises from 0 to --lr. 0: no warm-up."""
+    lr_warmup_style: Literal["linear", "log"] = "linear"
+    """Shape of the warm-up. linear: --lr x step / --lr-warmup-iters. log: --lr x log(step) / log(--lr-warmup-iters), as
+    DeepSpeed's schedulers do."""
     lr_warmup_init: Annotated[float | None, Range(0)] = None
     """Learning rate from which the warm-up rises. At most --lr. Default: 0; a 25th of --lr with 1cycle."""
     lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
@@ -127,6 +130,9 @@ class OptimizerConfig(Section):
         if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             lr, min_lr = number(self.lr), number(self.min_lr)
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
+            given = f"--lr-warmup-iters {self.lr_warmup_iters}"
+            yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
         yield from self._schedule_constraints(wrong)
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
@@ -170,6 +176,8 @@ class OptimizerConfig(Section):
         for style, names in only.items():
             if style != self.lr_decay_style:
                 yield from self.without_effect(names, wrong, given, f"--lr-decay-style {style}")
+        if self.lr_decay_style == "1cycle":
+            yield from self.without_effect(("lr_warmup_style",), wrong, given, "another style")
         restarts = self.lr_decay_style == "cosine-restarts"
         if restarts and self.lr_restart_iters is None and "lr_restart_iters" not in wrong:
             yield f"{given} needs the length of its first cycle: use --lr-restart-iters"

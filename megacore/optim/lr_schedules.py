@@ -13,10 +13,11 @@ from megacore.config import OptimizerConfig
 def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> float:
     """The rate of update `step`, counted from 1.
 
-    The rate rises linearly to `lr` over the warm-up, whose last update uses `lr` itself, and reaches `end_lr` at update
-    `lr_decay_iters`, after which it stays there. WSD (Hu et al. 2024, arXiv 2404.06395) holds `lr` until the last
-    `lr_wsd_decay_iters` updates. Restarts: Loshchilov and Hutter 2017 (arXiv 1608.03983). 1Cycle: Smith and Topin 2018
-    (arXiv 1708.07120), with half-cosines as in torch's OneCycleLR. The range test: Smith 2017 (arXiv 1506.01186).
+    The rate rises to `lr` over the warm-up, linearly or with the logarithm of the step; the last update of the warm-up
+    uses `lr` itself. It reaches `end_lr` at update `lr_decay_iters`, after which it stays there. WSD (Hu et al. 2024,
+    arXiv 2404.06395) holds `lr` until the last `lr_wsd_decay_iters` updates. Restarts: Loshchilov and Hutter 2017
+    (arXiv 1608.03983). 1Cycle: Smith and Topin 2018 (arXiv 1708.07120), with half-cosines as in torch's OneCycleLR. The
+    range test: Smith 2017 (arXiv 1506.01186).
 
     Args:
         step: number of the update, 1 for the first.
@@ -78,8 +79,8 @@ def _rising(step: int, config: OptimizerConfig) -> float:
     first, warmup = config.first_lr, config.lr_warmup_iters
     if config.lr_decay_style == "1cycle":
         return config.lr + (first - config.lr) * _remaining("cosine", step, 1, warmup)
-    if first == 0.0:
-        return config.lr * step / warmup
+    if config.lr_warmup_style == "log":
+        return first + (config.lr - first) * math.log(max(step, 1)) / math.log(warmup)
     return first + (config.lr - first) * step / warmup
 
 
