@@ -270,7 +270,7 @@ class _Page:
         """A flag with its aliases, its whole text and its default."""
         text = help_text_of(info, self.kind)
         if info.kind is bool:
-            names = f"{info.flag}, --no-{info.flag.removeprefix('--')}"
+            names = f"{', '.join(info.flags)}, --no-{info.flag.removeprefix('--')}"
         else:
             names = f"{', '.join(info.flags)} {info.metavar}"
         for number_of_line, line in enumerate(self._wrapped_names(names)):

@@ -75,7 +75,7 @@ class OptimizerConfig(Section):
     --end-weight-decay."""
     param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
     """Parameters with other rates (docs/optimizers.md). PATTERN is of global names, such as blocks.*.bias; SETTINGS are
-    lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts. Default: none."""
+    lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts."""
     lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
     embedding at this times the rate of the first block. 1: off."""

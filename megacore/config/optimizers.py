@@ -80,11 +80,11 @@ class OptimizerSettings(Section):
     @property
     def bytes_per_parameter(self) -> int:
         """Bytes of state per element, without the master weight: those of the kind of parameter that has more."""
-        kept = (
-            sum(_BYTES[kind.dtype] for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
-            for whole in (False, True)
-        )
-        return max(kept)
+        return max(self.bytes_of(whole=whole) for whole in (False, True))
+
+    def bytes_of(self, *, whole: bool) -> int:
+        """Bytes of state per element of the parameters that the optimizer takes whole, or of the others."""
+        return sum(_BYTES[kind.dtype] for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
 
 
 @dataclass(frozen=True, kw_only=True)
