@@ -65,16 +65,22 @@ def alone(changes: tuple[tuple[str, Any], ...], directory: str) -> Outcome:
     return outcome_of(make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE)))
 
 
-def compare(optimizer: str, names: list[str], directory: Path, *, experts: bool = False) -> None:
-    base = OPTIMIZERS[optimizer] | (EXPERTS if experts else {})
-    layouts = [(LAYOUTS_OF_EXPERTS if experts else LAYOUTS)[name] for name in names]
-    ranks = {tp * pp * dp * changes.get("cp", 1) for (tp, pp, dp), changes in layouts}
-    cases = [(layout, base | changes) for layout, changes in layouts]
-    found = run_distributed(losses_and_weights, ranks.pop(), str(directory), cases, timeout=180)[0]
-    assert not ranks
-    for (_, changes), outcome in zip(layouts, found, strict=True):
-        unclipped = tuple((key, changes[key]) for key in ("clip_grad",) if key in changes)
-        expected = alone((*base.items(), *unclipped), str(directory))
+def compare(cases: list[tuple[str, str]], directory: Path, *, experts: bool = False) -> None:
+    """Train with optimizers on layouts of as many ranks, and compare with one process.
+
+    Args:
+        cases: names of an optimizer and a layout.
+        directory: for the runs.
+        experts: of a model with experts.
+    """
+    layouts = LAYOUTS_OF_EXPERTS if experts else LAYOUTS
+    bases = [OPTIMIZERS[optimizer] | (EXPERTS if experts else {}) for optimizer, _ in cases]
+    runs = [(layouts[name][0], base | layouts[name][1]) for (_, name), base in zip(cases, bases, strict=True)]
+    (ranks,) = {tp * pp * dp * changes.get("cp", 1) for (tp, pp, dp), changes in runs}
+    found = run_distributed(losses_and_weights, ranks, str(directory), runs, timeout=180)[0]
+    for (optimizer, name), base, outcome in zip(cases, bases, found, strict=True):
+        unclipped = {key: value for key, value in layouts[name][1].items() if key == "clip_grad"}
+        expected = alone((*base.items(), *unclipped.items()), str(directory))
         agree(outcome, expected)
         if optimizer != "lion":  # the sign of what is zero but for rounding
             weights_agree(outcome, expected)
@@ -89,25 +95,29 @@ def weights_agree(found: Outcome, expected: Outcome) -> None:
         assert error <= 2e-3 * change + 1e-7, f"{name}: {error / change}"
 
 
+def test_what_needs_whole_parameters_trains_as_on_one_process(tmp_path: Path) -> None:
+    compare([("lamb", "z1"), ("muon", "tp2"), ("muon", "z0")], tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["tp2", "pp2"], ["z0", "z1", "z2", "z3"], ["cp2", "offload"]], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_ranks_train_as_one_process(optimizer: str, names: list[str], tmp_path: Path) -> None:
-    compare(optimizer, names, tmp_path)
+    compare([(optimizer, name) for name in names], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["tp2 sp dp2 z1", "tp2 pp2 z0"], ["tp2 dp2 z0", "tp2 dp2 z3", "dp4 z2"]], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_four_ranks_train_as_one_process(optimizer: str, names: list[str], tmp_path: Path) -> None:
-    compare(optimizer, names, tmp_path)
+    compare([(optimizer, name) for name in names], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["ep2"], ["ep2 edp2", "tp2 ep2"]], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_experts_train_as_on_one_process(optimizer: str, names: list[str], tmp_path: Path) -> None:
-    compare(optimizer, names, tmp_path, experts=True)
+    compare([(optimizer, name) for name in names], tmp_path, experts=True)
 
 
 def saved(rank: int, ranks: int, directory: str, layout: Layout, changes: Changes) -> Outcome:
