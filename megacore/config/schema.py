@@ -21,16 +21,23 @@ from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, 
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
-from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
+from megacore.config.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedPrecision,
     ResolvedTraining,
@@ -51,7 +58,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lion: LionConfig = field(default_factory=LionConfig)
+    lamb: LambConfig = field(default_factory=LambConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -31,7 +31,14 @@ from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Simulator, Timeline
-from megacore.plan.state import PlannedLayer, held_experts, held_parameters, updated_parameters
+from megacore.plan.state import (
+    PlannedLayer,
+    held_blocks,
+    held_experts,
+    held_parameters,
+    moment_bytes,
+    updated_parameters,
+)
 from megacore.plan.traffic import (
     ReplicaTraffic,
     Sent,
@@ -644,7 +651,7 @@ def _step_end(
     hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
     shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
-    state = config.optimizer_settings.bytes_per_parameter
+    state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
     return _End(
         exposed=reduce + gather - hidden_reduce - hidden_gather,

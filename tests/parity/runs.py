@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megacore.config import (
+    SECTIONS,
     AdamWConfig,
     CheckpointConfig,
     Config,
@@ -29,11 +30,11 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
-    SGDConfig,
     SpikeConfig,
     TrainingConfig,
     WatchConfig,
 )
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
@@ -160,8 +161,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
+        **{name: kind() for name, kind in OPTIMIZERS.items() if name in SECTIONS},
         "adamw": AdamWConfig(adam_beta2=0.999),
-        "sgd": SGDConfig(),
         "optimizer": OptimizerConfig(lr=1e-3, min_lr=0.0, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
         "training": TrainingConfig(
             micro_batch_size=2 if dp < 4 else 1,
