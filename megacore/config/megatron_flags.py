@@ -16,15 +16,16 @@ REPLACED = {
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
     "--hierarchical-context-parallel-sizes": "use --cp with --cp-comm ring, allgather or ulysses: one level of ranks",
+    "--moe-pad-expert-input-to-capacity": "leave it out: only the tokens that there are are sent and computed",
     "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in docs/data.md",
     "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/data.md",
 }
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --decoupled-lr --decoupled-min-lr --end-weight-decay --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format
+    --decoupled-lr --decoupled-min-lr --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format
     --fp8-param-gather --iterations-to-skip --no-save-optim --per-split-data-args-path --skip-train --squared-relu
-    --start-weight-decay --step-batch-size-schedule --use-tp-pp-dp-mapping --vocab-extra-ids
+    --step-batch-size-schedule --use-tp-pp-dp-mapping --vocab-extra-ids
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""
@@ -46,6 +47,9 @@ DEFAULTS: Mapping[str, Any] = {
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
     "min_lr": 0.0,
+    "muon_momentum": 0.9,
+    "muon_nesterov": False,
+    "muon_extra_scale_factor": 1.0,
     "precision": "fp32",
     "eval_iters": 100,
 }

@@ -304,17 +304,6 @@ def _only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
     return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True)
 
 
-def _router_balance(flag: str, text: str, shape: Shape) -> Translation:
-    if text == "seq_aux_loss" or (text == "aux_loss" and shape.micro_batch_size == 1):
-        return Translation()
-    if text == "none":
-        return Translation(implied={"moe_aux_loss_coeff": 0.0})
-    raise ValueError(
-        f"{flag} {text} has no counterpart: use seq_aux_loss, or aux_loss with --micro-batch-size 1, where both are "
-        "the same"
-    )
-
-
 _CP_COMMS = {"p2p": "ring", "a2a": "ulysses", "all_gather": "allgather"}
 
 
@@ -364,18 +353,9 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         "--pretrained-checkpoint with the directory of --load", ("pretrained_checkpoint",), _finetune, is_switch=True
     ),
     "--moe-router-dtype": _only({"fp32": "the router computes in fp32"}, "the router computes in fp32: leave it out"),
-    "--moe-router-load-balancing-type": ForeignFlag(
-        "nothing for seq_aux_loss, and for aux_loss with --micro-batch-size 1, which is the same; for none "
-        "--moe-aux-loss-coeff 0",
-        ("moe_aux_loss_coeff",),
-        _router_balance,
-    ),
     "--recompute-modules": _only(
         {"core_attn": "--recompute selective is that"},
         "use --recompute selective, which is core_attn, or full",
-    ),
-    "--weight-decay-incr-style": _only(
-        {"constant": "the weight decay is constant"}, "the weight decay is constant: leave it out"
     ),
     "--checkpoint-activations": _switch("--recompute full", recompute="full"),
     "--deterministic-mode": _switch("--reproducible", reproducible=True),
@@ -395,6 +375,7 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         is_switch=True,
     ),
     "--openai-gelu": _switch("--activation gelu", activation="gelu"),
+    "--muon-no-split-qkv": _switch("--muon-split-qkv none", muon_split_qkv="none"),
     "--optimizer-cpu-offload": _switch("--offload-optimizer", offload_optimizer=True),
     "--recompute-activations": _switch("--recompute selective", recompute="selective"),
     "--recompute-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),
@@ -432,7 +413,6 @@ FOREIGN: Mapping[str, ForeignFlag] = {
 """The flags that are accepted and translated."""
 
 SYNONYMS: Mapping[str, Mapping[str, str]] = {
-    "optimizer": {"adam": "adamw"},
     "position_embedding_type": {"learned_absolute": "learned"},
 }
 """Megatron-LM's names of values, by field."""
