@@ -23,7 +23,8 @@ class OptimizerConfig(Section):
     """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
     stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
     whose step has the norm of the matrix that it changes. muon: Muon, orthogonalized momentum for the matrices of
-    blocks, and AdamW for the rest. The section of the same name has its settings (docs/optimizers.md)."""
+    blocks, and AdamW for the rest. adafactor: Adafactor, with a number per row and column of blocks' matrices. The
+    section of the same name has its settings (docs/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
