@@ -98,11 +98,9 @@ class OptimizerConfig(Section):
         return self.lr_wsd_decay_iters or 0
 
     @property
-    def first_lr(self) -> float:
-        """Learning rate from which the warm-up rises."""
-        if self.lr_warmup_init is None:
-            return self.lr / 25 if self.lr_decay_style == "1cycle" else 0.0
-        return self.lr_warmup_init
+    def first_cycle_lr(self) -> float:
+        """Learning rate from which that of 1cycle rises."""
+        return self.lr / 25 if self.lr_warmup_init is None else self.lr_warmup_init
 
     @property
     def end_lr(self) -> float:

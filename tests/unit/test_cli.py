@@ -63,9 +63,9 @@ def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
     aliased = [info for info in all_fields().values() if info.aliases]
     assert len(aliased) >= 6
     for info in aliased:
-        value = values.get(info.name, "1")
+        value = [] if info.kind is bool else [values.get(info.name, "1")]
         needed = NEEDED.get(info.name, [])
-        assert len({repr(parse(*GOOD, *needed, name, value)) for name in info.flags}) == 1, info.name
+        assert len({repr(parse(*GOOD, *needed, name, *value)) for name in info.flags}) == 1, info.name
 
 
 RELIED_ON = """
@@ -182,7 +182,7 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
     (["--swiglu", "--activation", "gelu"], ("--swiglu is --activation swiglu", "--activation gelu is given as well")),
     (["--recompute-modules", "core_attn"], ("--recompute-modules", "Megatron-LM's", "use --recompute selective")),
-    (["--start-weight-decay"], ("--start-weight-decay", "Megatron-LM's", "not have it yet")),
+    (["--squared-relu"], ("--squared-relu", "Megatron-LM's", "not have it yet")),
     (["--merge-file", "m"], ("--merge-file is Megatron-LM's", "use --tokenizer DIR")),
     (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
     (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),
