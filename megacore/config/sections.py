@@ -58,7 +58,8 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ring; for pretrain_bert.py, whose attention is not causal, allgather."""
+    auto: ulysses where it sends the least and --tp x --cp is at most 8, else ring; for pretrain_bert.py, whose
+    attention is not causal, allgather."""
     ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
     """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
     ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""

@@ -217,7 +217,9 @@ def _rank_memory(
 
     certain = [most(computing=computing, split=False) for computing in (True, False)]
     expected = [most(computing=computing, split=True) for computing in (True, False)]
-    passing = partial(passing_bytes, config, chunks, head=head, again=again, working=working, on_cpu=on_cpu)
+    passing = partial(
+        passing_bytes, config, chunks, head=head, again=again, working=working, kept=in_blocks, on_cpu=on_cpu
+    )
     backward = passing()
     peak = max(expected[0] + working, expected[1]) + backward.passing
     if forgets and ranks_of_role("replicas", config.parallel) == 1:

@@ -327,8 +327,22 @@ class StageTime:
     replicas_exposed: float = 0.0
 
 
-def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
-    """What the layers of one stage take for one microbatch."""
+def stage_time(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    speed: Speed,
+    *,
+    of_blocks: dict[tuple[int, bool], Passes] | None = None,
+) -> StageTime:
+    """What the layers of one stage take for one microbatch.
+
+    Args:
+        config: a resolved configuration.
+        layers: of the stage.
+        speed: of the device.
+        of_blocks: of blocks that other stages have as well; receives those of this one.
+    """
+    known = {} if of_blocks is None else of_blocks
     counts: Counter[tuple[int, bool]] = Counter()
     blocks: dict[tuple[int, bool], PlannedLayer] = {}
     total = Passes()
@@ -339,7 +353,9 @@ def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Sp
         counts[key := (id(layer.block), again)] += 1
         blocks[key] = layer
     for key, count in counts.items():
-        total += block_passes(config, blocks[key], speed, again=key[1]).times(count)
+        if key not in known:
+            known[key] = block_passes(config, blocks[key], speed, again=key[1])
+        total += known[key].times(count)
     return _with_replicas(config, layers, total, speed)
 
 
@@ -503,12 +519,13 @@ def _stage_times(
 ) -> tuple[StageTime, ...]:
     """Each stage's time; stages of equal blocks take the same."""
     known: dict[Hashable, StageTime] = {}
+    of_blocks: dict[tuple[int, bool], Passes] = {}
     times = []
     for numbers in ranges:
         held = layers[numbers.start : numbers.stop]
         kinds = tuple(map(layer_kind, held))
         if kinds not in known:
-            known[kinds] = stage_time(config, held, speed)
+            known[kinds] = stage_time(config, held, speed, of_blocks=of_blocks)
         times.append(known[kinds])
     return tuple(times)
 

@@ -489,3 +489,15 @@ def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:
     room = host_room(root)
     assert room is not None
     assert room.available == 200_000 + 80_000
+
+
+def test_a_million_positions_take_a_rank_what_its_share_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 ranks of 2^20 positions hold the activations of one rank with 8,192, beside the keys that travel."""
+    words = (*MOCK, "--preset", "llama-3-8b-128k", "--device", "cpu", "--no-memory-check", "--global-batch-size", "1")
+    ranks_of(1, monkeypatch)
+    (one,) = plan_memory(share := parse(*words, "--seq-length", "8192"), outline(share), on_cpu=False)
+    ranks_of(128, monkeypatch)
+    length = ("--seq-length", "1048576", "--max-position-embeddings", "1048576", "--cp", "128")
+    (rank,) = plan_memory(whole := parse(*words, *length), outline(whole), on_cpu=False)
+    assert whole.context_comm == "ring" and whole.rank_positions == share.rank_positions
+    assert rank.activations == pytest.approx(one.activations, rel=0.01)
