@@ -357,7 +357,7 @@ def _optimizer(value: Value) -> Translation:
         if not adam_w and decay:
             raise ValueError(
                 f"{value} with adam_w_mode false adds weight decay to the gradient, which megacore's AdamW does not: "
-                "use weight_decay 0, or adam_w_mode true"
+                "use weight_decay 0 or adam_w_mode true, or leave the optimizer out and use --optimizer adam"
             )
         defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": torch_default}
         return Translation({"optimizer": "adamw"}, {"lr": 1e-3, **defaults, **_constant(value)})
@@ -365,7 +365,7 @@ def _optimizer(value: Value) -> Translation:
         return Translation(
             {"optimizer": "sgd"}, {"lr": 1e-3, "sgd_momentum": 0.0, "weight_decay": 0.0, **_constant(value)}
         )
-    raise ValueError(f"{value} is not in megacore: use AdamW or SGD, or write one (docs/extending.md)")
+    raise ValueError(f"{value} is not translated: use AdamW or SGD, or leave it out and use --optimizer")
 
 
 def _constant(value: Value) -> dict[str, Any]:

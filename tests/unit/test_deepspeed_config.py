@@ -210,7 +210,7 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled true is given as well: keep one"),
         ({"torch_autocast": {"enabled": True}}, "use bf16 or fp16, with fp32 masters"),
         ({"gradient_allreduce_op": "sum"}, "the loss is the mean over the global batch: use mean"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not in megacore: use AdamW or SGD"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not translated: use AdamW or SGD"),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "AdamW has no maximum of moments"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "use weight_decay 0"),
         ({"scheduler": {"type": "OneCycle"}}, "use WarmupLR, WarmupDecayLR or WarmupCosineLR"),
