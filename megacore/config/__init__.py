@@ -18,6 +18,7 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
+from megacore.config.rampup import RampupConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.sections import (
     CheckpointConfig,
@@ -31,6 +32,7 @@ from megacore.config.sections import (
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 
@@ -52,6 +54,7 @@ __all__ = [
     "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
+    "RampupConfig",
     "ResolvedConfig",
     "ResolvedExperts",
     "ResolvedModel",
@@ -61,6 +64,7 @@ __all__ = [
     "ResolvedTraining",
     "SGDConfig",
     "SpikeConfig",
+    "StartConfig",
     "TrainingConfig",
     "WatchConfig",
     "sections_of",

@@ -119,7 +119,7 @@ def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> tuple[Tensor, T
     groups, allowed = experts.moe_router_num_groups, experts.moe_router_group_topk
     assert groups is not None and allowed is not None
     grouped = scores.unflatten(-1, (groups, -1))  # [..., groups, experts of it]
-    best = grouped.sort(-1, descending=True).values[..., : experts.moe_router_topk // allowed].sum(-1)
+    best = grouped.sort(-1, descending=True).values[..., : experts.group_best].sum(-1)
     indices, gap = _highest(best, allowed)
     of_group = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, indices, True)
     return of_group.unsqueeze(-1).expand_as(grouped).flatten(-2), gap

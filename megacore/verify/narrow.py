@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacore.config import ExpertsConfig, OptimizerConfig, ResolvedConfig, ResolvedExperts, ResolvedPrecision
+from megacore.config import (
+    ExpertsConfig,
+    OptimizerConfig,
+    RampupConfig,
+    ResolvedConfig,
+    ResolvedExperts,
+    ResolvedPrecision,
+)
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
@@ -108,6 +115,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         ),
         "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
         "watch": replace(config.watch, replay_interval=0),
+        "rampup": RampupConfig(),
     }
     if config.model.experts is not None:
         experts = _experts(config, sections["model"])
