@@ -31,6 +31,7 @@ from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import LocalSegment
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, agree, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.test_latent_attention import LATENT
 
 # ---- groups
 
@@ -189,6 +190,7 @@ MORE: list[Case] = [
     ("gelu", (2, 1, 2), {"ep": 2, "recompute": "light", "zero_stage": 3}),
     ("many", (1, 1, 4), {"ep": 4, "zero_stage": 1, **OFFLOAD}),
     ("bias", (1, 2, 2), {"ep": 2, "replay_interval": 1, "zero_stage": 2}),
+    ("groups", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "moe_router_group_best": 1, **LATENT}),
 ]
 
 
