@@ -24,6 +24,7 @@ from megacore import ops
 from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.layers.block import MLP
 from megacore.layers.context import BuildContext
+from megacore.ops.grouped import RowGroups
 from megacore.parallel.collectives import all_reduce_, copy_to_group, reduce_from_group
 from megacore.parallel.experts import GroupedLinear, assign, combine, dispatch, with_loss
 from megacore.parallel.mesh import ALONE
@@ -167,12 +168,13 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[r, h] -> [r, h], a part of the sum where ranks split the experts"""
-        up = self.up(rows, counts)
+        groups = RowGroups(counts)
+        up = self.up(rows, groups)
         if self.gate is None:
             inner = _PLAIN[self.activation](up)
         else:
-            inner = _GATED[self.activation](self.gate(rows, counts), up)
-        output: Tensor = self.down(inner, counts)
+            inner = _GATED[self.activation](self.gate(rows, groups), up)
+        output: Tensor = self.down(inner, groups)
         return output
 
 

@@ -23,6 +23,7 @@ from megacore.errors import CheckpointError
 from megacore.inference.trained import model_of
 from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
+from megacore.ops.grouped import RowGroups
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
 from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
 from megacore.parallel.products import TORCH
@@ -100,7 +101,7 @@ def mixed(rank: int, world_size: int) -> dict[str, tuple[Tensor, ...]]:
         )
         linear.weight.data.copy_(linear.weight.spec.take(matrices()))
         assignment = assign(indices, EXPERTS, group)
-        y = combine(linear(dispatch(x, assignment, group), assignment.counts), weights, assignment, group)
+        y = combine(linear(dispatch(x, assignment, group), RowGroups(assignment.counts)), weights, assignment, group)
         y.backward(grad)
         assert x.grad is not None and weights.grad is not None and linear.weight.grad is not None
         results[routing] = (y.detach(), x.grad, weights.grad, linear.weight.grad)
