@@ -64,9 +64,8 @@ class RowGroups:
 
 
 def _table(numbers: list[int] | list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Small whole numbers on a device, without a wait for it."""
-    made = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return made.to(device, non_blocking=True)
+    """Small whole numbers on a device, without a wait for what it computes."""
+    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def grouped_implementation(x: Tensor, inputs: int, outputs: int) -> Implementation:
@@ -91,7 +90,7 @@ def _is_grouped_mm_fast(x: Tensor, inputs: int, outputs: int) -> bool:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+    return bool(torch.get_device_module(device).get_device_capability(device) >= (9, 0))
 
 
 # ---- products
@@ -99,7 +98,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @operator("megacore::grouped_products")
 def _triton_products(x: Tensor, weight: Tensor, tiles: Tensor, transposed: bool) -> Tensor:
-    from megacore.kernels import grouped as kernel
+    import megacore.kernels.grouped as kernel
 
     return kernel.products(x, weight, tiles, transposed=transposed)
 
@@ -111,7 +110,7 @@ def _(x: Tensor, weight: Tensor, tiles: Tensor, transposed: bool) -> Tensor:
 
 @operator("megacore::grouped_weight_gradients")
 def _triton_gradients(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
-    from megacore.kernels import grouped as kernel
+    import megacore.kernels.grouped as kernel
 
     total = grad.new_empty(len(bounds) - 1, grad.shape[1], x.shape[1])
     kernel.weight_gradients(grad, x, total, bounds, add=False)
@@ -137,7 +136,7 @@ def grouped_products(
     """
     x = x.contiguous()
     if implementation == "triton":
-        from megacore.kernels import grouped as kernel
+        import megacore.kernels.grouped as kernel
 
         tiles = groups.tiles(kernel.rows_of_tile(x.dtype), x.device)
         result: Tensor = _triton_products(x, weight.contiguous(), tiles, transposed)
@@ -168,7 +167,7 @@ def add_grouped_weight_gradients(
 ) -> None:
     """The same added to `total`, [E, o, i] fp32; without `has_terms` it is overwritten."""
     if implementation == "triton":
-        from megacore.kernels import grouped as kernel
+        import megacore.kernels.grouped as kernel
 
         bounds = groups.bounds(x.device)
         kernel.weight_gradients(grad.contiguous(), x.contiguous(), total, bounds, add=has_terms)
@@ -183,7 +182,7 @@ def add_grouped_weight_gradients(
 @operator("megacore::gather_rows")
 def _gather_rows(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
     if runs_triton(tokens, "tokens"):
-        from megacore.kernels import permute as kernel
+        import megacore.kernels.permute as kernel
 
         return kernel.gather(tokens, order, chosen)
     return tokens.index_select(0, order // chosen)
@@ -197,7 +196,7 @@ def _(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
 @operator("megacore::combine_rows")
 def _combine_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int) -> Tensor:
     if runs_triton(rows, "rows"):
-        from megacore.kernels import permute as kernel
+        import megacore.kernels.permute as kernel
 
         return kernel.combine(rows, positions, weights, chosen)
     pairs = rows.index_select(0, positions).unflatten(0, (-1, chosen))
@@ -218,7 +217,7 @@ def _spread_rows(
     grad: Tensor, rows: Tensor, positions: Tensor, order: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     if runs_triton(rows, "rows"):
-        from megacore.kernels import permute as kernel
+        import megacore.kernels.permute as kernel
 
         return kernel.spread(grad, rows, positions, weights)
     pairs = rows.index_select(0, positions).unflatten(0, (-1, weights.shape[1]))

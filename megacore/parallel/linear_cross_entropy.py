@@ -101,7 +101,7 @@ class ChunkedLoss:
         """All of the input, [b, s, h]."""
         if self.group.size == 1:
             return x
-        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
+        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group, in_place=True)
 
     def _share(self) -> VocabularyShare:
         return vocabulary_share(self.vocab_size, self.group)

@@ -99,8 +99,10 @@ def mixture_parameters(
 
 
 def largest_product(config: ResolvedModel, tp: int) -> int:
-    """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product."""
-    of_mlp = config.hidden_size * config.inner_size * (2 if config.gated else 1)
+    """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product. Experts
+    are left out."""
+    inner = config.inner_size if config.experts is None else config.experts.moe_shared_expert_size or 0
+    of_mlp = config.hidden_size * inner * (2 if config.gated else 1)
     return max(of_mlp, *(rows * columns for rows, columns in attention_matrices(config))) // tp
 
 
