@@ -1,6 +1,6 @@
 """Rows of tokens for each expert that they use, and back: a copy, and a weighted sum in fp32, without tensors between.
 
-Shape legend: t tokens, k rows of a token, h width of a row.
+Shape legend: t tokens, k choices of a token, r rows, of chosen pairs of a token and an expert, h width of a row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _gather(x_ptr, order_ptr, y_ptr, width, chosen, BLOCK: tl.constexpr):
 @launchable
 @triton.jit
 def _combine(
-    rows_ptr, positions_ptr, weights_ptr, y_ptr, width,
+    rows_ptr, positions_ptr, weights_ptr, y_ptr, width, rows,
     CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -36,7 +36,7 @@ def _combine(
     total = tl.zeros((BLOCK,), tl.float32)
     for number in range(CHOSEN):
         row = tl.load(positions_ptr + token * CHOSEN + number)
-        x = tl.load(rows_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        x = tl.load(rows_ptr + row * width + column, mask=(column < width) & (row < rows), other=0.0).to(tl.float32)
         if WEIGHTED:
             x = x * tl.load(weights_ptr + token * CHOSEN + number)
         total += x
@@ -46,7 +46,7 @@ def _combine(
 @launchable
 @triton.jit
 def _spread(
-    grad_ptr, rows_ptr, positions_ptr, weights_ptr, d_rows_ptr, d_weights_ptr, width, chosen, BLOCK: tl.constexpr
+    grad_ptr, rows_ptr, positions_ptr, weights_ptr, d_rows_ptr, d_weights_ptr, width, chosen, rows, BLOCK: tl.constexpr
 ):
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(positions_ptr + pair)
@@ -55,10 +55,9 @@ def _spread(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         grad = tl.load(grad_ptr + pair // chosen * width + column, mask=column < width, other=0.0).to(tl.float32)
-        x = tl.load(rows_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-        tl.store(
-            d_rows_ptr + row * width + column, (grad * weight).to(d_rows_ptr.dtype.element_ty), mask=column < width
-        )
+        inside = (column < width) & (row < rows)
+        x = tl.load(rows_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(d_rows_ptr + row * width + column, (grad * weight).to(d_rows_ptr.dtype.element_ty), mask=inside)
         total += grad * x
     tl.store(d_weights_ptr + pair, tl.sum(total, 0))
 
@@ -68,11 +67,11 @@ def gather(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
 
     Args:
         tokens: [t, h] contiguous.
-        order: [t k] int64: which pair each row is; pair p is of token p // k.
+        order: [r] int64: which pair each row is; pair p is of token p // k.
         chosen: k.
 
     Returns:
-        [t k, h]
+        [r, h]
     """
     width = tokens.shape[1]
     rows = tokens.new_empty(len(order), width)
@@ -86,8 +85,8 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int
     """The sum of each token's rows, or their weighted sum, in fp32 and in the order of its pairs.
 
     Args:
-        rows: [t k, h] contiguous.
-        positions: [t k] int64: the row of each pair.
+        rows: [r, h] contiguous.
+        positions: [t k] int64: the row of each pair; r where it has none.
         weights: [t, k] fp32 contiguous; None: all are 1.
         chosen: k.
 
@@ -99,19 +98,29 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int
     if y.numel():
         block = min(_BLOCK, block_of(width))
         _combine[(len(y), blocks_of(width, block))](
-            rows, positions, positions if weights is None else weights, y, width,
+            rows, positions, positions if weights is None else weights, y, width, len(rows),
             CHOSEN=chosen, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return y
 
 
 def spread(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `combine`: of rows [t k, h], and of weights [t, k] fp32; from that of its result [t, h]."""
+    """The gradients of `combine`: of rows [r, h], and of weights [t, k] fp32; from that of its result [t, h]."""
     d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
-    if rows.numel():
+    if grad.numel():
         width = rows.shape[1]
         block = min(_BLOCK_OF_GRADIENTS, block_of(width))
         _spread[(len(positions),)](
-            grad, rows, positions, weights, d_rows, d_weights, width, weights.shape[1], BLOCK=block, num_warps=4
+            grad,
+            rows,
+            positions,
+            weights,
+            d_rows,
+            d_weights,
+            width,
+            weights.shape[1],
+            len(rows),
+            BLOCK=block,
+            num_warps=4,
         )
     return d_rows, d_weights

@@ -214,8 +214,9 @@ class ResolvedConfig(Config):
     @property
     def beside_hidden_states(self) -> tuple[str, ...]:
         """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
-        position's document, and `positions` within it."""
-        return self.data.beside_tokens
+        position's document, `positions` within it, and `padding`, 1 for positions that experts must leave out."""
+        pads = self.model.experts is not None and self.data.packing != "concat"
+        return (*self.data.beside_tokens, *(("padding",) if pads else ()))
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.

@@ -193,13 +193,20 @@ def _(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
     return tokens.new_empty(len(order), tokens.shape[1])
 
 
+def _pairs(rows: Tensor, positions: Tensor, chosen: int) -> Tensor:
+    """[r, h] -> [t, k, h], with zeros for pairs that have no row"""
+    if len(rows) < len(positions):
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows.index_select(0, positions).unflatten(0, (-1, chosen))
+
+
 @operator("megacore::combine_rows")
 def _combine_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int) -> Tensor:
     if runs_triton(rows, "rows"):
         import megacore.kernels.permute as kernel
 
         return kernel.combine(rows, positions, weights, chosen)
-    pairs = rows.index_select(0, positions).unflatten(0, (-1, chosen))
+    pairs = _pairs(rows, positions, chosen)
     total = pairs[:, 0].float() if weights is None else pairs[:, 0].float() * weights[:, 0, None]
     for number in range(1, chosen):
         term = pairs[:, number].float()
@@ -220,7 +227,7 @@ def _spread_rows(
         import megacore.kernels.permute as kernel
 
         return kernel.spread(grad, rows, positions, weights)
-    pairs = rows.index_select(0, positions).unflatten(0, (-1, weights.shape[1]))
+    pairs = _pairs(rows, positions, weights.shape[1])
     of_rows = (grad.float()[:, None] * weights[..., None]).to(rows.dtype)  # [t, k, h]
     of_weights = (grad.float()[:, None] * pairs.float()).sum(-1)
     return of_rows.flatten(0, 1).index_select(0, order), of_weights
@@ -232,19 +239,19 @@ def _(grad: Tensor, rows: Tensor, positions: Tensor, order: Tensor, weights: Ten
 
 
 def gather_rows(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
-    """[t, h] -> [t k, h]: a row for each pair of a token and a choice, in the order that `order` [t k] gives; pair p is
-    of token p // k. Autograd does not see it."""
+    """[t, h] -> [r, h]: a row for some pairs of a token and a choice, in the order that `order` [r] gives; pair p is of
+    token p // k. Autograd does not see it."""
     rows: Tensor = _gather_rows(tokens.contiguous(), order, chosen)
     return rows
 
 
 def combine_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int) -> Tensor:
-    """[t k, h] -> [t, h]: the sum of each token's rows, or their weighted sum, in fp32 and in the order of its choices.
+    """[r, h] -> [t, h]: the sum of each token's rows, or their weighted sum, in fp32 and in the order of its choices.
     Autograd does not see it.
 
     Args:
         rows: in any order.
-        positions: [t k]: the row of each pair.
+        positions: [t k]: the row of each pair; r where it has none.
         weights: [t, k] fp32; None: all are 1.
         chosen: k.
     """
@@ -256,6 +263,6 @@ def combine_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen
 
 def spread_rows(grad: Tensor, rows: Tensor, positions: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of `combine_rows`: of rows and of weights, from that of its result, [t, h]; `order` is the reverse
-    of `positions`."""
+    of `positions` for the pairs that have a row."""
     of_rows, of_weights = _spread_rows(grad.contiguous(), rows.contiguous(), positions, order, weights.contiguous())
     return of_rows, of_weights

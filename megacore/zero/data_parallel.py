@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megacore.parallel.mesh import Group, Mesh
-from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, separate_term, sharded_parameters
 from megacore.plan.buckets import grown
-from megacore.zero.backward_hooks import CapturedGradient, when_backward
+from megacore.zero.backward_hooks import when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
 from megacore.zero.flat import Segment, assign_buckets
 
@@ -221,6 +221,8 @@ class DataParallel:
         uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
         for parameter in self.parameters:
             bucket = self._bucket_of[parameter.spec.name]
+            if options.exact_terms:
+                parameter.take_term = self._add_term
             if bucket.takes_products and uses[parameter.spec.name] == 1:  # autograd adds up the gradients of others
                 parameter.gradient_sum = _SumInBucket(self, bucket, parameter.spec.name)
 
@@ -273,12 +275,10 @@ class DataParallel:
         as if the two layers were on different stages: autograd would add the gradients in floating point."""
         if not self._repeated[index]:
             return layer(x)
-        separate = {
-            name: CapturedGradient.apply(p, self._add_captured_gradient) for name, p in self._repeated[index].items()
-        }
+        separate = {name: separate_term(p) for name, p in self._repeated[index].items()}
         return functional_call(layer, separate, (x,))
 
-    def _add_captured_gradient(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+    def _add_term(self, parameter: ShardedParameter, gradient: Tensor) -> None:
         if self._observer is not None and self._is_only_seen(parameter.spec.name, gradient):
             return
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)

@@ -353,7 +353,9 @@ def _experts() -> Iterator[Comparison]:
         )
     for tokens, chosen, width in ((7, 3, 77), (1, 1, 5), (2, 2, 2100)):
         indices = torch.rand(tokens, 8, generator=torch.Generator().manual_seed(tokens)).topk(chosen).indices
-        assignment = assign(indices.sort(-1).values, 8, ALONE)
+        indices[-1, -1] = 8 if chosen > 1 else indices[-1, -1]  # the last choice is not sent
+        assignment = assign(indices, 8, ALONE, sends_all=chosen == 1)
+        sent = (indices < 8).double()
 
         def there_and_back(tokens: Tensor, weights: Tensor, assignment: Assignment = assignment) -> Tensor:
             there = {name: getattr(assignment, name).to(tokens.device) for name in ("order", "positions")}
@@ -361,8 +363,8 @@ def _experts() -> Iterator[Comparison]:
             rows = dispatch(tokens, here, ALONE)
             return combine(rows * rows, weights.float(), here, ALONE)
 
-        def weighted(tokens: Tensor, weights: Tensor) -> Tensor:
-            return tokens * tokens * weights.sum(-1, keepdim=True)
+        def weighted(tokens: Tensor, weights: Tensor, sent: Tensor = sent) -> Tensor:
+            return tokens * tokens * (weights * sent.to(weights.device)).sum(-1, keepdim=True)
 
         yield Comparison(
             name=f"experts_rows-{tokens}x{chosen}x{width}",

@@ -109,10 +109,10 @@ def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradient
 class RaggedData:
     """Random samples of which each has another number of tokens that count: a wrong weighting cannot hide. With
     `boundaries` they tell documents of other lengths in each: of one token, of odd lengths, and one that ends in the
-    middle of the sequence, where shards do."""
+    middle of the sequence, where shards do. With `pads` some positions at the end are padding."""
 
-    def __init__(self, samples: int, *, boundaries: bool = False) -> None:
-        self._samples, self._boundaries = samples, boundaries
+    def __init__(self, samples: int, *, boundaries: bool = False, pads: bool = False) -> None:
+        self._samples, self._boundaries, self._pads = samples, boundaries, pads
 
     def __len__(self) -> int:
         return self._samples
@@ -127,6 +127,9 @@ class RaggedData:
             begins = np.isin(np.arange(SEQUENCE), [0, SEQUENCE // 2, *random.integers(0, SEQUENCE, 3)])
             firsts = np.maximum.accumulate(np.where(begins, np.arange(SEQUENCE), 0))
             sample |= {"documents": begins.cumsum(), "positions": np.arange(SEQUENCE) - firsts}
+        if self._pads:
+            padding = np.arange(SEQUENCE) >= random.integers(1, SEQUENCE + 1)
+            sample |= {"padding": padding.astype(np.int64), "loss_mask": mask * ~padding}
         return sample
 
 
@@ -188,7 +191,8 @@ def make_trainer(
 ) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
     samples = config.training.global_batch_size * config.training.train_iters
-    data = data or RaggedData(samples, boundaries=bool(config.beside_hidden_states))
+    beside = config.beside_hidden_states
+    data = data or RaggedData(samples, boundaries=bool(beside), pads="padding" in beside)
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
