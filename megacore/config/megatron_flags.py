@@ -32,11 +32,11 @@ REPLACED = {
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --decoupled-lr --decoupled-min-lr --end-weight-decay --finetune --fp8-amax-compute-algo
+    --decoupled-lr --decoupled-min-lr --finetune --fp8-amax-compute-algo
     --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip --no-load-optim --no-save-optim
     --per-split-data-args-path --pretrained-checkpoint --rampup-batch-size --rotary-interleaved --skip-train
-    --squared-relu --start-weight-decay --step-batch-size-schedule --test-data-path --train-data-path
-    --use-tp-pp-dp-mapping --valid-data-path --vocab-extra-ids --weight-decay-incr-style
+    --squared-relu --step-batch-size-schedule --test-data-path --train-data-path
+    --use-tp-pp-dp-mapping --valid-data-path --vocab-extra-ids
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""
@@ -57,6 +57,9 @@ DEFAULTS: Mapping[str, Any] = {
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
     "min_lr": 0.0,
+    "muon_momentum": 0.9,
+    "muon_nesterov": False,
+    "muon_extra_scale_factor": 1.0,
     "precision": "fp32",
     "eval_iters": 100,
 }

@@ -106,6 +106,11 @@ def largest_product(config: ResolvedModel, tp: int) -> int:
     return max(of_mlp, *(rows * columns for rows, columns in attention_matrices(config))) // tp
 
 
+def projection(config: ResolvedModel, tp: int) -> int:
+    """Weights of the projections to queries, keys and values, on one of `tp` ranks."""
+    return sum(rows * columns for rows, columns in attention_matrices(config)[:-1]) // tp
+
+
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """Final norm and output layer, which a tied model shares with the embedding. `tp` as for `embedding_parameters`."""
     return vocabulary_rows(config, tp) * config.hidden_size + norm_parameters(config)

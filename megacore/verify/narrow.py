@@ -73,6 +73,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
             sequence_parallel=split,
             bucket_size_mb=bucket,
             pipeline_layout=_layout_text(config, blocks),
+            cp_comm=config.context_comm if parallel.cp > 1 else parallel.cp_comm,
         ),
         "precision": ResolvedPrecision(precision="fp32"),
         "data": replace(
@@ -155,11 +156,16 @@ def one_process(config: ResolvedConfig) -> ResolvedConfig:
 def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedModel:
     model, tp = config.model, config.parallel.tp
     shared_by, groups = model.num_attention_heads // model.num_query_groups, model.num_query_groups
+    divided = config.parallel.cp if config.context_comm == "ulysses" else 1  # parts that a tp rank's heads are cut into
     if groups % tp == 0:
-        groups, shared_by = tp * min(groups // tp, 2), min(shared_by, 4)
+        held = groups // tp
+        if held % divided == 0:
+            held = divided * min(held // divided, 2)
+        least = max(divided // held, 1)
+        groups, shared_by = tp * held, least * min(shared_by // least, max(4 // least, 1))
         heads = groups * shared_by
     else:  # several ranks share a group
-        heads = tp * min(model.num_attention_heads // tp, 2)
+        heads = tp * divided * min(model.num_attention_heads // (tp * divided), 2)
     short = {name: min(getattr(model, name), most) for name, most in _SHORT.items() if model.multi_latent_attention}
     if model.q_lora_rank is not None:
         short["q_lora_rank"] = min(model.q_lora_rank, 16)

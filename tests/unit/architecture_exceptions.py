@@ -47,13 +47,15 @@ DISTRIBUTED = {
     "megacore/pipeline/transport.py": "point-to-point",
     "megacore/watch/nodes.py": "store",
     "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
+    "megacore/convert/dcp_files.py": "checkpoints",  # of torch.distributed.checkpoint, written by one process
 }
 DEVICE_SEAM = "megacore/parallel/mesh.py"
 CUDA_NAMES = {
     **dict.fromkeys(("megacore/config/sections.py", "tools/generate.py"), "the value that --device takes"),
     "tools/kernel_report.py": "the compiler's name for what it compiles to",
 }
-# Who may load a pickle, with torch's restricted loader (weights_only=True) alone.
-PICKLE_READERS = {"megacore/convert/megatron_files.py"}
+# Who may load a pickle: with torch's restricted loader (weights_only=True), or with an unpickler that makes only what
+# it is told to.
+PICKLE_READERS = {"megacore/convert/pickled.py"}
 # Functions whose parameters are not for a caller to write down: a kernel's, and an operator's schema.
 SCHEMAS = ("triton.jit", "torch.library.custom_op", "register_fake")
