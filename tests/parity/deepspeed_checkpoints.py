@@ -27,7 +27,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.embedding(x))))  # type: ignore[no-any-return]
+        return self.down(torch.tanh(self.up(self.embedding(x))))
 
 
 def main(stage: int, form: str, directory: Path) -> None:
