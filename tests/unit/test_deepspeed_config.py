@@ -438,6 +438,14 @@ def test_a_real_configuration_runs_as_it_is(name: str, tmp_path: Path) -> None:
     assert parse(*GOOD, *flags, *written(tmp_path, document)) == parse(*GOOD, *words(ours))
 
 
+@pytest.mark.usefixtures("four_ranks")
+def test_a_format_that_is_left_to_the_flags_takes_its_settings_along(tmp_path: Path) -> None:
+    flags = written(tmp_path, {"fp16": {"enabled": "auto", "hysteresis": 3, "initial_scale_power": 4}})
+    scale = words("--hysteresis 3 --initial-loss-scale 64")
+    assert parse(*GOOD, "--precision", "fp16", *flags) == parse(*GOOD, "--precision", "fp16", *scale)
+    assert parse(*GOOD, "--precision", "bf16", *flags) == parse(*GOOD, "--precision", "bf16")
+
+
 # ---- the logarithmic warm-up
 
 
