@@ -382,6 +382,7 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         is_switch=True,
     ),
     "--openai-gelu": _switch("--activation gelu", activation="gelu"),
+    "--muon-no-split-qkv": _switch("--muon-split-qkv none", muon_split_qkv="none"),
     "--optimizer-cpu-offload": _switch("--offload-optimizer", offload_optimizer=True),
     "--recompute-activations": _switch("--recompute selective", recompute="selective"),
     "--recompute-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),

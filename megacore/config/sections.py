@@ -1,4 +1,4 @@
-"""The sections of every run except the model: parallel, precision, data, optimizer, training, checkpoint, logging.
+"""The sections of every run except the model: parallel, precision, data, training, checkpoint, logging.
 
 One frozen dataclass per section. A field is a flag (`num_workers` is `--num-workers`), the string under it is its help
 text, and its annotation holds its range and its aliases. Each section checks its fields in `constraints()`;
@@ -18,10 +18,9 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from megacore.config.dimensions import degrees_of
-from megacore.config.fields import Choices, Flag, Range, Section, field_infos, flag_and_value
+from megacore.config.fields import Flag, Range, Section, field_infos, flag_and_value
 from megacore.config.messages import number
 from megacore.config.numbers import parse_float
-from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
 AUTO = "auto"
@@ -59,7 +58,8 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ring; for pretrain_bert.py, whose attention is not causal, allgather."""
+    auto: ulysses where it sends the least and --tp x --cp is at most 8, else ring; for pretrain_bert.py, whose
+    attention is not causal, allgather."""
     ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
     """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
     ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
@@ -389,88 +389,6 @@ class DataConfig(Section):
                 yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
         if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
             yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """The optimizer, its learning-rate schedule, weight decay and clipping."""
-
-    optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
-    """Optimizer. adamw: Adam with decoupled weight decay. sgd: stochastic gradient descent with --sgd-momentum. The
-    section of the same name has its settings."""
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
-    min_lr: Annotated[float | None, Range(0)] = None
-    """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
-    --lr-wsd-decay-iters steps."""
-    lr_decay_iters: Annotated[int | None, Range(1)] = None
-    """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
-    lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Number of steps over which the learning rate rises from 0 to --lr. 0: no warm-up."""
-    lr_warmup_style: Literal["linear", "log"] = "linear"
-    """Shape of the warm-up. linear: --lr x step / --lr-warmup-iters. log: --lr x log(step) / log(--lr-warmup-iters), as
-    DeepSpeed's schedulers do."""
-    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
-    """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of the final decay of --lr-decay-style WSD."""
-    weight_decay: Annotated[float, Range(0)] = 0.1
-    """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
-    clip_grad: Annotated[float, Range(0)] = 1.0
-    """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
-    clip_grad_adaptive: bool = False
-    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/spikes.md): where its z-score z exceeds
-    --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
-    clip_grad_z_threshold: Annotated[float, Range(above=0)] = 2.5
-    """Z-score of the gradient norm above which --clip-grad-adaptive clips."""
-    clip_grad_decay: Annotated[float, Range(0, below=1)] = 0.97
-    """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
-    clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
-    """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
-
-    @property
-    def final_decay_iters(self) -> int:
-        """Length of the final decay of --lr-decay-style WSD, in steps; 0 with other styles."""
-        return self.lr_wsd_decay_iters or 0
-
-    @property
-    def end_lr(self) -> float:
-        """Learning rate at the end of the decay."""
-        # Rounded as people write it: 3e-4 / 10 is 2.9999999999999997e-05.
-        return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
-            names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
-            yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")
-        if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
-            lr, min_lr = number(self.lr), number(self.min_lr)
-            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
-        if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
-            given = f"--lr-warmup-iters {self.lr_warmup_iters}"
-            yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
-        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
-            return
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
-            yield (
-                "--lr-decay-style WSD needs the length of its final decay: "
-                "use --lr-wsd-decay-iters, for example with a tenth of --train-iters"
-            )
-        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
-            yield (
-                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
-                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedOptimizer(OptimizerConfig):
-    """The optimizer section of a run whose length is known."""
-
-    min_lr: float = field()
-    lr_decay_iters: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)

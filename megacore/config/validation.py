@@ -395,19 +395,30 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("lr_range_test", "load", "train_iters")
+def _range_test(config: Config, world_size: int) -> Iterator[str]:
+    if not config.optimizer.lr_range_test:
+        return
+    if config.checkpoint.load not in (None, AUTO):
+        yield f"--lr-range-test begins with the first step, but --load {config.checkpoint.load} continues: leave it out"
+    if config.training.train_iters < 10:
+        yield f"--lr-range-test needs 10 steps or more: use --train-iters 100 instead of {config.training.train_iters}"
+
+
 @_about("optimizer")
 def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
+    chosen_name, settings = config.optimizer.optimizer, config.optimizer_settings
     for name in sections_of(type(config)):
         section = getattr(config, name)
-        if isinstance(section, OptimizerSettings) and name != config.optimizer.optimizer:
+        if isinstance(section, OptimizerSettings) and name not in (chosen_name, *settings.shares):
             wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
-            chosen = f"--optimizer {config.optimizer.optimizer}"
-            yield from section.without_effect(fields, wrong, chosen, f"--optimizer {name}")
+            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", f"--optimizer {name}")
 
 
 @_about("optimizer", "tp")
 def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
-    if config.parallel.tp > 1 and config.optimizer_settings.takes_some_whole:
+    settings = config.optimizer_settings
+    if config.parallel.tp > 1 and settings.takes_some_whole and not settings.joins_slices:
         yield (
             f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
             "use --tp 1, or another --optimizer"

@@ -137,6 +137,7 @@ class TransformerBlock(nn.Module):
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.mlp_norm = build_norm(config, device=context.device)
         self.mlp = mlp(config, context)
+        self.leaves_padding_out: bool = getattr(self.mlp, "leaves_padding_out", False)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload
@@ -156,7 +157,13 @@ class TransformerBlock(nn.Module):
         hidden, *where = x
         return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
 
-    def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def _apply_to(
+        self,
+        x: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         norm, normed, again = self.attention_norm, x, None
         if not isinstance(norm, nn.Identity):
             normed, x = norm.with_input(x)
@@ -169,7 +176,8 @@ class TransformerBlock(nn.Module):
         else:
             normed, total = _normed_sum(norm, self.attention_dropout, attended, x)
             residual = total
-        mixed = _apply(self.mlp, normed, again=partial(norm, total) if self.light else None)
+        beside = (padding,) if self.leaves_padding_out else ()
+        mixed = _apply(self.mlp, normed, *beside, again=partial(norm, total) if self.light else None)
         return _residual_sum(self.mlp_dropout, mixed, residual)
 
 

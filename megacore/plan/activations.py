@@ -17,6 +17,7 @@ from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
 from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.once import once_per_config
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
@@ -34,12 +35,14 @@ projections and its output, `product of the activation` the input of `down`, `ro
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
 
+@once_per_config
 def residual_bytes(config: ResolvedConfig) -> float:
     """One tensor [b, s/p, h] of the residual stream: all that `--recompute full` keeps of a block."""
     split = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
 
+@once_per_config
 def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """What one block keeps: the sum of `kept_by_operator`, whose arguments these are."""
     return sum(kept_by_operator(config, block, on_cpu=on_cpu, recompute=recompute).values())
@@ -93,6 +96,7 @@ def kept_by_operator(
     }
 
 
+@once_per_config
 def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Gradients of activations in the backward of a block, when they take most beside what the block keeps: of the
     output and the input of `down`, when the block has freed nothing; or in attention of its weights, as far as these
@@ -109,6 +113,14 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     )
 
 
+def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """One tensor of the MLP's inner width, of all experts where the block has them."""
+    share = expert_share(config, block)
+    inner = _tokens(config) * block.inner_size / _layer_ranks(config) if share is None else share.rows * share.inner
+    return _element(config) * inner
+
+
+@once_per_config
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included."""
@@ -127,6 +139,7 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     return whole * (split / _layer_ranks(config) + (1 + mlps) * block.hidden_size) + residuals
 
 
+@once_per_config
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
     whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
@@ -237,6 +250,7 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
     return 4 + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
 
 
+@once_per_config
 def shared_bytes(config: ResolvedConfig) -> float:
     """What all blocks of a rank share: the cosines and sines of rotary positions, [s, r/2] fp32 each; and where the
     sequence is short, ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
@@ -264,6 +278,7 @@ def loss_chunks(config: ResolvedConfig) -> int:
     return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
 
 
+@once_per_config
 def head_bytes(config: ResolvedConfig) -> float:
     """What exists in the head while its gradients are computed: its input, the norm's output, and a chunk of logits;
     with several chunks also the sum of the input's gradient in fp32."""

@@ -79,10 +79,15 @@ def mixture_parameters(
 def largest_product(config: ResolvedModel, tp: int) -> int:
     """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product. Experts
     are left out."""
-    query, keys = config.num_attention_heads * config.head_size, 2 * config.query_groups * config.head_size
+    query = config.num_attention_heads * config.head_size
     inner = config.inner_size if config.experts is None else config.experts.moe_shared_expert_size or 0
-    widths = (query + keys, query, inner * (2 if config.gated else 1))
-    return config.hidden_size * max(widths) // tp
+    widths = (query, inner * (2 if config.gated else 1))
+    return max(projection(config, tp), config.hidden_size * max(widths) // tp)
+
+
+def projection(config: ResolvedModel, tp: int) -> int:
+    """Weights of the projection to queries, keys and values, on one of `tp` ranks."""
+    return config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_size // tp
 
 
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:

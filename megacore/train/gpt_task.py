@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch, PackedMicrobatch
+from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
@@ -53,12 +53,12 @@ class GPTTask(Task):
         context = BuildContext.of(
             config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
         )
-        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
+        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size, apart=config.training.reproducible)
         context = dataclasses.replace(context, products=products, experts=experts)
         super().__init__(gpt_layers(config.model, context), streams)
         self.beside = config.beside_hidden_states
         if self.beside:
-            self.batch_type = PackedMicrobatch
+            self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
@@ -84,8 +84,7 @@ class GPTTask(Task):
         """The tokens [b, s]; of packed documents with what the layers get beside them, of whole sequences."""
         if not isinstance(microbatch, PackedMicrobatch):
             return microbatch.tokens
-        known = {"documents": microbatch.documents, "positions": microbatch.positions}
-        return (microbatch.tokens, *(known[name] for name in self.beside))
+        return (microbatch.tokens, *(getattr(microbatch, name) for name in self.beside))
 
     def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states, and what travels with them, between any two stages."""

@@ -29,6 +29,7 @@ from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
 from megacore.train.diagnosis import Source
 from megacore.train.history import History
+from megacore.train.lr_range import RangeTest
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
@@ -117,6 +118,7 @@ class Trainer:
                 *self._trackers(),
                 *self._tracers(),
                 *self._profilers(),
+                *([RangeTest()] if config.optimizer.lr_range_test else []),
                 *callbacks,
             ],
         )

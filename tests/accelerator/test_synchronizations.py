@@ -150,6 +150,47 @@ def test_a_layer_with_experts_waits_once_for_the_counts_of_its_rows(ranks: int, 
             ], causes
 
 
+EXPERTS: Options = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "disable_bias_linear": True,
+    "activation": "swiglu",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_enable_expert_bias": True,
+}
+# Of two layers with experts and 4 microbatches of 2 samples on a rank, or 2 on each of two.
+WITH_EXPERTS: list[tuple[int, list[tuple[Options, int]]]] = [
+    (1, [({}, 8), ({"recompute": "full"}, 8)]),
+    (
+        2,
+        [
+            ({"ep": 2, "zero_stage": 1}, 4),
+            ({"ep": 2, "recompute": "full", "moe_expert_capacity_factor": 0.75, "moe_input_jitter_eps": 0.1}, 4),
+            ({"ep": 2, "reproducible": True, "moe_router_load_balancing_type": "global_aux_loss"}, 4),
+        ],
+    ),
+]
+
+
+def count_with_experts(rank: int, world_size: int, output_dir: str, variants: list[tuple[Options, int]]) -> None:
+    mesh: Mesh | None = None
+    for number, (options, expected) in enumerate(variants):
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{number}", mesh, EXPERTS | options)
+        mesh = trainer.mesh
+        steps = steps_of(trainer)
+        assert [step.host_syncs for step in steps] == [1 + expected] * (STEPS - 1), (options, steps[1].sync_causes)
+        causes = [cause for cause in steps[1].sync_causes if "in to_host" not in cause]
+        assert all("in assign" in cause for cause in causes), causes
+
+
+@pytest.mark.parametrize(("ranks", "variants"), WITH_EXPERTS, ids=["1", "2"])
+def test_experts_wait_once_per_layer_and_microbatch(
+    tmp_path: Path, ranks: int, variants: list[tuple[Options, int]]
+) -> None:
+    """For the numbers of rows, which every exchange needs; also where a block is computed again."""
+    run_distributed(count_with_experts, ranks, str(tmp_path), variants, backend="pretend")
+
+
 def skipping(rank: int, world_size: int, output_dir: str) -> list[list[int]]:
     """Host synchronisations of steps whose gradients overflow, of one block, and of four without and with offload."""
     scale = {"precision": "fp16", "initial_loss_scale": 2.0**120, "hysteresis": STEPS + 1}

@@ -107,6 +107,7 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
     """
     vocab_size = config.model.vocab_size
     eod = None if config.data.mock_data else _masked_eod(config)
+    tells_padding = "padding" in config.beside_hidden_states
 
     def mock(stream: int, num_samples: int) -> SampleDataset:
         return MockDataset(
@@ -116,11 +117,14 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
             config.training.seed,
             stream=stream,
             boundaries=bool(config.beside_hidden_states),
+            tells_padding=tells_padding,
         )
 
     def dataset(part: Part, num_samples: int) -> SampleDataset:
         packing = config.data.packing
-        kind = GPTDataset if packing == "concat" else functools.partial(PackedDataset, packing=packing)
+        kind: Callable[..., SampleDataset] = GPTDataset
+        if packing != "concat":
+            kind = functools.partial(PackedDataset, packing=packing, tells_padding=tells_padding)
         return kind(
             part.indexed,
             part.documents,

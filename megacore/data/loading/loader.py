@@ -63,6 +63,17 @@ class PackedMicrobatch(Microbatch):
     positions: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaddedMicrobatch(PackedMicrobatch):
+    """Samples of several documents each, and of padding at the end.
+
+    Attributes:
+        padding: int64 [b, s], 1 for padding, else 0.
+    """
+
+    padding: torch.Tensor
+
+
 class BatchLoader(Generic[B]):
     """Iterates over steps: each gives this rank's microbatches, in order.
 
