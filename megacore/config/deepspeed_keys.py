@@ -198,14 +198,19 @@ def _enabled(precision: str) -> Callable[[Value], Translation]:
     return translate
 
 
+def _without_fp16(value: Value) -> bool:
+    """Whether "auto" leaves the format to the flags, which choose another one than fp16."""
+    return value_at(value.document, "fp16.enabled") == "auto" and value.shape.settings.get("precision") != "fp16"
+
+
 def _loss_scale(value: Value) -> Translation:
     scale = _real(value)
-    return Translation({"loss_scale": scale} if scale else {})
+    return Translation({"loss_scale": scale} if scale and not _without_fp16(value) else {})
 
 
 def _initial_scale(value: Value) -> Translation:
     power, replicas = _whole(value), value.shape.replicas
-    if value.other("fp16.loss_scale") or replicas is None:
+    if value.other("fp16.loss_scale") or replicas is None or _without_fp16(value):
         return Translation()
     if power > 126:
         raise ValueError(f"{value} is above 126, whose power of two fp32 does not hold: use 16")
@@ -215,7 +220,7 @@ def _initial_scale(value: Value) -> Translation:
 def _of_dynamic_scale(name: str, read: Callable[[Value], Any]) -> Key:
     def translate(value: Value) -> Translation:
         given = read(value)
-        return Translation({} if value.other("fp16.loss_scale") else {name: given})
+        return Translation({} if value.other("fp16.loss_scale") or _without_fp16(value) else {name: given})
 
     return _custom(f"--{name.replace('_', '-')}; nothing with a fixed loss_scale", (name,), translate)
 
