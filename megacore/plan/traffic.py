@@ -4,7 +4,8 @@ Counted from the configuration and the layers, in the order of megacore's code: 
 parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
 pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
 counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
-than 32 elements per parameter and 32 per rank and bucket.
+than 32 elements per parameter and 32 per rank and bucket. With ZeRO and sequence parallelism the sum of `replicated
+gradients` is the mean over the replicas: it depends on which parameters lie in a rank's shard.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
