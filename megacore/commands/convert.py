@@ -13,13 +13,13 @@ import torch
 from megacore.commands.tool import ToolParser, positive
 from megacore.config.messages import one_of
 from megacore.convert.check import Agreement, check_tokens, compare, not_crossed
-from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import describe, open_megatron, write_megatron
 from megacore.convert.publish import published
 from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.errors import UserError
+from megacore.freed_memory import give_back_what_is_freed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
