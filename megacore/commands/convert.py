@@ -21,7 +21,6 @@ from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
 from megacore.convert.check import Agreement, check_tokens, compare, compare_checkpoints, not_crossed
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.deepspeed_files import open_deepspeed
-from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import MegatronModel, describe, merge, open_megatron, write_megatron
 from megacore.convert.publish import published
@@ -29,6 +28,7 @@ from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
+from megacore.freed_memory import give_back_what_is_freed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MEGATRON = ("megatron", "torch_dist")
