@@ -9,6 +9,7 @@ from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     LambConfig,
@@ -37,6 +38,7 @@ from megacore.config.watch import WatchConfig
 
 __all__ = [
     "SECTIONS",
+    "AdafactorConfig",
     "AdamConfig",
     "AdamWConfig",
     "CheckpointConfig",

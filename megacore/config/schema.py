@@ -23,6 +23,7 @@ from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     LambConfig,
@@ -65,6 +66,7 @@ class Config:
     lion: LionConfig = field(default_factory=LionConfig)
     lamb: LambConfig = field(default_factory=LambConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     training: TrainingConfig
     rampup: RampupConfig = field(default_factory=RampupConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -103,7 +103,16 @@ def compare(
         UserError: transformers is not installed.
     """
     theirs = _their_logits(open_model(hf, ignored), tokens)
-    ours = _our_logits(CheckpointTensors(checkpoint), tokens, rounded)
+    return _agreement(theirs, _our_logits(CheckpointTensors(checkpoint), tokens, rounded), tokens)
+
+
+def compare_checkpoints(one: Path, other: Path, tokens: Tensor) -> Agreement:
+    """The same of two checkpoints of megacore, of which the second is the new one."""
+    first, second = (_our_logits(CheckpointTensors(path), tokens, None) for path in (one, other))
+    return _agreement(first, second, tokens)
+
+
+def _agreement(theirs: list[Tensor], ours: list[Tensor], tokens: Tensor) -> Agreement:
     pairs = list(zip(theirs, ours, strict=True))
     return Agreement(
         tokens=tokens.shape[1],

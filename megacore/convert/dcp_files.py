@@ -7,6 +7,7 @@ pickle of classes of torch's, of which only the fields are read here (pickled.py
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,4 +203,6 @@ def write_dcp(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         directory: to create the files in.
         tensors: by name.
     """
-    save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is one process
+        save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=True)

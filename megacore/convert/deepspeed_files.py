@@ -4,7 +4,7 @@
     global_stepN/mp_rank_MM_model_states.pt         16-bit weights, and the shapes of the sharded ones
     global_stepN/zero_pp_rank_DDD_mp_rank_MM_model_states.pt     the same of ZeRO-3, by data-parallel rank
     global_stepN/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt   fp32 weights, flat and sharded
-    global_stepN/layer_LL-model_MM-model_states.pt  the weights of a layer of a pipeline
+    global_stepN/layer_LL[-model_MM]-model_states.pt    the weights of a layer of a pipeline
 
 Where the flat fp32 weights are there, they are taken; otherwise those of the model. Only data is read (pickled.py).
 """
@@ -30,7 +30,7 @@ from megacore.errors import CheckpointError
 _POINTER = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,4})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,4})_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d{2,4})-model_(\d{2,4})-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d{2,4})(?:-model_(\d{2,4}))?-model_states\.pt")
 _UNNEEDED = (
     *UNNEEDED,
     *(
@@ -190,7 +190,7 @@ def open_deepspeed(path: Path) -> DeepSpeedCheckpoint:
             optimizer[int(match[2]), int(match[1])] = inside(directory, entry.name)
         elif match := _LAYER.fullmatch(entry.name):
             state = _loaded(inside(directory, entry.name))
-            layers.setdefault(int(match[1]), {})[int(match[2])] = dict(flat(state, "", set()))
+            layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = dict(flat(state, "", set()))
     if not model:
         raise CheckpointError(f"{directory} has no mp_rank_MM_model_states.pt: it is no checkpoint of DeepSpeed's")
     pipelined = len(layers) > 0

@@ -128,7 +128,8 @@ class Rotary:
         cos, sin = self._angles(query, positions)
         if positions is None:
             return ops.rotary(query.contiguous(), cos, sin), ops.rotary(key.contiguous(), cos, sin)
-        turned = (ops.rotary(x.reshape(1, -1, *x.shape[2:]), cos, sin).view(x.shape) for x in (query, key))
+        rows = (x.contiguous().view(1, -1, *x.shape[2:]) for x in (query, key))
+        turned = (ops.rotary(x, cos, sin).view(like.shape) for x, like in zip(rows, (query, key), strict=True))
         return next(turned), next(turned)
 
     def split(self, packed: Tensor, *, groups: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

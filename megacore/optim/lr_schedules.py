@@ -77,9 +77,9 @@ def momentum(step: float, config: OptimizerConfig, *, usual: float, train_iters:
 
 def _rising(step: float, config: OptimizerConfig) -> float:
     """The rate of an update before the end of the warm-up."""
-    first, warmup = config.first_lr, config.lr_warmup_iters
+    first, warmup = config.lr_warmup_init or 0.0, config.lr_warmup_iters
     if config.lr_decay_style == "1cycle":
-        return config.lr + (first - config.lr) * _remaining("cosine", step, 1, warmup)
+        return config.lr + (config.first_cycle_lr - config.lr) * _remaining("cosine", step, 1, warmup)
     if config.lr_warmup_style == "log":
         return first + (config.lr - first) * math.log(max(step, 1)) / math.log(warmup)
     return first + (config.lr - first) * step / warmup

@@ -202,7 +202,7 @@ def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: b
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
     sequence is long; and where ranks divide sequences."""
     s = config.data.seq_length
-    if config.rank_positions < s and config.context_comm != "ulysses":
+    if config.rank_positions < s and (config.context_comm != "ulysses" or copies_keys(config, block)):
         return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
@@ -242,13 +242,22 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
     gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
     these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
     ranks = config.data.seq_length // config.rank_positions
-    if ranks == 1 or config.context_comm == "ulysses":
+    queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
+    if config.context_comm == "ulysses":  # gradients of copied keys in fp32: of whole sequences, and as they are sent
+        copied = 2.0 * config.training.micro_batch_size * config.data.seq_length * block.head_size
+        return 4 * (2 * copied + queries) if copies_keys(config, block) else 0.0
+    if ranks == 1:
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
     if config.context_comm == "ring":
-        queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
         return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
     return keys * (e + 2 * 4 + returned)
+
+
+def copies_keys(config: ResolvedConfig, block: ResolvedModel) -> bool:
+    """Whether ranks that exchange positions for heads get copies of a key head, because there are fewer than ranks."""
+    held = max(block.query_groups // _layer_ranks(config), 1)
+    return config.context_comm == "ulysses" and held < config.parallel.cp
 
 
 def gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:

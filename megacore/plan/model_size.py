@@ -107,8 +107,8 @@ def largest_product(config: ResolvedModel, tp: int) -> int:
 
 
 def projection(config: ResolvedModel, tp: int) -> int:
-    """Weights of the projection to queries, keys and values, on one of `tp` ranks."""
-    return config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_size // tp
+    """Weights of the projections to queries, keys and values, on one of `tp` ranks."""
+    return sum(rows * columns for rows, columns in attention_matrices(config)[:-1]) // tp
 
 
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:

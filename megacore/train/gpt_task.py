@@ -89,7 +89,10 @@ class GPTTask(Task):
         """The tokens [b, s]; of packed documents with what the layers get beside them, of whole sequences."""
         if not isinstance(microbatch, PackedMicrobatch):
             return microbatch.tokens
-        return (microbatch.tokens, *(getattr(microbatch, name) for name in self.beside))
+        known = {"documents": microbatch.documents, "positions": microbatch.positions}
+        if isinstance(microbatch, PaddedMicrobatch):
+            known["padding"] = microbatch.padding
+        return (microbatch.tokens, *(known[name] for name in self.beside))
 
     def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states, and what travels with them, between any two stages."""

@@ -3,6 +3,7 @@ by two ranks. A Llama of transformers is the proof, in its own names and in torc
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from megacore.convert.as_hf import export_dcp, read_dcp, write_hf
 from megacore.convert.dcp_files import open_dcp
 from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
@@ -23,13 +25,13 @@ from tests.e2e.launching import words
 from tests.unit.test_deepspeed_files import write as write_deepspeed
 from tools.convert_checkpoint import main as convert
 
-transformers = pytest.importorskip("transformers")
 HEADS, GROUPS, HIDDEN, HEAD = 4, 2, 32, 8
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of transformers with a Llama of random weights."""
+    transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("llama")
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
@@ -102,7 +104,31 @@ def load_sharded(rank: int, ranks: int, shapes: dict[str, Any], source: str) -> 
     return {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
 
 
-@pytest.mark.parametrize("names", ["torchtitan", pytest.param("hf", marks=pytest.mark.slow)])
+def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = {"q_proj": HIDDEN, "k_proj": GROUPS * HEAD, "v_proj": GROUPS * HEAD, "o_proj": HIDDEN}
+    weights = {f"model.layers.0.self_attn.{name}.weight": torch.randn(size, HIDDEN) for name, size in rows.items()}
+    weights |= {"model.embed_tokens.weight": torch.randn(61, HIDDEN), "model.norm.weight": torch.randn(HIDDEN)}
+    weights |= {"lm_head.weight": torch.randn(61, HIDDEN).bfloat16()}
+    stored = titan(weights)
+    run_distributed(save_sharded, 2, stored, str(tmp_path / "dcp"))
+    read = read_dcp(tmp_path / "dcp")
+    assert read.keys() == stored.keys()
+    assert all(torch.equal(read[name][2](), value) for name, value in stored.items())
+    (tmp_path / "like").mkdir()
+    config = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    (tmp_path / "like" / "config.json").write_text(json.dumps(config))
+    write_hf(tmp_path / "hf", read, tmp_path / "like", "here")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], value) for name, value in weights.items())
+    export_dcp(tmp_path / "hf", tmp_path / "back", "torchtitan")
+    back = open_dcp(tmp_path / "back")
+    assert all(torch.equal(back[name].read(), value) for name, value in stored.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["torchtitan", "hf"])
 def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     stored = weights if names == "hf" else titan(weights)
@@ -171,6 +197,7 @@ def test_a_conversion_without_a_description_of_the_model_is_refused(
     assert "--from dcp needs --like DIR" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_zero_with_names_of_transformers_is_proven_by_logits(llama: Path, tmp_path: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     write_deepspeed(tmp_path / "ds", weights, 3, buffers={})

@@ -20,7 +20,8 @@ LATE_IMPORTS = {
 TRITON = "Triton is optional, and takes a second to load"
 KERNELS_OF = {
     "activation": ("gelu", "swiglu"), "adamw": ("adamw",), "block_attention": ("attention",), "dropout": ("dropout",),
-    "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",), "softmax": ("softmax",),
+    "grouped": ("grouped", "permute"), "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",),
+    "softmax": ("softmax",),
 }  # fmt: skip
 LATE_IMPORTS |= {
     (f"megacore/ops/{name}.py", f"megacore.kernels.{kernel}"): TRITON

@@ -138,7 +138,8 @@ def write_pipeline(path: Path, values: dict[str, Tensor], tp: int) -> None:
             block = legacy_blocks(values, range(i, i + 1), tp, rank, 3.0)
             layers[3 + i] = {name.removeprefix("layers.0."): value for name, value in block.items()}
         for number, layer in layers.items():
-            put(path, f"layer_{number:02d}-model_{rank:02d}-model_states.pt", layer)
+            of_rank = f"-model_{rank:02d}" if tp > 1 else ""
+            put(path, f"layer_{number:02d}{of_rank}-model_states.pt", layer)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
