@@ -5,7 +5,8 @@
 
 Learning: both models have the same layers, batches and steps; a token passes through feed-forward layers of the same
 width. Tokens are bytes, by default of the reference that Python's help() shows, of which the last tenth is for
-validation. The table has the loss on it, and how unevenly the experts are used in the last tenth of the steps.
+validation. The table has the loss on it. MaxVio is the largest load of an expert over the mean, less 1, as a mean over
+layers: of each batch of the last tenth of the steps, and of these batches together.
 
 Speed: forward, backward and AdamW of the same mixture on as many cores: two ranks with one thread each, with and
 without expert parallelism, and transformers' Mixtral in one process with two threads. All take turns.
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks.workload import add_sizes
 from megacore.config import (
@@ -152,29 +154,32 @@ def learn(options: argparse.Namespace) -> None:
         f"\n{options.steps} steps of {options.batch} x {options.seq} bytes, {options.layers} layers of "
         f"{options.hidden}; {options.experts} experts of {options.width}, of which a token uses {options.chosen}\n"
     )
-    print("| | parameters | of which active | training loss at the end | validation loss | MaxVio at the end |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| | parameters | of which active | loss at the end | validation loss | MaxVio of a batch | of all |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     last = max(1, round(options.steps * _LAST))
     for name, experts in variants(options).items():
-        losses, violations, validation = [], [], []
+        losses, violations, validation, of_all = [], [], [], []
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):
                 config = configuration(options, directory, experts=experts, parallel=_ON_CPU, seed=seed)
                 mesh = Mesh(device=torch.device("cpu"))
                 data = Bytes(train_text, options.seq, seed=seed), Bytes(valid_text, options.seq, seed=0)
                 trainer = Trainer(config, mesh, GPTTask(config, mesh), *data)
+                loads: dict[str, Tensor] = {}
                 for step in range(options.steps):
                     result = trainer.train_step(next(trainer.batches))
                     if step >= options.steps - last:
                         losses.append(float(result.loss))
                         if (balance := trainer.train_steps.balance) is not None:
                             violations.append(balance.figures()["moe/mean_violation"])
+                            loads = {layer: load + loads.get(layer, 0) for layer, load in balance.loads().items()}
+                of_all += [float(load.max() / load.double().mean()) - 1.0 for load in loads.values()]
                 loss = trainer.evaluate()
                 assert loss is not None
                 validation.append(loss)
         total = sum(parameter.numel() for parameter in trainer.model.parameters.values())
         idle = _idle_parameters(trainer, options) if experts.num_experts else 0
-        uneven = f"{statistics.fmean(violations):.2f}" if violations else ""
+        uneven = f"{statistics.fmean(violations):.2f} | {statistics.fmean(of_all):.2f}" if of_all else " | "
         print(
             f"| {name} | {total / 1e6:.2f}M | {(total - idle) / 1e6:.2f}M | {statistics.fmean(losses):.4f} | "
             f"{statistics.fmean(validation):.4f} ({', '.join(f'{value:.4f}' for value in validation)}) | {uneven} |",
@@ -277,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         parser, steps=400, rounds=7, layers=2, hidden=96, seq=128, batch=8, experts=8, chosen=2, width=128, seeds=1
     )
     parser.add_argument("--text", type=Path, help="file to learn; default: the reference of Python's help()")
-    parser.add_argument("--bias-rate", type=float, default=3e-3, help="--moe-router-bias-update-rate")
+    parser.add_argument("--bias-rate", type=float, default=1e-3, help="--moe-router-bias-update-rate")
     parser.add_argument("--eval-batches", type=int, default=16, help="batches of validation")
     parser.add_argument("--implementation", default="eager", help="of transformers' experts: eager, grouped_mm")
     parser.add_argument("--only", choices=("learning", "speed"), help="one of the two")

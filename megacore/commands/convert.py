@@ -14,18 +14,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
 from megacore.commands.tool import ToolParser, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
-from megacore.convert.check import Agreement, check_tokens, compare, not_crossed
+from megacore.convert.check import Agreement, check_tokens, compare, compare_checkpoints, not_crossed
+from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.deepspeed_files import open_deepspeed
-from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import MegatronModel, describe, merge, open_megatron, write_megatron
 from megacore.convert.publish import published
 from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
+from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
+from megacore.freed_memory import give_back_what_is_freed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MEGATRON = ("megatron", "torch_dist")
@@ -37,7 +40,7 @@ def parser() -> ToolParser:
     made = ToolParser(
         prog="convert_checkpoint.py",
         description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint and megacore, "
-        "and from Megatron-LM and DeepSpeed.",
+        "and from Megatron-LM and DeepSpeed; make mixtures of experts of dense ones.",
     )
     add = made.add_argument
     add(
@@ -75,6 +78,19 @@ def parser() -> ToolParser:
         "--ignore-config-field",
         metavar="NAME[,NAME]",
         help="fields of the input's config.json to leave out, for --from hf. The comparison of logits still decides.",
+    )
+    add(
+        "--upcycle",
+        type=positive,
+        metavar="E",
+        help="makes a mixture of E experts of a dense checkpoint, with --from megacore --to megacore: every expert "
+        "begins as the feed-forward layer.",
+    )
+    add(
+        "--moe-router-topk",
+        type=positive,
+        metavar="K",
+        help="number of experts that each token of the --upcycle mixture uses. Default: 2.",
     )
     add(
         "--like",
@@ -120,11 +136,15 @@ def convert(args: Namespace) -> None:
         ("dcp", "megacore"): _from_dcp,
         ("megacore", "dcp"): _to_dcp,
     }
+    if args.upcycle is not None:
+        ways = {("megacore", "megacore"): _upcycle}
     way = ways.get((args.source, args.target))
     if way is None:
+        what = "is no conversion that there is" if args.upcycle is None else f"cannot have --upcycle {args.upcycle}"
+        more = ", or add --upcycle" if args.source == args.target == "megacore" else ""
         raise UserError(
-            f"--from {args.source} --to {args.target} is no conversion that there is: "
-            f"use {one_of([f'--from {source} --to {target}' for source, target in ways])}"
+            f"--from {args.source} --to {args.target} {what}: "
+            f"use {one_of([f'--from {source} --to {target}' for source, target in ways])}{more}"
         )
     for flag, given, used in (
         ("--dtype", args.dtype != "keep", args.target != "megacore"),
@@ -132,10 +152,12 @@ def convert(args: Namespace) -> None:
         ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
         ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
         ("--ignore-config-field", args.ignore_config_field is not None, args.source in ("hf", "deepspeed", "dcp")),
+        ("--moe-router-topk", args.moe_router_topk is not None, args.upcycle is not None),
         ("--check-tokens", args.check_tokens is not None, args.source not in _OF_MEGATRON),
     ):
         if given and not used:
-            raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out")
+            needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
+            raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out{needs}")
     give_back_what_is_freed()
     with published(args.output) as temporary:
         way(args, temporary)
@@ -171,6 +193,20 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
     tokens = check_tokens(export.tensors.config, export.tokenizer.directory, args.check_tokens)
     agreement = compare(temporary, export.tensors.directory, tokens, rounded=dtype, ignored=export.ignored)
     _report(agreement, not_crossed(export.tensors.config, tokens))
+    agreement.require(args.tolerance)
+
+
+def _upcycle(args: Namespace, temporary: Path) -> None:
+    tensors = CheckpointTensors(args.input)
+    if tensors.bert is not None:
+        raise UserError(f"{args.input} is a BERT, whose blocks have no experts: --upcycle needs a GPT")
+    chosen = 2 if args.moe_router_topk is None else args.moe_router_topk
+    model = upcycled(tensors.config, tensors.directory, experts=args.upcycle, chosen=chosen)
+    print(f"{tensors.directory}: becomes a mixture of {args.upcycle} experts, of which a token uses {chosen}")
+    write_upcycled(tensors, model, temporary, most_bytes=args.max_shard_size)
+    tokens = check_tokens(model, tensors.directory / TOKENIZER_DIRECTORY, args.check_tokens)
+    agreement = compare_checkpoints(tensors.directory, temporary, tokens)
+    _report(agreement, not_crossed(model, tokens))
     agreement.require(args.tolerance)
 
 

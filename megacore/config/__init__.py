@@ -9,6 +9,7 @@ from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     LambConfig,
@@ -17,6 +18,7 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
+from megacore.config.rampup import RampupConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.sections import (
     CheckpointConfig,
@@ -30,11 +32,13 @@ from megacore.config.sections import (
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 
 __all__ = [
     "SECTIONS",
+    "AdafactorConfig",
     "AdamConfig",
     "AdamWConfig",
     "CheckpointConfig",
@@ -50,6 +54,7 @@ __all__ = [
     "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
+    "RampupConfig",
     "ResolvedConfig",
     "ResolvedExperts",
     "ResolvedModel",
@@ -59,6 +64,7 @@ __all__ = [
     "ResolvedTraining",
     "SGDConfig",
     "SpikeConfig",
+    "StartConfig",
     "TrainingConfig",
     "WatchConfig",
     "sections_of",

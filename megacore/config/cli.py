@@ -218,7 +218,7 @@ def _read(
     is_planned: bool = False,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
-    notes = [*_load_of_megatron(flags), *_optimizer_of_megatron(flags)]
+    notes = [*_load_of_megatron(flags), *_optimizer_of_megatron(flags), *_balance_of_megatron(flags)]
     path, deepspeed = (flags.values.pop(name, None) for name in FILES)
     if deepspeed is not None:
         keys = read_deepspeed(deepspeed, is_planned=is_planned)
@@ -236,6 +236,10 @@ def _read(
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
 
     config = build(given)
+    if _megatron_names(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+        del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
+        flags.idle.setdefault("Megatron-LM", []).append("--sequence-parallel (with --tp 1)")
+        given = {**file.values, **flags.values}
     if flags.foreign:
         translate_foreign(flags, given, config, process.world_size)
         given = {**file.values, **flags.values}
@@ -276,6 +280,19 @@ def _megatron_defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, A
 
 def _is_megatron_script(flags: Given) -> bool:
     return flags.values.keys() >= megatron_flags.REQUIRED and bool(_megatron_names(flags))
+
+
+def _balance_of_megatron(flags: Given) -> list[str]:
+    """Takes Megatron-LM's loss that balances experts within each microbatch for that of each sequence, where a
+    microbatch is one sequence; returns a note."""
+    name = "moe_router_load_balancing_type"
+    if flags.values.get(name) != "aux_loss" or flags.values.get("micro_batch_size") != 1:
+        return []
+    flags.values[name] = "seq_aux_loss"
+    return [
+        "--moe-router-load-balancing-type aux_loss is seq_aux_loss with --micro-batch-size 1, as a microbatch is one "
+        "sequence"
+    ]
 
 
 def _optimizer_of_megatron(flags: Given) -> list[str]:
@@ -445,7 +462,8 @@ def _resolved_value(name: str, config: Config) -> Any:
 
 def _in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(
-        f"{flag_and_value(name, here)} instead of {number(usual)}" for name, (here, usual) in changes.items()
+        f"{flag_and_value(name, here)} instead of {number(usual) if isinstance(usual, int | float) else usual}"
+        for name, (here, usual) in changes.items()
     )
 
 

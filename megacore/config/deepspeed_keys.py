@@ -669,7 +669,7 @@ def _print_interval(value: Value) -> Translation:
     given = value.value
     if given is None or given == math.inf:
         return Translation()
-    return Translation({"log_interval": _whole(value, low=1)})
+    return Translation(implied={"log_interval": _whole(value, low=1)})  # of DeepSpeed's lines, beside those of a script
 
 
 def _decoupled(value: Value) -> Translation:
@@ -683,7 +683,11 @@ _OUTPUT_DIR = "the file is OUTPUT_DIR/metrics.csv"
 
 def _measurements() -> dict[str, Key]:
     keys = {
-        "steps_per_print": _custom("--log-interval; nothing with null or Infinity", ("log_interval",), _print_interval),
+        "steps_per_print": _custom(
+            "--log-interval, where the flag is not given; nothing with null or Infinity",
+            ("log_interval",),
+            _print_interval,
+        ),
         "wall_clock_breakdown": _if_true("--trace", trace=True),
         "memory_breakdown": _idle("metrics.jsonl has the memory of the ranks"),
         "dump_state": _idle("the launch prints its configuration, and OUTPUT_DIR/config.toml has all of it"),

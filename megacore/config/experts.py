@@ -30,8 +30,11 @@ class ExpertsConfig(Section):
     """Divides the experts into this many groups, of which a token uses at most --moe-router-group-topk, as in
     DeepSeek-V3. It must divide --num-experts. Default: no groups."""
     moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
-    """Number of groups that a token's experts may come from: those whose --moe-router-topk / N best scores have the
+    """Number of groups that a token's experts may come from: those whose --moe-router-group-best scores have the
     highest sum. Default: none; --moe-router-num-groups requires it."""
+    moe_router_group_best: Annotated[int | None, Range(1, 100_000)] = None
+    """How many of a group's best scores --moe-router-group-topk compares: 1 in DeepSeek-V2, 2 in V3. Default:
+    --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
     moe_router_enable_expert_bias: bool = False
@@ -135,7 +138,8 @@ class ExpertsConfig(Section):
         if wrong & {"moe_router_num_groups", "moe_router_group_topk", "moe_router_topk"}:
             return
         if groups is None:
-            yield from self.without_effect(("moe_router_group_topk",), wrong, "no groups", "--moe-router-num-groups")
+            names = ("moe_router_group_topk", "moe_router_group_best")
+            yield from self.without_effect(names, wrong, "no groups", "--moe-router-num-groups")
             return
         if experts % groups:
             near = one_of(divisors(experts, near=groups, most=6))
@@ -148,10 +152,15 @@ class ExpertsConfig(Section):
                 f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}: use {groups} or "
                 "less"
             )
-        elif self.moe_router_topk % chosen:
+        elif self.moe_router_group_best is None and self.moe_router_topk % chosen:
             yield (
                 f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}: use "
-                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}"
+                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}, or --moe-router-group-best"
+            )
+        elif self.moe_router_group_best is not None and self.moe_router_group_best > experts // groups:
+            yield (
+                f"--moe-router-group-best {self.moe_router_group_best} is more than the {experts // groups} experts of "
+                f"a group: use {experts // groups} or less"
             )
         elif self.moe_router_topk > experts // groups * chosen:
             yield (
@@ -166,6 +175,11 @@ class ResolvedExperts(ExpertsConfig):
 
     num_experts: int = field()
     moe_ffn_hidden_size: int = field()
+
+    @property
+    def group_best(self) -> int:
+        """How many of a group's best scores count, where there are groups."""
+        return self.moe_router_group_best or self.moe_router_topk // (self.moe_router_group_topk or 1)
 
     @property
     def active_inner_size(self) -> int:

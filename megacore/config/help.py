@@ -238,9 +238,9 @@ class _Page:
             yield from self.dry_run_flag(flag)
 
     def _sections(self) -> list[str]:
-        """Sections with a flag that the entry point accepts."""
-        accepted = all_fields(self.kind).keys() - self.kind.unsupported.keys()
-        return [name for name, section in sections_of(self.kind).items() if accepted & field_infos(section).keys()]
+        """Sections of which the entry point accepts a flag, or that have none."""
+        sections = {name: field_infos(section).keys() for name, section in sections_of(self.kind).items()}
+        return [name for name, fields in sections.items() if not fields or fields - self.kind.unsupported.keys()]
 
     def section(self, name: str) -> Iterator[str]:
         """Every flag of a section."""

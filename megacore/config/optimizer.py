@@ -23,7 +23,8 @@ class OptimizerConfig(Section):
     """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
     stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
     whose step has the norm of the matrix that it changes. muon: Muon, orthogonalized momentum for the matrices of
-    blocks, and AdamW for the rest. The section of the same name has its settings (docs/optimizers.md)."""
+    blocks, and AdamW for the rest. adafactor: Adafactor, with a number per row and column of blocks' matrices. The
+    section of the same name has its settings (docs/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
@@ -97,11 +98,9 @@ class OptimizerConfig(Section):
         return self.lr_wsd_decay_iters or 0
 
     @property
-    def first_lr(self) -> float:
-        """Learning rate from which the warm-up rises."""
-        if self.lr_warmup_init is None:
-            return self.lr / 25 if self.lr_decay_style == "1cycle" else 0.0
-        return self.lr_warmup_init
+    def first_cycle_lr(self) -> float:
+        """Learning rate from which that of 1cycle rises."""
+        return self.lr / 25 if self.lr_warmup_init is None else self.lr_warmup_init
 
     @property
     def end_lr(self) -> float:

@@ -24,20 +24,20 @@ class StateKind:
 
     Attributes:
         name: of the tensor, in checkpoints too.
-        per: what has one number: each element, each row of a matrix, or the parameter as a whole. The latter
-            two exist only for parameters that the optimizer takes whole.
+        per: what has one number: each element, each row or column of a matrix, or the parameter as a whole. All but
+            the first exist only for parameters that the optimizer takes whole.
         parameters: which ones have it: all, those that the optimizer takes whole, or the others.
         dtype: in which it is kept.
     """
 
     name: str
-    per: Literal["element", "row", "parameter"] = "element"
+    per: Literal["element", "row", "column", "parameter"] = "element"
     parameters: Literal["all", "whole", "others"] = "all"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, from that of the parameter."""
-        return {"element": parameter, "row": parameter[:1], "parameter": ()}[self.per]
+        return {"element": parameter, "row": parameter[:1], "column": parameter[1:], "parameter": ()}[self.per]
 
     def exists(self, *, whole: bool) -> bool:
         """Whether a parameter has it.
@@ -209,6 +209,31 @@ class MuonConfig(OptimizerSettings):
         return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig(OptimizerSettings):
+    """Settings of --optimizer adafactor."""
+
+    adafactor_beta2_decay: Annotated[float, Range(below=0)] = -0.8
+    """Power of the step's number that is the weight of a gradient in Adafactor's second moments."""
+    adafactor_eps1: Annotated[float, Range(above=0)] = 1e-7
+    """Least root of a second moment."""
+    adafactor_eps2: Annotated[float, Range(above=0)] = 1e-3
+    """Least root mean square of a parameter, which the learning rate is multiplied by."""
+    adafactor_clip: Annotated[float, Range(above=0)] = 1.0
+    """Largest root mean square of a parameter's step, without the learning rate."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (
+            StateKind(name="exp_avg_sq_row", per="row", parameters="whole"),
+            StateKind(name="exp_avg_sq_col", per="column", parameters="whole"),
+            StateKind(name="exp_avg_sq", parameters="others"),
+        )
+
+    def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and name.startswith("blocks.")
+
+
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
     "adamw": AdamWConfig,
     "adam": AdamConfig,
@@ -216,5 +241,6 @@ OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
     "lion": LionConfig,
     "lamb": LambConfig,
     "muon": MuonConfig,
+    "adafactor": AdafactorConfig,
 }
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""

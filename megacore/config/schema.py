@@ -23,6 +23,7 @@ from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     LambConfig,
@@ -32,6 +33,7 @@ from megacore.config.optimizers import (
     SGDConfig,
 )
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
+from megacore.config.rampup import BatchSizes, RampupConfig
 from megacore.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -44,6 +46,7 @@ from megacore.config.sections import (
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.watch import WatchConfig
 
 
@@ -63,8 +66,11 @@ class Config:
     lion: LionConfig = field(default_factory=LionConfig)
     lamb: LambConfig = field(default_factory=LambConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     training: TrainingConfig
+    rampup: RampupConfig = field(default_factory=RampupConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
@@ -108,8 +114,16 @@ class Config:
 
     @property
     def lr_decay_iters(self) -> int:
-        """The step at which the learning rate's decay ends."""
-        return self.optimizer.lr_decay_iters or self.training.train_iters
+        """The step at which the learning rate's decay ends; with a batch-size ramp in steps of --global-batch-size."""
+        return self.optimizer.lr_decay_iters or self._full_steps
+
+    @property
+    def _full_steps(self) -> int:
+        """--train-iters, in steps of --global-batch-size."""
+        training, full = self.training, self.training.global_batch_size
+        if not self.rampup.rampup_batch_size or full is None or self.rampup.problems():
+            return training.train_iters
+        return max(1, int(BatchSizes(full, self.rampup.ramp()).full_steps(training.train_iters)))
 
     @property
     def eval_iters(self) -> int:
@@ -202,13 +216,18 @@ class ResolvedConfig(Config):
     training: ResolvedTraining = field()
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size of every step."""
+        return BatchSizes(self.training.global_batch_size, self.rampup.ramp())
+
+    @property
     def replica_batch_size(self) -> int:
         """Samples of one microbatch on all replicas together."""
         return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step on each replica."""
+        """Microbatches of a step on each replica, once the batch has its full size."""
         return self.training.global_batch_size // self.replica_batch_size
 
     @functools.cached_property  # the planner asks millions of times

@@ -26,6 +26,7 @@ from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.layers.block import MLP
 from megacore.layers.capacity import beyond_capacity, capacity_of
 from megacore.layers.context import BuildContext
+from megacore.ops.grouped import RowGroups
 from megacore.parallel.collectives import all_gather, all_reduce_, copy_to_group, reduce_from_group
 from megacore.parallel.experts import (
     Assignment,
@@ -119,7 +120,7 @@ def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> tuple[Tensor, T
     groups, allowed = experts.moe_router_num_groups, experts.moe_router_group_topk
     assert groups is not None and allowed is not None
     grouped = scores.unflatten(-1, (groups, -1))  # [..., groups, experts of it]
-    best = grouped.sort(-1, descending=True).values[..., : experts.moe_router_topk // allowed].sum(-1)
+    best = grouped.sort(-1, descending=True).values[..., : experts.group_best].sum(-1)
     indices, gap = _highest(best, allowed)
     of_group = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, indices, True)
     return of_group.unsqueeze(-1).expand_as(grouped).flatten(-2), gap
@@ -217,14 +218,15 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[r, h] -> [r, h], a part of the sum where ranks split the experts"""
+        groups = RowGroups(counts)
         activate: Callable[..., Tensor] = _PLAIN[self.activation] if self.gate is None else _GATED[self.activation]
-        projected = [linear(rows, counts) for linear in (self.gate, self.up) if linear is not None]
+        projected = [linear(rows, groups) for linear in (self.gate, self.up) if linear is not None]
         if self.activates_apart:
             of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)
             inner = torch.cat([activate(*of_expert) for of_expert in of_experts])
         else:
             inner = activate(*projected)
-        output: Tensor = self.down(inner, counts)
+        output: Tensor = self.down(inner, groups)
         return output
 
 

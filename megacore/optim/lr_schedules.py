@@ -10,7 +10,7 @@ import math
 from megacore.config import OptimizerConfig
 
 
-def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> float:
+def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> float:
     """The rate of update `step`, counted from 1.
 
     The rate rises to `lr` over the warm-up, linearly or with the logarithm of the step; the last update of the warm-up
@@ -20,7 +20,8 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     range test: Smith 2017 (arXiv 1506.01186).
 
     Args:
-        step: number of the update, 1 for the first.
+        step: number of the update, 1 for the first. Where batches are smaller than the full batch (a ramp), a fraction:
+            the samples so far in full batches.
         config: shape of the schedule.
         train_iters: length of the run, where the decay ends unless `lr_decay_iters` says otherwise.
     """
@@ -49,7 +50,7 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     return config.end_lr + (config.lr - config.end_lr) * remaining
 
 
-def weight_decay(step: int, config: OptimizerConfig, *, train_iters: int) -> float:
+def weight_decay(step: float, config: OptimizerConfig, *, train_iters: int) -> float:
     """The weight decay of update `step`, counted from 1; it reaches its last value at update `train_iters`."""
     first, last = config.start_weight_decay, config.end_weight_decay
     if config.weight_decay_incr_style == "constant" or first is None or last is None:
@@ -57,7 +58,7 @@ def weight_decay(step: int, config: OptimizerConfig, *, train_iters: int) -> flo
     return last + (first - last) * _remaining(config.weight_decay_incr_style, step, 0, train_iters)
 
 
-def momentum(step: int, config: OptimizerConfig, *, usual: float, train_iters: int) -> float:
+def momentum(step: float, config: OptimizerConfig, *, usual: float, train_iters: int) -> float:
     """The momentum of update `step`, counted from 1.
 
     Args:
@@ -74,17 +75,17 @@ def momentum(step: int, config: OptimizerConfig, *, usual: float, train_iters: i
     return usual + (least - usual) * _remaining("cosine", step, warmup, end)
 
 
-def _rising(step: int, config: OptimizerConfig) -> float:
+def _rising(step: float, config: OptimizerConfig) -> float:
     """The rate of an update before the end of the warm-up."""
-    first, warmup = config.first_lr, config.lr_warmup_iters
+    first, warmup = config.lr_warmup_init or 0.0, config.lr_warmup_iters
     if config.lr_decay_style == "1cycle":
-        return config.lr + (first - config.lr) * _remaining("cosine", step, 1, warmup)
+        return config.lr + (config.first_cycle_lr - config.lr) * _remaining("cosine", step, 1, warmup)
     if config.lr_warmup_style == "log":
         return first + (config.lr - first) * math.log(max(step, 1)) / math.log(warmup)
     return first + (config.lr - first) * step / warmup
 
 
-def _cycle(step: int, config: OptimizerConfig) -> tuple[int, float, float]:
+def _cycle(step: float, config: OptimizerConfig) -> tuple[float, float, float]:
     """The step, and where its cycle of restarts begins and ends."""
     begin, length = float(config.lr_warmup_iters), float(config.lr_restart_iters or 1)
     if config.lr_restart_factor == 1.0:

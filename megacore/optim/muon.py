@@ -42,6 +42,8 @@ class Muon(Optimizer[MuonConfig]):
         model = config.model
         self._head, self._groups = model.head_size, model.query_groups
         self._shared_by = model.num_attention_heads // self._groups
+        self._rows_of_kinds = [rows.to(mesh.device) for rows in self._by_kind()]
+        self._scales: dict[str, Tensor] = {}  # of the rows of this rank's slices, where the weights are
         narrow = self.settings.muon_ns_dtype == "bf16" or (
             self.settings.muon_ns_dtype == "auto" and config.precision.precision != "fp32"
         )
@@ -92,8 +94,9 @@ class Muon(Optimizer[MuonConfig]):
             master = run.master.view(shape)
             master.mul_(1 - lr * weight_decay)
             if self._is_split(spec.name):
-                scales = self._row_scales(spec.name)[slice(*spec.slices[0])].to(step.device)
-                master.sub_(step.float() * (lr * scales))
+                if spec.name not in self._scales:
+                    self._scales[spec.name] = self._row_scales(spec.name)[slice(*spec.slices[0])].to(step.device)
+                master.sub_(step.float() * (lr * self._scales[spec.name]))
             else:
                 master.sub_(step, alpha=lr * self._scale(*self._matrices.shape(spec.name)[-2:]))
 
@@ -105,14 +108,16 @@ class Muon(Optimizer[MuonConfig]):
         if self.settings.muon_split_qkv == "heads":
             return orthogonalized(matrix.view(-1, self._head, matrix.shape[1]), steps=steps).reshape(matrix.shape)
         result = torch.empty_like(matrix)
-        for rows in self._rows_of_kinds():
-            result[rows.to(matrix.device)] = orthogonalized(matrix[rows.to(matrix.device)], steps=steps)
+        for rows in self._rows_of_kinds:
+            result[rows] = orthogonalized(matrix[rows], steps=steps)
         return result
 
     def _is_split(self, name: str) -> bool:
-        return self.settings.muon_split_qkv != "none" and name.endswith(".attention.qkv.weight")
+        rows = self._groups * (self._shared_by + 2) * self._head
+        is_joint = name.endswith(".attention.qkv.weight") and self._matrices.shape(name)[0] == rows
+        return self.settings.muon_split_qkv != "none" and is_joint
 
-    def _rows_of_kinds(self) -> list[Tensor]:
+    def _by_kind(self) -> list[Tensor]:
         """The rows of all queries, all keys and all values of the layer that computes them: by head group its queries,
         its key and its value."""
         rows = torch.arange(self._groups * (self._shared_by + 2) * self._head)
@@ -125,7 +130,7 @@ class Muon(Optimizer[MuonConfig]):
         if self.settings.muon_split_qkv == "heads":
             return torch.full((rows, 1), self._scale(self._head, width))
         scales = torch.empty(rows, 1)
-        for of_kind in self._rows_of_kinds():
+        for of_kind in self._by_kind():
             scales[of_kind] = self._scale(len(of_kind), width)
         return scales
 

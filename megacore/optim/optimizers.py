@@ -9,6 +9,7 @@ import torch
 
 from megacore.config import Config
 from megacore.config.optimizers import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     LambConfig,
@@ -18,6 +19,7 @@ from megacore.config.optimizers import (
     SGDConfig,
 )
 from megacore.ops.dispatch import triton_serves
+from megacore.optim.adafactor import Adafactor
 from megacore.optim.adam import Adam
 from megacore.optim.adamw import AdamW
 from megacore.optim.lamb import Lamb
@@ -34,6 +36,7 @@ OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
     LionConfig: Lion,
     LambConfig: Lamb,
     MuonConfig: Muon,
+    AdafactorConfig: Adafactor,
 }
 
 

@@ -27,11 +27,13 @@ class Part:
     Attributes:
         row: of the parameter in a table of sums.
         in_run: its elements of the run.
+        size: elements of the whole parameter.
         is_counted: whether this rank adds its squares.
     """
 
     row: int
     in_run: slice
+    size: int
     is_counted: bool
 
 
@@ -59,6 +61,7 @@ class ParameterNorms:
                 part = Part(
                     row=self._rows[key],
                     in_run=slice(first + elements.start, first + elements.stop),
+                    size=math.prod(local.spec.shape[1:] if _is_stack(local) else local.spec.shape),
                     is_counted=self._is_counted(local, self._rows[key]),
                 )
                 self.parts_of[local.run].append(part)
@@ -96,7 +99,7 @@ def _pieces(local: LocalSegment) -> list[tuple[tuple[str, int], slice]]:
     """The parts of a segment that belong to different parameters: its name and the number of the expert (otherwise 0),
     with their elements of the segment."""
     spec, segment = local.spec, local.segment
-    if spec.replica_role != "expert_replicas" or len(spec.shape) < 3:
+    if not _is_stack(local):
         return [((spec.name, 0), slice(0, segment.stop - segment.start))]
     size = math.prod(spec.local_shape[1:])
     pieces = []
@@ -105,3 +108,8 @@ def _pieces(local: LocalSegment) -> list[tuple[tuple[str, int], slice]]:
         key = (spec.name, spec.slices[0][0] + expert)
         pieces.append((key, slice(start - segment.start, stop - segment.start)))
     return pieces
+
+
+def _is_stack(local: LocalSegment) -> bool:
+    """Whether a parameter has the matrices of several experts."""
+    return local.spec.replica_role == "expert_replicas" and len(local.spec.shape) == 3

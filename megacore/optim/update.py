@@ -128,7 +128,8 @@ class WeightUpdate:
         self._config, self._train_iters = config.optimizer, config.training.train_iters
         self._clip = config.optimizer.clip_grad
         self._adaptive_clip = AdaptiveClip(config.optimizer) if config.optimizer.clip_grad_adaptive else None
-        self.guard = SpikeGuard(config.spikes, warmup_steps=config.optimizer.lr_warmup_iters)
+        warmup = config.optimizer.lr_warmup_iters * config.training.global_batch_size  # samples
+        self.guard = SpikeGuard(config.spikes, warmup_steps=config.batch_sizes.steps(warmup))
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
         self._counted = counted_segments(data_parallel.segments, mesh)

@@ -25,9 +25,20 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import Node
+from megacore.ops.grouped import (
+    Implementation,
+    RowGroups,
+    add_grouped_weight_gradients,
+    combine_rows,
+    gather_rows,
+    grouped_implementation,
+    grouped_products,
+    grouped_weight_gradients,
+    spread_rows,
+)
 from megacore.parallel.collectives import PartsExchanged, RowsExchanged
 from megacore.parallel.mesh import ALONE, Group, Mesh
-from megacore.parallel.products import Products
+from megacore.parallel.products import Products, TorchProducts
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
 
@@ -207,15 +218,11 @@ class _Replicated(Node):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, assignment: Assignment) -> Tensor:
         ctx.assignment = assignment
-        return tokens.index_select(0, assignment.order // assignment.chosen)
+        return gather_rows(tokens, assignment.order, assignment.chosen)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        pairs = _pairs(grad, ctx.assignment)
-        total = pairs[:, 0].float()
-        for number in range(1, pairs.shape[1]):
-            total = total + pairs[:, number]
-        return total.to(grad.dtype), None
+        return combine_rows(grad, ctx.assignment.positions, None, ctx.assignment.chosen), None
 
 
 class _Combined(Node):
@@ -223,27 +230,14 @@ class _Combined(Node):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
-        pairs = _pairs(rows, assignment)
-        ctx.save_for_backward(pairs, weights)
-        ctx.order = assignment.order
-        total = pairs[:, 0].float() * weights[:, 0, None]
-        for number in range(1, pairs.shape[1]):
-            total = total + pairs[:, number].float() * weights[:, number, None]
-        return total.to(rows.dtype)
+        ctx.save_for_backward(rows, weights)
+        ctx.assignment = assignment
+        return combine_rows(rows, assignment.positions, weights, assignment.chosen)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        pairs, weights = ctx.saved_tensors
-        of_rows = (grad.float()[:, None] * weights[..., None]).to(pairs.dtype)  # [t, k, h]
-        of_weights = (grad.float()[:, None] * pairs.float()).sum(-1)
-        return of_rows.flatten(0, 1).index_select(0, ctx.order), of_weights, None
-
-
-def _pairs(rows: Tensor, assignment: Assignment) -> Tensor:
-    """[rows sent, h] by expert -> [t, k, h], with zeros for what was not sent"""
-    if not assignment.sends_all:
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows.index_select(0, assignment.positions).unflatten(0, (-1, assignment.chosen))
+        rows, weights = ctx.saved_tensors
+        return *spread_rows(grad, rows, ctx.assignment.positions, ctx.assignment.order, weights), None
 
 
 class _Exchanged(Node):
@@ -293,43 +287,51 @@ def with_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
 class GroupedProducts(Products):
     """The products of a linear layer of each expert with the rows that use it, as one layer with stacked weights.
 
+    Where the products are torch's, one operator may compute those of all experts (ops/grouped.py).
+
     Args:
         products: computes those of one expert.
-        counts: rows of each expert, which follow each other.
+        groups: rows of each expert.
     """
 
-    def __init__(self, products: Products, counts: Sequence[int]) -> None:
-        self._products, self._counts = products, counts
+    def __init__(self, products: Products, groups: RowGroups) -> None:
+        self._products, self._groups = products, groups
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[r, i] and [E, o, i] -> [r, o]"""
+        if (together := self._together(x, weight.shape[2], weight.shape[1])) != "loop":
+            return grouped_products(x, weight, self._groups, together)
         y = x.new_empty(len(x), weight.shape[1])
-        for rows, matrix in zip(self._ranges(), weight, strict=True):
+        for rows, matrix in zip(self._groups.ranges(), weight, strict=True):
             self._products.write_output(y[rows], x[rows], matrix, None)
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """[r, o] and [E, o, i] -> [r, i]"""
+        if (together := self._together(grad, weight.shape[2], weight.shape[1])) != "loop":
+            return grouped_products(grad, weight, self._groups, together, transposed=True)
         dx = grad.new_empty(len(grad), weight.shape[2])
-        for rows, matrix in zip(self._ranges(), weight, strict=True):
+        for rows, matrix in zip(self._groups.ranges(), weight, strict=True):
             self._products.write_input_gradient(dx[rows], grad[rows], matrix)
         return dx
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """[r, o] and [r, i] -> [E, o, i], with zeros for an expert without rows"""
-        return torch.stack([self._products.weight_gradient(grad[rows], x[rows]) for rows in self._ranges()])
+        if (together := self._together(x, x.shape[1], grad.shape[1])) != "loop":
+            return grouped_weight_gradients(grad, x, self._groups, together)
+        return torch.stack([self._products.weight_gradient(grad[rows], x[rows]) for rows in self._groups.ranges()])
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
         """The same, added to `total`."""
-        for rows, of_expert in zip(self._ranges(), total, strict=True):
+        if (together := self._together(x, x.shape[1], grad.shape[1])) != "loop":
+            add_grouped_weight_gradients(total, grad, x, self._groups, together, has_terms=has_terms)
+            return
+        for rows, of_expert in zip(self._groups.ranges(), total, strict=True):
             self._products.add_weight_gradient(of_expert, grad[rows], x[rows], has_terms=has_terms)
 
-    def _ranges(self) -> list[slice]:
-        ranges, start = [], 0
-        for count in self._counts:
-            ranges.append(slice(start, start + count))
-            start += count
-        return ranges
+    def _together(self, x: Tensor, inputs: int, outputs: int) -> Implementation:
+        """What computes the products of all experts at once; `loop`: nothing does."""
+        return grouped_implementation(x, inputs, outputs) if isinstance(self._products, TorchProducts) else "loop"
 
 
 class GroupedLinear(ShardedModule):
@@ -365,11 +367,11 @@ class GroupedLinear(ShardedModule):
         spec = ShardSpec(shape=shape, slices=slices, is_replicated=False, replica_role="expert_replicas")
         self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
         """[r, i] -> [r, o]
 
         Args:
             x: the rows of each expert, one after the other.
-            counts: how many each has.
+            groups: how many each has.
         """
-        return GroupedProducts(self.products, counts).linear(x, self.weight)
+        return GroupedProducts(self.products, groups).linear(x, self.weight)

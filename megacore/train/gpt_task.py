@@ -6,7 +6,7 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
-from megacore.models.initialize import InitialWeights, RandomWeights
+from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.experts import ExpertRanks
@@ -69,6 +69,11 @@ class GPTTask(Task):
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
 
+    def initialize_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what belongs to a rank's layers and is no parameter its values, in place."""
+        if isinstance(self.weights, InitialBuffers):
+            self.weights.fill_buffers(buffers)
+
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
         """This rank's positions, each with its label, which is the next position's token whoever holds that."""
         if self.sequence.group.size == 1:
@@ -84,7 +89,10 @@ class GPTTask(Task):
         """The tokens [b, s]; of packed documents with what the layers get beside them, of whole sequences."""
         if not isinstance(microbatch, PackedMicrobatch):
             return microbatch.tokens
-        return (microbatch.tokens, *(getattr(microbatch, name) for name in self.beside))
+        known = {"documents": microbatch.documents, "positions": microbatch.positions}
+        if isinstance(microbatch, PaddedMicrobatch):
+            known["padding"] = microbatch.padding
+        return (microbatch.tokens, *(known[name] for name in self.beside))
 
     def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states, and what travels with them, between any two stages."""

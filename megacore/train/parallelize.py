@@ -135,6 +135,7 @@ def _layers(
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
         if is_new:
             task.initialize(new.values())
+            task.initialize_buffers({f"{chunk.names[index]}.{name}": each for name, each in layer.named_buffers()})
         parameters |= new
         if config.training.compile and index in blocks:
             compile_layer(

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacore.config import ExpertsConfig, OptimizerConfig, ResolvedConfig, ResolvedExperts, ResolvedPrecision
+from megacore.config import (
+    ExpertsConfig,
+    OptimizerConfig,
+    RampupConfig,
+    ResolvedConfig,
+    ResolvedExperts,
+    ResolvedPrecision,
+)
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
@@ -24,6 +31,7 @@ STEPS = 3
 WARMUP_LR = 1e-2
 LR = 1e-3
 
+_SHORT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}  # of latent attention
 _HEAD_SIZES = (8, 16, 32, 64)
 _VOCABULARIES = (131, 137, 139)  # prime: no tp divides one
 _SEQUENCE = 16
@@ -108,6 +116,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         ),
         "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
         "watch": replace(config.watch, replay_interval=0),
+        "rampup": RampupConfig(),
     }
     if config.model.experts is not None:
         experts = _experts(config, sections["model"])
@@ -165,7 +174,11 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         heads = groups * shared_by
     else:  # several ranks share a group
         heads = tp * divided * min(model.num_attention_heads // (tp * divided), 2)
-    size = _head_size(model, ranks_per_group=max(1, tp // groups))
+    short = {name: min(getattr(model, name), most) for name, most in _SHORT.items() if model.multi_latent_attention}
+    if model.q_lora_rank is not None:
+        short["q_lora_rank"] = min(model.q_lora_rank, 16)
+    size = short["qk_nope_head_dim"] + short["qk_rope_head_dim"] if short else 0
+    size = size or _head_size(model, ranks_per_group=max(1, tp // groups))
     ratio = model.hidden_size / (model.num_attention_heads * model.kv_channels)
     hidden = min(model.hidden_size, 8 * math.ceil(ratio * heads * size / 8))
     inner = tp * math.ceil(model.ffn_hidden_size / model.hidden_size * hidden / tp)
@@ -174,6 +187,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     original = model.rope_original_max_positions
     return replace(
         model,
+        **short,
         preset=None,
         num_layers=layers,
         num_attention_heads=heads,

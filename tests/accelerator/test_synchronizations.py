@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ParallelConfig
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.errors import DataError
 from megacore.models.plain import Layer
@@ -127,6 +128,18 @@ def test_a_step_waits_once_and_copies_the_next_batch_alone(
     tmp_path: Path, layout: Layout, variants: list[Options]
 ) -> None:
     run_distributed(count, layout[0] * layout[1] * layout[2], layout, str(tmp_path), variants, backend="pretend")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=str)
+def test_every_optimizer_waits_as_often(tmp_path: Path, layout: Layout) -> None:
+    names = [name for name in OPTIMIZERS if name != "adafactor" or layout[0] == 1]
+    variants: list[Options] = [{"optimizer": name, "precision": "bf16"} for name in names]
+    variants += [
+        {"optimizer": "muon", "muon_split_qkv": "heads"},
+        {"param_group": ("blocks.0.*:lr=0.5", "*.bias:freeze")},
+    ]
+    run_distributed(count, layout[0] * layout[2], layout, str(tmp_path), variants, backend="pretend", timeout=180)
 
 
 def test_ranks_that_divide_sequences_wait_as_often(tmp_path: Path) -> None:

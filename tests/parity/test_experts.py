@@ -23,6 +23,7 @@ from megacore.errors import CheckpointError
 from megacore.inference.trained import model_of
 from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
+from megacore.ops.grouped import RowGroups
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, groups_of_experts
 from megacore.parallel.products import TORCH
@@ -31,6 +32,7 @@ from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import LocalSegment
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, agree, bitwise, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.test_latent_attention import LATENT
 
 # ---- groups
 
@@ -99,7 +101,8 @@ def mixed(rank: int, world_size: int) -> dict[str, tuple[Tensor, ...]]:
         )
         linear.weight.data.copy_(linear.weight.spec.take(matrices()))
         assignment = assign(indices, EXPERTS, group)
-        y = combine(linear(dispatch(x, assignment, group), assignment.counts[0]), weights, assignment, group)
+        rows = linear(dispatch(x, assignment, group), RowGroups(assignment.counts[0]))
+        y = combine(rows, weights, assignment, group)
         y.backward(grad)
         assert x.grad is not None and weights.grad is not None and linear.weight.grad is not None
         results[routing] = (y.detach(), x.grad, weights.grad, linear.weight.grad)
@@ -202,6 +205,7 @@ MORE: list[Case] = [
     ("gelu", (2, 1, 2), {"ep": 2, "recompute": "light", "zero_stage": 3}),
     ("many", (1, 1, 4), {"ep": 4, "zero_stage": 1, **OFFLOAD}),
     ("bias", (1, 2, 2), {"ep": 2, "replay_interval": 1, "zero_stage": 2}),
+    ("groups", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "moe_router_group_best": 1, **LATENT}),
     ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
     ("capacity", (1, 1, 4), {"ep": 2, "micro_batch_size": 1, "zero_stage": 1}),
     ("capacity", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True}),

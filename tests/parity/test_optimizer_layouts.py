@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ OPTIMIZERS: dict[str, Changes] = {
     "lamb": {"optimizer": "lamb", "lr": 1e-2},
     "muon": {"optimizer": "muon", "lr": 1e-2},
     "muon heads": {"optimizer": "muon", "lr": 1e-2, "muon_split_qkv": "heads", "num_query_groups": 2},
+    "adafactor": {"optimizer": "adafactor", "lr": 1e-2},
     "lion": {"optimizer": "lion", "lr": 1e-4},
 }
 LAYOUTS: dict[str, tuple[Layout, Changes]] = {
@@ -74,6 +76,9 @@ def compare(cases: list[tuple[str, str]], directory: Path, *, experts: bool = Fa
         experts: of a model with experts.
     """
     layouts = LAYOUTS_OF_EXPERTS if experts else LAYOUTS
+    cases = [case for case in cases if case[0] != "adafactor" or layouts[case[1]][0][0] == 1]  # needs --tp 1
+    if not cases:
+        return
     bases = [OPTIMIZERS[optimizer] | (EXPERTS if experts else {}) for optimizer, _ in cases]
     runs = [(layouts[name][0], base | layouts[name][1]) for (_, name), base in zip(cases, bases, strict=True)]
     (ranks,) = {tp * pp * dp * changes.get("cp", 1) for (tp, pp, dp), changes in runs}
@@ -81,7 +86,8 @@ def compare(cases: list[tuple[str, str]], directory: Path, *, experts: bool = Fa
     for (optimizer, name), base, outcome in zip(cases, bases, found, strict=True):
         unclipped = {key: value for key, value in layouts[name][1].items() if key == "clip_grad"}
         expected = alone((*base.items(), *unclipped.items()), str(directory))
-        agree(outcome, expected)
+        # Adafactor's step lies where the gradient was.
+        agree(outcome, expected if optimizer != "adafactor" else dataclasses.replace(expected, gradients={}))
         if optimizer != "lion":  # the sign of what is zero but for rounding
             weights_agree(outcome, expected)
 
@@ -149,7 +155,7 @@ def rest_of(trainer: Any) -> Outcome:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_continues_bit_for_bit_and_on_another_layout(optimizer: str, tmp_path: Path) -> None:
     base = OPTIMIZERS[optimizer]
-    layout, changes = LAYOUTS["tp2 sp dp2 z1"]
+    layout, changes = LAYOUTS["tp2 sp dp2 z1" if optimizer != "adafactor" else "dp4 z2"]
     expected = run_distributed(saved, 4, str(tmp_path), layout, base | changes)[0]
     bitwise(run_distributed(resumed, 4, str(tmp_path), layout, base | changes)[0], expected)
     for name, ranks in (("z3", 2), ("pp2", 2)):

@@ -12,6 +12,7 @@ LATE_IMPORTS = {
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
+    ("megacore/data/tokenizers/fast_bpe.py", "tiktoken"): "optional, and only a large input is worth its proof",
     ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",
     ("megacore/data/tokenizers/chat_template.py", "transformers"): "optional: only a chat template needs it",
 }
@@ -19,7 +20,8 @@ LATE_IMPORTS = {
 TRITON = "Triton is optional, and takes a second to load"
 KERNELS_OF = {
     "activation": ("gelu", "swiglu"), "adamw": ("adamw",), "block_attention": ("attention",), "dropout": ("dropout",),
-    "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",), "softmax": ("softmax",),
+    "grouped": ("grouped", "permute"), "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",),
+    "softmax": ("softmax",),
 }  # fmt: skip
 LATE_IMPORTS |= {
     (f"megacore/ops/{name}.py", f"megacore.kernels.{kernel}"): TRITON

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, OptimizerSettings, SGDConfig
+from megacore.config import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
@@ -157,6 +166,18 @@ def torchs_muon(weights: Weights, gradients: list[Weights]) -> None:
         weights[name].copy_(weight)
 
 
+def torchs_adafactor(weights: Weights, gradients: list[Weights]) -> None:
+    """The embedding is not factored, as if it were a vector, and decays all the same."""
+    reference = torchs(torch.optim.Adafactor, beta2_decay=-0.7, eps=(1e-7, 1e-2), d=1.0)
+    name = "embedding.tokens.weight"
+    reference({other: weight for other, weight in weights.items() if other != name}, gradients)
+    flat = weights[name].view(-1)
+    optimizer = torch.optim.Adafactor([flat], lr=LR, weight_decay=DECAY, beta2_decay=-0.7, eps=(1e-7, 1e-2), d=1.0)
+    for of_step in gradients:
+        flat.grad = of_step[name].reshape(-1)
+        optimizer.step()
+
+
 CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "adamw": (ADAM, torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)),
     "adam": (AdamConfig(), torchs(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-6)),
@@ -178,6 +199,10 @@ CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
             muon_split_qkv="none",
         ),
         torchs_muon,
+    ),
+    "adafactor": (
+        AdafactorConfig(adafactor_beta2_decay=-0.7, adafactor_eps2=1e-2),
+        torchs_adafactor,
     ),
     "lion": (LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
 }
