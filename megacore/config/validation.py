@@ -16,6 +16,7 @@ from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
+from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import Config, sections_of
 from megacore.config.sections import AUTO, ParallelConfig
 
@@ -49,7 +50,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES]
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES, *REPRODUCIBLE_RULES]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:

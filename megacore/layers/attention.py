@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.sequence
         self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
-        self.padded = context.padded_documents
+        self.padded, self.blocks = context.padded_documents, context.blocks
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
@@ -73,9 +73,9 @@ class SelfAttention(nn.Module):
         self.query_norm: LayerNorm | RMSNorm | None = None
         self.key_norm: LayerNorm | RMSNorm | None = None
         if config.qk_layernorm:  # ranks normalise different heads; sequence parallelism sums such gradients anyway
-            ranks = ALONE if context.sequence_parallel else context.layer_group
-            self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
-            self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
+            ranks = ALONE if context.sequence_parallel or context.blocks else context.layer_group
+            self.query_norm = build_norm(config, device=context.device, blocks=context.blocks, size=d, group=ranks)
+            self.key_norm = build_norm(config, device=context.device, blocks=context.blocks, size=d, group=ranks)
         bias = not config.disable_bias_linear
         self.output = RowParallelLinear(n * d, h, bias=bias, **context.linear_arguments)
 
@@ -92,7 +92,8 @@ class SelfAttention(nn.Module):
             Like x.
         """
         projected = self.qkv(x)
-        if self.rotary is not None and self.query_norm is None and self.layer_group.size <= self.groups:
+        whole_groups = self.layer_group.size <= self.groups and not self.blocks
+        if self.rotary is not None and self.query_norm is None and whole_groups:
             packed = projected.unflatten(-1, (-1, self.head_size))
             groups = self.groups // self.layer_group.size
             query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
@@ -114,15 +115,39 @@ class SelfAttention(nn.Module):
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
         be."""
+        if self.blocks:
+            return self._heads_of_blocks(projected)
         if self.layer_group.size > self.groups:
             whole = gather_sequence(projected.transpose(1, 2), self.layer_group).transpose(1, 2)
-            ranks = self.layer_group.size // self.groups  # per query group
-            group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.layer_group.rank // ranks]
-            queries, key, value = group.split([self.shared_by, 1, 1], dim=2)
-            return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
+            return self._share_of_group(whole)
         groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
         query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+    def _share_of_group(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What all ranks have projected, [b, s, (n + 2 g) d] -> this rank's queries, and the key and value they
+        read."""
+        ranks = self.layer_group.size // self.groups  # per query group
+        group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.layer_group.rank // ranks]
+        queries, key, value = group.split([self.shared_by, 1, 1], dim=2)
+        return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
+
+    def _heads_of_blocks(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`_heads`, with a copy of key and value for each block of query heads that shares them: the copies' gradients
+        are then added in the order of the blocks."""
+        wide = projected.float()
+        if self.layer_group.size > self.groups:
+            query, key, value = self._share_of_group(self.blocks.gathered_features(wide))
+        else:
+            query, key, value = (
+                heads.flatten(2, 3)
+                for heads in wide.unflatten(-1, (-1, self.shared_by + 2, self.head_size)).split(
+                    [self.shared_by, 1, 1], dim=3
+                )
+            )
+        copies = max(1, len(self.blocks.held) // key.shape[2])
+        dtype = projected.dtype
+        return query.to(dtype), self.blocks.copies(key, copies, dtype), self.blocks.copies(value, copies, dtype)
 
     def _normalized_and_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
@@ -149,20 +174,29 @@ class SelfAttention(nn.Module):
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        draws = seeded(self.streams.key(self.site, self.layer_group.rank), query.device) if dropout else nullcontext()
-        with draws:  # torch's fused operator draws from the default generator only
-            return ops.attention(
-                query,
-                key,
-                value,
-                causal=self.causal,
-                window=self.window,
-                documents=documents,
-                padded=self.padded,
-                alibi=self.alibi,
-                dropout=dropout,
-                implementation=self.implementation,
-            )
+        parts = self.blocks.held if dropout and self.blocks else range(self.layer_group.rank, self.layer_group.rank + 1)
+        alibi = [self.alibi] * len(parts)
+        if self.alibi is not None and len(parts) > 1:
+            alibi = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
+        operands = zip(parts, alibi, *(x.chunk(len(parts), 1) for x in (query, key, value)), strict=True)
+        mixed = []
+        for part, slopes, *heads in operands:
+            # torch's fused operator draws from the default generator only
+            draws = seeded(self.streams.key(self.site, part), query.device) if dropout else nullcontext()
+            with draws:
+                mixed.append(
+                    ops.attention(
+                        *heads,
+                        causal=self.causal,
+                        window=self.window,
+                        documents=documents,
+                        padded=self.padded,
+                        alibi=slopes,
+                        dropout=dropout,
+                        implementation=self.implementation,
+                    )
+                )
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
 
 def alibi_of_rank(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:

@@ -134,12 +134,14 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.parallel, self.light = config.parallel_residual, context.recompute_light
         self.beside = context.beside
-        self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
+        self.attention_norm = (
+            build_norm(config, device=context.device, blocks=context.blocks) if attention_norm else nn.Identity()
+        )
         self.attention = SelfAttention(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        self.mlp_norm = build_norm(config, device=context.device)
+        self.mlp_norm = build_norm(config, device=context.device, blocks=context.blocks)
         self.mlp = mlp(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
@@ -191,10 +193,10 @@ class PostNormBlock(nn.Module):
         self.light = context.recompute_light
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        self.attention_norm = build_norm(config, device=context.device)
+        self.attention_norm = build_norm(config, device=context.device, blocks=context.blocks)
         self.mlp = MLP(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
-        self.mlp_norm = build_norm(config, device=context.device)
+        self.mlp_norm = build_norm(config, device=context.device, blocks=context.blocks)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""

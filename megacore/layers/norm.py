@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -84,8 +88,52 @@ class RMSNorm(ShardedModule):
         return ops.add_rms_norm(x, residual, copy_to_group(self.weight, self.group), self.epsilon)
 
 
+class _OfBlocks:
+    """A norm that is computed a block at a time, so that no layout changes a bit of its parameters' gradients.
+
+    Attributes:
+        blocks: of positions, or of heads.
+        of_heads: the vectors are those of this rank's heads, [b, s, heads, d].
+    """
+
+    blocks: Blocks
+    of_heads: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, epsilon = self.weight, getattr(self, "bias", None), self.epsilon  # type: ignore[attr-defined]
+        if isinstance(self, RMSNorm):
+            return self._over([x], [weight], partial(ops.rms_norm, epsilon=epsilon))
+        return self._over([x], [weight, bias], partial(ops.layer_norm, epsilon=epsilon))
+
+    def _over(
+        self, tensors: list[Tensor], parameters: list[ShardedParameter | None], function: Callable[..., Tensor]
+    ) -> Tensor:
+        over = self.blocks.over_heads if self.of_heads else self.blocks.over_positions
+        return over(function, tensors, parameters)
+
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.forward(x), x
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.forward(total), total
+
+
+class LayerNormOfBlocks(_OfBlocks, LayerNorm):
+    """LayerNorm for --reproducible."""
+
+
+class RMSNormOfBlocks(_OfBlocks, RMSNorm):
+    """RMSNorm for --reproducible."""
+
+
 def build_norm(
-    config: ResolvedModel, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
+    config: ResolvedModel,
+    *,
+    device: torch.device | None,
+    size: int | None = None,
+    group: Group = ALONE,
+    blocks: Blocks = ONE_BLOCK,
 ) -> LayerNorm | RMSNorm:
     """The norm that the configuration asks for.
 
@@ -94,8 +142,15 @@ def build_norm(
         device: where its parameters live.
         size: of the last dimension. None: the hidden size.
         group: as for LayerNorm.
+        blocks: where sums over positions, or, with a size, over heads, are cut.
     """
-    size = size or config.hidden_size
+    length = size or config.hidden_size
+    norm: LayerNorm | RMSNorm
     if config.normalization == "RMSNorm":
-        return RMSNorm(size, config.norm_epsilon, group=group, device=device)
-    return LayerNorm(size, config.norm_epsilon, bias=config.norm_bias, group=group, device=device)
+        norm = (RMSNormOfBlocks if blocks else RMSNorm)(length, config.norm_epsilon, group=group, device=device)
+    else:
+        kind = LayerNormOfBlocks if blocks else LayerNorm
+        norm = kind(length, config.norm_epsilon, bias=config.norm_bias, group=group, device=device)
+    if isinstance(norm, _OfBlocks):
+        norm.blocks, norm.of_heads = blocks, size is not None
+    return norm

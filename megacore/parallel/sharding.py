@@ -97,12 +97,14 @@ class _Sliced:
     Attributes:
         spec: the global tensor, and this rank's slice of it.
         gradient_sum: where linear layers add the gradient; None: they give it to autograd.
+        add_term: adds a term of the gradient exactly, apart from those that autograd adds; None: nothing does.
         beside_next: keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one
             product can read both.
     """
 
     spec: ShardSpec
     gradient_sum: GradientSum | None = None
+    add_term: Callable[[Any, Tensor], None] | None = None
     beside_next: bool = False
 
     def named(self, name: str) -> None:

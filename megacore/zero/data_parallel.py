@@ -218,6 +218,8 @@ class DataParallel:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        for parameter in self.parameters if options.exact_terms else ():
+            parameter.add_term = self._add_captured_gradient
         uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
         for parameter in self.parameters:
             bucket = self._bucket_of[parameter.spec.name]
