@@ -22,6 +22,7 @@ from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
 from megacore.train.stopping import prepare_signals
+from megacore.train.torch_defaults import set_torch_defaults
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
     )
     begin_watch(config)
+    set_torch_defaults()
     from megacore.train.launch import launch
 
     return launch(config, train)

@@ -24,6 +24,7 @@ from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_siz
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
 from megacore.train.stopping import prepare_signals
+from megacore.train.torch_defaults import set_torch_defaults
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> int:
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )
     begin_watch(config)
+    set_torch_defaults()
     from megacore.train.launch import launch
 
     return launch(config, train)

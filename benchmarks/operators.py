@@ -5,7 +5,8 @@
 
 The models compute on fake tensors, with the operators that they use on a GPU. Each operator that a GPU would run is
 counted, collectives included; views and allocations are not. Some operators launch more than one kernel: torch's flash
-attention does backward, and so do our norms.
+attention does backward, and so do our norms. A block with experts computes each of them by itself, and the tokens are
+divided over them evenly.
 
 With --compiled a block is compiled for the CPU, and what the generated code calls is counted: generated kernels and
 operators. It takes a minute, and needs a C++ compiler. The code for a GPU may be divided otherwise.
@@ -17,24 +18,29 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore import ops
 from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, ResolvedModel, TrainingConfig
+from megacore.config.experts import ExpertsConfig
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.compiled import compile_layer
+from megacore.parallel.context import ContextComm, SequenceShards
 from megacore.parallel.cross_entropy import vocabulary_share
+from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 from megacore.train.step_trace import FREE
@@ -53,6 +59,9 @@ LLAMA: dict[str, Any] = {
 }
 GPT2: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SHAPES: dict[str, dict[str, Any]] = {"Llama": LLAMA, "GPT-2": GPT2, "GPT-2, dropout": GPT2 | {"hidden_dropout": 0.1}}
+EXPERTS, CHOSEN = 8, 2
+MIXTRAL = f"Llama, {EXPERTS} experts"
+CONTEXT_COMMS: tuple[ContextComm, ...] = ("allgather", "ring", "ulysses")
 
 # A call in the code that inductor generates for the CPU.
 _CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
@@ -60,10 +69,17 @@ _CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\
 
 @dataclass(frozen=True)
 class Count:
-    """Operators by name, forward and backward."""
+    """Operators by name, forward and backward.
+
+    Attributes:
+        forward: of the forward.
+        backward: of the backward.
+        waits: how often the host waits for numbers of the device.
+    """
 
     forward: Counter[str]
     backward: Counter[str]
+    waits: int = 0
 
     def __str__(self) -> str:
         return f"{self.forward.total()} + {self.backward.total()}"
@@ -86,8 +102,10 @@ class Launches(TorchDispatchMode):
 def model_of(shape: str, tp: int, **sizes: int) -> ResolvedModel:
     """A model of two blocks in the named shape, with other sizes than usual where they are given."""
     usual = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 16, "vocab_size": VOCABULARY}
+    kind = LLAMA if shape == MIXTRAL else SHAPES[shape]
     config = Config(
-        model=ModelConfig(**{**usual, **SHAPES[shape], **sizes}),
+        model=ModelConfig(**{**usual, **kind, **sizes}),
+        experts=ExpertsConfig(num_experts=EXPERTS if shape == MIXTRAL else None, moe_router_topk=CHOSEN),
         parallel=ParallelConfig(tp=tp),
         data=DataConfig(seq_length=POSITIONS, mock_data=True),
         training=TrainingConfig(train_iters=1, micro_batch_size=MICRO_BATCH),
@@ -96,7 +114,7 @@ def model_of(shape: str, tp: int, **sizes: int) -> ResolvedModel:
 
 
 def group_of(tp: int) -> Group:
-    """Tensor-parallel ranks of which this process is the first; the others are not there."""
+    """Ranks of which this process is the first; the others are not there."""
     if tp == 1:
         return ALONE
     if not dist.is_initialized():
@@ -105,10 +123,10 @@ def group_of(tp: int) -> Group:
     return Group(ranks=tuple(range(tp)), rank=0, handle=handle, name=handle.group_name)
 
 
-def build(shape: str, tp: int, number: int) -> nn.Module:
+def build(shape: str, tp: int, number: int, **options: Any) -> nn.Module:
     """Layer `number` of a model in bf16, its parameters in one buffer, last first, as in training: 0 is the embedding,
-    1 a block, -1 the output layer."""
-    context = BuildContext(layer_group=group_of(tp), device=CPU, streams=RandomStreams(0, CPU))
+    1 a block, -1 the output layer; `options` are fields of its context."""
+    context = BuildContext(layer_group=group_of(tp), device=CPU, streams=RandomStreams(0, CPU), **options)
     layer = gpt_layers(model_of(shape, tp), context)[number].build()
     parameters = list(layer.parameters())[::-1]
     buffer = torch.empty(sum(p.numel() for p in parameters), dtype=torch.bfloat16)
@@ -122,17 +140,40 @@ def hidden_states(hidden_size: int = 256) -> Tensor:
     return torch.zeros(MICRO_BATCH, POSITIONS, hidden_size, dtype=torch.bfloat16, requires_grad=True)
 
 
-def count_block(shape: str, tp: int) -> Count:
-    """Operators of one block."""
-    with FakeTensorMode(), ops.kernels_chosen("triton"):
-        layer, x = build(shape, tp, 1), hidden_states()
+@contextmanager
+def numbers_of_experts() -> Iterator[mock.Mock]:
+    """Inside, fake tensors that the host reads have the numbers of tokens that are divided evenly: over experts, and
+    over as many ranks. Counts how often it reads."""
+
+    def even(tensor: FakeTensor) -> list[int]:
+        return [MICRO_BATCH * POSITIONS * CHOSEN // EXPERTS] * tensor.numel()
+
+    with mock.patch.object(FakeTensor, "tolist", autospec=True, side_effect=even) as read:
+        yield read
+
+
+def count_block(shape: str, tp: int, **options: Any) -> Count:
+    """Operators of one block; `options` are fields of its context."""
+    with FakeTensorMode(), ops.kernels_chosen("triton"), numbers_of_experts() as read:
+        layer, x = build(shape, tp, 1, **options), hidden_states()
         layer(x)  # what is made once, such as the tables of the rotation
+        read.reset_mock()
         with Launches() as forward:
             y = layer(x)
         grad = torch.zeros_like(y)
         with Launches() as backward:
             y.backward(grad)
-    return Count(forward.names, backward.names)
+    return Count(forward.names, backward.names, read.call_count)
+
+
+def count_divided(comm: ContextComm) -> Count:
+    """Operators of a Llama block whose sequences are divided over the ranks."""
+    return count_block("Llama", 1, sequence=SequenceShards(group_of(RANKS), comm))
+
+
+def count_experts(ep: int) -> Count:
+    """Operators of a block with experts, which are divided over ranks."""
+    return count_block(MIXTRAL, 1, experts=ExpertRanks(dispatch=group_of(ep)))
 
 
 def count_head(tp: int) -> Count:
@@ -171,13 +212,15 @@ def count_compiled(shape: str) -> tuple[list[str], list[str]]:
 
 def table() -> str:
     """The counts of today as Markdown."""
-    lines = ["| layer | tp | forward + backward | collectives | copies |", "|---|---|---|---|---|"]
-    counts = [(f"block, {shape}", tp, count_block(shape, tp)) for shape in SHAPES for tp in (1, 8)]
-    counts += [("output layer and loss", tp, count_head(tp)) for tp in (1, 8)]
-    for name, tp, count in counts:
+    lines = ["| layer | ranks | forward + backward | collectives | copies | waits |", "|---|---|---|---|---|---|"]
+    counts = [(f"block, {shape}", f"tp {tp}", count_block(shape, tp)) for shape in SHAPES for tp in (1, RANKS)]
+    counts += [("block, Llama", f"cp {RANKS}, {comm}", count_divided(comm)) for comm in CONTEXT_COMMS]
+    counts += [(f"block, {MIXTRAL}", f"ep {ep}", count_experts(ep)) for ep in (1, RANKS)]
+    counts += [("output layer and loss", f"tp {tp}", count_head(tp)) for tp in (1, RANKS)]
+    for name, ranks, count in counts:
         both = count.forward + count.backward
         collectives = sum(number for op, number in both.items() if op.startswith("c10d::"))
-        lines.append(f"| {name} | {tp} | {count} | {collectives} | {both['aten::clone']} |")
+        lines.append(f"| {name} | {ranks} | {count} | {collectives} | {both['aten::clone']} | {count.waits} |")
     return "\n".join(lines)
 
 

@@ -99,8 +99,12 @@ class Kernel:
     def _is_watched(self) -> bool:
         """Whether somebody wants to be told of launches."""
         runtime = triton.knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a chain of hooks each, or one, or None
-        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._jit.pre_run_hooks)
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        try:  # a chain of hooks each
+            hooks = enter.calls or leave.calls
+        except AttributeError:  # or one, or None
+            hooks = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        return bool(hooks or self._jit.pre_run_hooks)
 
 
 class _Loaded(NamedTuple):

@@ -165,7 +165,8 @@ def split(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Ten
     """
     batch, positions, heads, size = packed.shape
     query = packed.new_empty((batch, positions, heads - 2 * groups, size))
-    key, value = (packed.new_empty((batch, positions, groups, size)) for _ in range(2))
+    key = packed.new_empty((batch, positions, groups, size))
+    value = torch.empty_like(key)
     _launch(_split, packed, (query, key, value), cos, sin)
     return query, key, value
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.fields import FieldInfo, field_infos, flag
-from megacore.config.flags import CONFIG_INFO
+from megacore.config.flags import FILES
 from megacore.config.help import HelpText, help_text_of
 from megacore.config.presets import PRESETS
 
@@ -32,30 +32,45 @@ def main(argv: Sequence[str]) -> int:
     action.add_argument("--write", type=Path, metavar="FILE", help="replace the reference in FILE")
     action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE without changing it")
     options = parser.parse_args(argv)
-    if options.write:
-        options.write.write_text(updated(options.write.read_text(encoding="utf-8")), encoding="utf-8")
-    elif options.check:
-        text = options.check.read_text(encoding="utf-8")
-        if text != updated(text):
-            print(f"{options.check} is not current: python tools/flag_reference.py --write {options.check}")
-            return 1
-    else:
-        print(reference(), end="")
+    if options.write or options.check:
+        return bring_up_to_date(options.write or options.check, reference(), (BEGIN, END), writes=bool(options.write))
+    print(reference(), end="")
     return 0
 
 
-def updated(document: str) -> str:
-    """The document with the present reference between its markers."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the document has no lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{reference()}\n{END}{after}"
+def bring_up_to_date(file: Path, text: str, markers: tuple[str, str], *, writes: bool) -> int:
+    """Writes a text between the two marker lines of a document, or checks that it is there.
+
+    Args:
+        file: the document.
+        text: what belongs between the markers.
+        markers: the two lines. The first one names the tool in parentheses.
+        writes: write it; else only check.
+
+    Returns:
+        The exit status: 1 where the check has failed.
+    """
+    begin, end = markers
+    document = file.read_text(encoding="utf-8")
+    before, found_begin, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{file} has no lines {begin} and {end}")
+    updated = f"{before}{begin}\n\n{text}\n{end}{after}"
+    if writes:
+        file.write_text(updated, encoding="utf-8")
+    elif updated != document:
+        tool = begin.split("written by ")[1].split(")")[0]
+        print(f"{file} is not current: python {tool} --write {file}")
+        return 1
+    return 0
 
 
 def reference() -> str:
     """All flags by section, then all presets."""
-    lines = [f"`{CONFIG_INFO.flag} {CONFIG_INFO.metavar}`: {help_text_of(CONFIG_INFO, Config).meaning}", ""]
+    lines = []
+    for info, _ in FILES.values():
+        lines += [f"`{info.flag} {info.metavar}`: {help_text_of(info, Config).meaning}", ""]
     for name, section in sections_of(BertConfig).items():
         only = "" if name in SECTIONS else ", only pretrain_bert.py"
         lines += [f"### [{name}]{only}", "", str(section.__doc__), "", *_section_table(name, section), ""]

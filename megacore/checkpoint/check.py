@@ -34,6 +34,7 @@ _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),
     *("adam_beta2", "weight_decay", "min_lr", "eval_iters"),
 )
+_RESETS = ("reset_position_ids", "reset_attention_mask")
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
 
@@ -142,13 +143,20 @@ def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) 
 
 def changed_settings(config: ResolvedConfig, manifest: Manifest) -> list[str]:
     """What is set otherwise than in the run that wrote a checkpoint, and changes what follows: a line for the log."""
-    changes, there = [], manifest.settings
+    changes, there = [], _with_resets(manifest.settings)
     for section, values in dataclasses.asdict(config).items():
-        for name, here in values.items():
+        for name, here in _with_resets(values).items():
             here = list(here) if isinstance(here, tuple) else here
             if section not in _UNREPORTED and name in there and there[name] != here and name != "output_dir":
-                changes.append(f"{flag(name)} {there[name]} -> {here}")
+                old, new = ("unset" if value is None else value for value in (there[name], here))
+                changes.append(f"{flag(name)} {old} -> {new}")
     return changes
+
+
+def _with_resets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which what follows from --packing is filled in."""
+    followed = {name: settings.get("packing") == "best-fit" for name in _RESETS if name in settings}
+    return {**settings, **{name: default for name, default in followed.items() if settings[name] is None}}
 
 
 def _check_files(directory: Path) -> None:

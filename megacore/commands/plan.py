@@ -10,19 +10,21 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config import Config, ResolvedConfig
+from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
-from megacore.config.expert_rules import refuse_experts
+from megacore.config.fields import flag_and_value
+from megacore.config.flags import read_flags, without_fields
 from megacore.config.help import DRY_RUN_FLAGS
 from megacore.config.messages import did_you_mean, one_of
+from megacore.config.sections import AUTO_SCHEDULE
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
@@ -37,13 +39,25 @@ from megacore.plan.search import Constraints, Found, impossible_limits, search, 
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 _DRY_RUN = "--dry-run"
-_DATA_FLAGS = {"--mock-data", "--data-path"}
+_DATA_FIELDS = {"mock_data", "data_path"}
 MOST_RANKS = 1 << 20
 
 
 # Limits of --search: flags without their dashes and "max" or "min".
-_LEAST = degree_fields()
+_LEAST = (*degree_fields(), "ep")
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
+# Fields that --search chooses, unless they are given.
+_SEARCHED = (
+    *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
+    "sequence_parallel", "recompute", "recompute_num_layers",
+)  # fmt: skip
+# Of these, what the degrees of the layout that is searched from may not allow; and what is for one layout only.
+_OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
+# A search for a batch of a given size need not have a sample for each rank; without one the batch has a sample for
+# each. One with a given --dp chooses the other degrees.
+_BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
+_OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+_SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
 
 
 class _Parser(ToolParser):
@@ -257,34 +271,54 @@ def _read(args: argparse.Namespace) -> _Request:
                 problems.append(f"--{name.replace('_', '-')} draws one layout: leave --search out, or use --picture")
         if args.world_size is None and not any(problem.startswith("--world-size") for problem in problems):
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
-    problems += _wrong_limits(args)
+    kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
+    given = read_flags(args.flags, kind).values
+    args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
+    problems += [*_wrong_limits(args), *_wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
-        _with_defaults(args),
+        _with_defaults(args, given, kind, problems),
         prog=args.help_of,
         description="Plan a run.",
-        kind=BertConfig if entry == "pretrain_bert.py" else Config,
+        kind=kind,
         shape=None if entry == "pretrain_bert.py" else shape_from_hf,
         vocabulary=vocabulary_size,
         checks=[
             check_schedule,
             lambda resolved: _require_peak(resolved, cluster),
-            lambda resolved: refuse_experts(resolved, "a plan or a dry run"),
             lambda resolved: _require_possible_limits(resolved, cluster, args),
         ],
         planned=True,
-        world_size=None if _chooses_dp(args) else args.world_size,
+        world_size=None if args.search and given.keys() & _BATCH_OR_REPLICAS else args.world_size,
         problems=problems,
     )
     assert cluster is not None
     return _Request(config, cluster)
 
 
-def _chooses_dp(args: argparse.Namespace) -> bool:
-    """Whether a search is for a batch of a given size, which need not have a sample for each rank. Without one the
-    batch has a sample for each."""
-    return bool(args.search and {flag.split("=")[0] for flag in args.flags} & {"--global-batch-size", "--config"})
+def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Values of the run that a search cannot keep."""
+    if not args.search:
+        return
+    for name in _OF_ONE_LAYOUT:
+        if name in given:
+            yield f"{flag_and_value(name, given[name])} is for one layout: leave it out, or leave --search out"
+    for name in _OF_DEGREES:  # which `_with_defaults` leaves out
+        if name in given:
+            yield from ParallelConfig(**{name: given[name]}).wrong_fields().values()
+    schedule, virtual = given.get("schedule", AUTO_SCHEDULE), given.get("virtual_stages", 1)
+    if virtual > 1 and schedule not in ("interleaved", AUTO_SCHEDULE):
+        yield (
+            f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
+            "--schedule interleaved"
+        )
+    for name in _MOST:
+        field = name.replace("-", "_")
+        value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
+            if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
+                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
 
 
 def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
@@ -298,7 +332,7 @@ def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
         least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
         if least is not None and most is not None and least > most:
             yield f"--min-{name} {least} must be at most --max-{name} {most}"
-    smallest = {f"--min-{name}": given[f"min-{name}"] for name in _LEAST if f"min-{name}" in given}
+    smallest = {f"--min-{name}": given[f"min-{name}"] for name in degree_fields() if f"min-{name}" in given}
     ranks = math.prod(smallest.values())
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
@@ -327,14 +361,19 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return cluster
 
 
-def _with_defaults(args: argparse.Namespace) -> list[str]:
-    """The flags of the run, with mock data and a number of steps where tools/plan.py is not given them."""
-    flags = list(args.flags)
-    given = {flag.split("=")[0] for flag in flags}
-    if args.is_dry_run or "--config" in given:
+def _with_defaults(
+    args: argparse.Namespace, given: Mapping[str, Any], kind: type[Config], problems: list[str]
+) -> list[str]:
+    """The flags of the run, with mock data and a number of steps where tools/plan.py is not given them; without those
+    that the layouts of a search have and the layout that it begins from may not."""
+    flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
+    if args.is_dry_run or "config" in given:
         return flags
-    defaults = [] if given & _DATA_FLAGS else ["--mock-data"]
-    defaults += [] if "--train-iters" in given else ["--train-iters", "1000"]
+    defaults = [] if given.keys() & _DATA_FIELDS else ["--mock-data"]
+    defaults += [] if "train_iters" in given else ["--train-iters", "1000"]
+    if "--mock-data" in defaults and not given.keys() & _SOURCES_OF_VOCABULARY:
+        problems.append("the model needs a vocabulary: use --preset NAME, --vocab-size N or --tokenizer PATH")
+        defaults += ["--vocab-size", "50257"]  # the run is refused; what else is wrong with it is still to be found
     return [*defaults, *flags]
 
 
@@ -381,6 +420,7 @@ def _constraints(args: argparse.Namespace) -> Constraints:
             if (value := getattr(args, f"max_{name}")) is not None
         },
         least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
+        fixed=args.fixed,
         memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
     )
 

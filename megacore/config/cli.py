@@ -21,9 +21,11 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config import megatron_flags
+from megacore.config.deepspeed import read_deepspeed
+from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos, flag_and_value
-from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
+from megacore.config.flags import FILES, Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
 from megacore.config.megatron_values import FOREIGN
 from megacore.config.messages import counted, number
@@ -101,7 +103,7 @@ def parse_config(
     if planned and world_size is not None:
         process = replace(process, world_size=world_size)
     _answer_question(argv, prog, description, config_class, process)
-    reading = _read(argv, process, config_class, shape, continued)
+    reading = _read(argv, process, config_class, shape, continued, is_planned=planned)
     is_valid = not (reading.problems or reading.local_problems)
     reading.local_problems.extend(problems)
     if not is_valid:
@@ -181,7 +183,7 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     alone = _Process(0, 0, 1)
     if help_topic(argv) is not None or "--version" in argv:
         return alone
-    parallel = _read(argv, alone, kind, shape).config.parallel
+    parallel = _read(argv, alone, kind, shape, is_planned=True).config.parallel
     given = (getattr(parallel, name) for name in degree_fields())
     return _Process(0, 0, math.prod(degree for degree in given if isinstance(degree, int) and degree > 0))
 
@@ -211,10 +213,18 @@ def _read(
     kind: type[C],
     shape: Shape | None = None,
     continued: Shape | None = None,
+    *,
+    is_planned: bool = False,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
     notes = _load_of_megatron(flags)
-    path = flags.values.pop("config", None)
+    path, deepspeed = (flags.values.pop(name, None) for name in FILES)
+    if deepspeed is not None:
+        keys = read_deepspeed(deepspeed, is_planned=is_planned)
+        flags.problems += keys.problems
+        flags.foreign += keys.settings
+        flags.unread |= keys.unread
+        notes += keys.notes
     file = Given() if path is None else read_toml(path, kind)
     given = {**file.values, **flags.values}
     shape_values, shape_problems = _shape_values(shape, given)
@@ -226,7 +236,7 @@ def _read(
 
     config = build(given)
     if flags.foreign:
-        translate_foreign(flags, given, config)
+        translate_foreign(flags, given, config, process.world_size)
         given = {**file.values, **flags.values}
         config = build(given)
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
@@ -242,7 +252,7 @@ def _read(
     if not problems and not local_problems:
         notes += _kept_although_derived(kind, flags, file, path)
         usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))
-        notes += _translated(flags)
+        notes += flags.translation_notes()
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
@@ -264,7 +274,8 @@ def _megatron_defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _megatron_names(flags: Given) -> list[str]:
-    return [name for name in flags.names if name in megatron_flags.NAMES or name in FOREIGN]
+    theirs = megatron_flags.NAMES | FOREIGN.keys() | DEEPSPEED_FLAGS.keys()
+    return [name for name in flags.names if name in theirs and name not in LAUNCHER]
 
 
 def _with_defaults(
@@ -376,13 +387,6 @@ def _load_of_megatron(flags: Given) -> list[str]:
         f"--load {load} is the directory of --save, so that the run starts from its newest checkpoint, and from the "
         f"beginning if there is none (--load {AUTO})"
     ]
-
-
-def _translated(flags: Given) -> list[str]:
-    """A note with the flags of Megatron-LM that were translated, and those that change nothing here."""
-    became = "; ".join(f"{source} is {ours}" for source, ours in flags.translated.items() if ours)
-    notes = [f"translated from Megatron-LM: {became}"] if became else []
-    return notes + ([f"Megatron-LM's, and without effect here: {', '.join(flags.idle)}"] if flags.idle else [])
 
 
 def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megacore.config import megatron_flags
+from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
-from megacore.config.megatron_values import FOREIGN, Shape, translate
+from megacore.config.megatron_values import FOREIGN, ForeignSetting, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.schema import Config, sections_of
@@ -31,19 +34,28 @@ class Given:
         values: values by field.
         problems: what is wrong with the source.
         unread: fields that the source sets to a value which could not be read.
-        foreign: flags of Megatron-LM with their values, which `translate_foreign` makes fields of.
+        foreign: settings of other trainers, which `translate_foreign` makes fields of.
         names: flags of the command line as they are spelled there.
-        translated: flags of Megatron-LM with their values, and the flags that they became.
-        idle: flags of Megatron-LM that change nothing here.
+        translated: settings of other trainers and the flags that they became, by where they come from.
+        idle: settings that change nothing here, by where they come from.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
-    foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    foreign: list[ForeignSetting] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    translated: dict[str, str] = field(default_factory=dict)
-    idle: list[str] = field(default_factory=list)
+    translated: dict[str, dict[str, str]] = field(default_factory=dict)
+    idle: dict[str, list[str]] = field(default_factory=dict)
+
+    def translation_notes(self) -> list[str]:
+        """A note with the settings of each other trainer that were translated, and one with those that change
+        nothing."""
+        notes = []
+        for origin, translated in self.translated.items():
+            if became := "; ".join(f"{source} is {ours}" for source, ours in translated.items() if ours):
+                notes.append(f"translated from {origin}: {became}")
+        return notes + [f"{origin}'s, and without effect here: {', '.join(idle)}" for origin, idle in self.idle.items()]
 
 
 @dataclass
@@ -73,19 +85,33 @@ CONFIG_DOC = (
     "Reads settings from a TOML file with the tables [model], [parallel], ..., such as the OUTPUT_DIR/config.toml of a "
     "run. Flags override it. Default: no file."
 )
+DEEPSPEED_INFO = dataclasses.replace(
+    CONFIG_INFO, name="deepspeed_config", aliases=("--deepscale-config",), metavar="FILE.json"
+)
+DEEPSPEED_DOC = (
+    "Reads settings from a DeepSpeed configuration and translates them (docs/coming-from-deepspeed.md). A key that has "
+    'no counterpart and would change the result is refused by name. A value "auto" leaves the setting to the flags. '
+    "Default: no file."
+)
+FILES: Mapping[str, tuple[FieldInfo, str]] = {
+    info.name: (info, doc) for info, doc in ((CONFIG_INFO, CONFIG_DOC), (DEEPSPEED_INFO, DEEPSPEED_DOC))
+}
+"""Flags that name a file of settings, and are no field, with their help texts."""
 
 
 def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
-    """Reads a command line without the program's name. The path of `--config` is among the values as `config`."""
+    """Reads a command line without the program's name. The paths of `--config` and
+    `--deepspeed-config` are among the values under their names in `FILES`."""
     flags = flags_by_name(kind)
     given = Given()
     words: dict[str, _Word] = {}
     for word in _words(argv, given):
         info = flags.get(word.flag)
         given.names.append(word.flag)
-        if word.flag in FOREIGN:
-            if (foreign := (word.flag, tuple(word.values))) not in given.foreign:
-                given.foreign.append(foreign)
+        if word.flag in FOREIGN or word.flag in DEEPSPEED_FLAGS:
+            setting = _foreign(word)
+            if all(other.source != setting.source for other in given.foreign):
+                given.foreign.append(setting)
         elif info is None:
             _refuse_unknown(word, flags, given)
         elif info.name in words:
@@ -96,61 +122,104 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     return given
 
 
-def translate_foreign(given: Given, values: Mapping[str, Any], config: Config) -> None:
-    """Translates flags of Megatron-LM that have the same meaning in another form.
+def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Config] = Config) -> list[str]:
+    """A command line without the flags of some fields, however they are spelled, and their values."""
+    flags, kept, is_kept = flags_by_name(kind), list[str](), True
+    for text in argv:
+        if text.startswith("-") and not _is_number(text):
+            info = flags.get(text.partition("=")[0].replace("_", "-"))
+            is_kept = info is None or info.name not in fields
+        if is_kept:
+            kept.append(text)
+    return kept
+
+
+def _foreign(word: _Word) -> ForeignSetting:
+    """A flag of Megatron-LM or Megatron-DeepSpeed on the command line."""
+    foreign = FOREIGN.get(word.flag) or DEEPSPEED_FLAGS[word.flag]
+    return ForeignSetting(
+        origin="Megatron-LM" if word.flag in FOREIGN else "Megatron-DeepSpeed",
+        source=" ".join([word.flag, *word.values]),
+        fields=foreign.fields,
+        translate=partial(translate, foreign, word.flag, tuple(word.values)),
+        is_idle=foreign.is_idle,
+        is_last=foreign.is_last,
+    )
+
+
+def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
+    """Translates settings of other trainers that have the same meaning in another form.
 
     Args:
-        given: what the command line sets. It receives the fields, and what is wrong with the flags.
-        values: the values by field that all sources set. A flag that contradicts them is refused.
-        config: the configuration of these values, for its number of layers and pipeline degree.
+        given: what the command line sets. It receives the fields, and what is wrong with the settings.
+        values: the values by field that all sources set. A setting that contradicts them is refused.
+        config: the configuration of these values, for its number of layers and degrees.
+        world_size: the number of processes, for the number of replicas.
     """
     sources = {name: flag_and_value(name, value) for name, value in values.items()}
     implied: dict[str, Any] = {}
-    became: dict[str, list[str]] = {}
-    for flag, words in sorted(given.foreign, key=lambda one: FOREIGN[one[0]].is_last):
-        source = " ".join([flag, *words])
+    became: dict[tuple[str, str], list[str]] = {}
+    for setting in sorted(given.foreign, key=lambda one: one.is_last):
+        source = setting.source
         try:
-            translation = translate(flag, words, _shape(config, given))
+            translation = setting.translate(_shape(config, given, values, world_size))
         except ValueError as error:
-            given.problems.append(str(error))
-            given.unread.update(FOREIGN[flag].fields)
+            given.problems.append(f"{setting.where}{error}")
+            given.unread.update(setting.fields)
             continue
         for name, value in translation.values.items():
             if name in sources and {**values, **given.values}[name] != value:
                 given.problems.append(
-                    f"{source} is {flag_and_value(name, value)}, and {sources[name]} is given as well: keep one of them"
+                    f"{setting.where}{source} is {flag_and_value(name, value)}, and {sources[name]} is given as well: "
+                    "keep one of them"
                 )
                 given.unread.add(name)
                 continue
-            given.values[name], sources[name] = value, source
+            given.values[name], sources[name] = value, f"{setting.where}{source}"
         for name in translation.dropped:
             given.values.pop(name, None)
         implied |= translation.implied
-        if FOREIGN[flag].is_idle:
-            given.idle.append(source)
+        if setting.is_idle:
+            given.idle.setdefault(setting.origin, []).append(source)
         else:
-            became[source] = [*translation.values, *translation.implied]
+            became[setting.origin, source] = [*translation.values, *translation.implied]
     if "schedule_csv" in values:
         implied.pop("schedule", None)
     if values.keys() & {"preset", "init_from_hf"}:  # which set the shape
         implied = {name: value for name, value in implied.items() if name not in field_infos(type(config.model))}
     given.values.update({k: v for k, v in implied.items() if k not in values and k not in given.values})
-    for source, names in became.items():
+    for (origin, source), names in became.items():
         every = {**values, **given.values}
-        given.translated[source] = ", ".join(flag_and_value(name, every[name]) for name in names if name in every)
+        ours = ", ".join(flag_and_value(name, every[name]) for name in names if name in every)
+        given.translated.setdefault(origin, {})[source] = ours
 
 
-def _shape(config: Config, given: Given) -> Shape:
+def _shape(config: Config, given: Given, values: Mapping[str, Any], world_size: int) -> Shape:
     """What translations depend on, as far as it is known."""
+    settings = {**values, **given.values}
     known = {
         "num_layers": config.model.num_layers,
         "pp": config.parallel.pp,
         "hidden_size": config.model.hidden_size,
+        "micro_batch_size": config.training.micro_batch_size,
         "global_batch_size": config.training.global_batch_size,
         "train_iters": config.training.train_iters,
         "lr_decay_iters": config.optimizer.lr_decay_iters,
     }
-    return Shape(**{name: _positive_number(given.values.get(name, value)) for name, value in known.items()})
+    numbers = {name: _positive_number(given.values.get(name, value)) for name, value in known.items()}
+    if "micro_batch_size" not in settings:
+        numbers["micro_batch_size"] = None
+    return Shape(**numbers, replicas=_replicas(config, settings, world_size), settings=settings)
+
+
+def _replicas(config: Config, settings: Mapping[str, Any], world_size: int) -> int | None:
+    """The number of data-parallel ranks; None where the degrees do not fit the number of processes."""
+    degrees = {name: settings[name] for name in degree_fields() if name in settings}
+    parallel = dataclasses.replace(config.parallel, **degrees)
+    given = (getattr(parallel, name) for name in degree_fields())
+    if any(degree is not None and _positive_number(degree) is None for degree in given):
+        return None
+    return size_of_role("batch", fill_degrees(parallel, world_size)) or None
 
 
 def _positive_number(value: Any) -> int | None:
@@ -263,7 +332,7 @@ def _meaning(word: _Word, info: FieldInfo) -> Any:
 
 def flags_by_name(kind: type[Config] = Config) -> dict[str, FieldInfo]:
     """The field of each flag, alias, and `--no-` form of a switch."""
-    fields = (*all_fields(kind).values(), CONFIG_INFO)
+    fields = (*all_fields(kind).values(), CONFIG_INFO, DEEPSPEED_INFO)
     positive = {name: info for info in fields for name in info.flags}
     return positive | {_negative(name): info for name, info in positive.items() if info.kind is bool}
 
@@ -272,7 +341,7 @@ def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
     """Each flag with its aliases and, for a switch, the form that turns it off."""
     return {
         info.flag: (*info.aliases, *([_negative(info.flag)] if info.kind is bool else []))
-        for info in (CONFIG_INFO, *all_fields(kind).values())
+        for info in (CONFIG_INFO, DEEPSPEED_INFO, *all_fields(kind).values())
     }
 
 

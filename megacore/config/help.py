@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megacore.config import megatron_flags
+from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.fields import FieldInfo, field_docs, field_infos
-from megacore.config.flags import CONFIG_DOC, CONFIG_INFO, all_fields, flags_by_name
+from megacore.config.flags import FILES, all_fields, flags_by_name
 from megacore.config.megatron_values import FOREIGN
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.schema import Config, sections_of
@@ -122,8 +123,8 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
 
 def help_text_of(info: FieldInfo, kind: type[Config]) -> HelpText:
     """The help text of a field, as the entry point means it."""
-    if info.name == CONFIG_INFO.name:
-        doc = CONFIG_DOC
+    if info.name in FILES:
+        doc = FILES[info.name][1]
     else:
         section = sections_of(kind)[_section_of(info.name, kind)]
         doc = kind.help_texts.get(info.name, field_docs(section)[info.name])
@@ -171,6 +172,9 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
         raise UserError(f"{info.flag} {kind.unsupported[info.name]}")
     if name in FOREIGN:
         raise UserError(f"{name} is Megatron-LM's, and becomes {FOREIGN[name].becomes} (docs/coming-from-megatron.md)")
+    if name in DEEPSPEED_FLAGS:
+        becomes = DEEPSPEED_FLAGS[name].becomes
+        raise UserError(f"{name} is Megatron-DeepSpeed's, and becomes {becomes} (docs/coming-from-deepspeed.md)")
     if advice := megatron_flags.advice(name):
         raise UserError(f"{name} {advice} (docs/coming-from-megatron.md)")
     sections = list(sections_of(kind))
@@ -195,7 +199,7 @@ class _Page:
         yield f"       torchrun --nproc-per-node N {prog} FLAGS"
         yield ""
         yield from self._wrapped(description, indent=0)
-        fields = {CONFIG_INFO.name: CONFIG_INFO, **all_fields(self.kind)}
+        fields = {**{name: info for name, (info, _) in FILES.items()}, **all_fields(self.kind)}
         for group, names in _USUAL.items():
             yield from self._heading(group)
             for name in names:
@@ -217,7 +221,10 @@ class _Page:
         """Every flag, by section."""
         yield f"All flags of {prog}"
         yield ""
-        yield from self._entry(CONFIG_INFO)
+        for number_of_file, (info, _) in enumerate(FILES.values()):
+            if number_of_file:
+                yield ""
+            yield from self._entry(info)
         for name in self._sections():
             yield ""
             yield from self.section(name)
@@ -247,7 +254,7 @@ class _Page:
         yield from self._entry(info)
         if info.range is not None:
             yield from self._wrapped(f"Range: {info.range}.", indent=6)
-        if info.name != CONFIG_INFO.name:
+        if info.name not in FILES:
             yield from self._wrapped(f"In a file: {info.name} under [{_section_of(info.name, self.kind)}].", indent=6)
 
     def dry_run_flag(self, flag: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ REPLACED = {
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
     "--data-args-path": "use --config FILE.toml, with data_path in its table [data]",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
+    "--hierarchical-context-parallel-sizes": "use --cp with --cp-comm ring, allgather or ulysses: one level of ranks",
     "--merge-file": "use --tokenizer DIR, with this file in it as merges.txt",
     "--moe-grouped-gemm": "leave it out: the implementation of each operation is chosen and reported",
     "--moe-router-dtype": "leave it out: the router computes in fp32",

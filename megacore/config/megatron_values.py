@@ -36,14 +36,22 @@ class Translation:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a translation may depend on. None: not given, or an invalid value, which `validate` reports."""
+    """What a translation may depend on. None: not given, or an invalid value, which `validate` reports.
+
+    Attributes:
+        replicas: data-parallel ranks.
+        settings: what is given so far, by field.
+    """
 
     num_layers: int | None
     pp: int | None
     hidden_size: int | None = None
+    micro_batch_size: int | None = None
     global_batch_size: int | None = None
     train_iters: int | None = None
     lr_decay_iters: int | None = None
+    replicas: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,10 +75,34 @@ class ForeignFlag:
     is_last: bool = False
 
 
-def translate(flag: str, words: Sequence[str], shape: Shape) -> Translation:
-    """Translates a flag of `FOREIGN` with its values.
+@dataclass(frozen=True, kw_only=True)
+class ForeignSetting:
+    """A setting of another trainer, as a command line or a file gives it.
+
+    Attributes:
+        origin: the trainer, or its file.
+        source: the setting and its value, for messages.
+        fields: that it sets.
+        translate: from the shape of the run. Raises ValueError for a value without a translation.
+        where: precedes the source in messages.
+        is_idle: it changes nothing here.
+        is_last: it depends on what others become.
+    """
+
+    origin: str
+    source: str
+    fields: tuple[str, ...]
+    translate: Callable[[Shape], Translation]
+    where: str = ""
+    is_idle: bool = False
+    is_last: bool = False
+
+
+def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shape) -> Translation:
+    """Translates a flag with its values.
 
     Args:
+        foreign: what the flag becomes.
         flag: the flag.
         words: its values on the command line.
         shape: of the run.
@@ -78,7 +110,6 @@ def translate(flag: str, words: Sequence[str], shape: Shape) -> Translation:
     Raises:
         ValueError: it has too few or too many values, or one that has no translation; the message names the way out.
     """
-    foreign = FOREIGN[flag]
     if foreign.is_switch:
         if words:
             raise ValueError(f"{flag} {words[0]}: a switch takes no value: leave the value out")

@@ -408,7 +408,10 @@ class OptimizerConfig(Section):
     lr_decay_iters: Annotated[int | None, Range(1)] = None
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Number of steps over which the learning rate rises linearly from 0 to --lr. 0: no warm-up."""
+    """Number of steps over which the learning rate rises from 0 to --lr. 0: no warm-up."""
+    lr_warmup_style: Literal["linear", "log"] = "linear"
+    """Shape of the warm-up. linear: --lr x step / --lr-warmup-iters. log: --lr x log(step) / log(--lr-warmup-iters), as
+    DeepSpeed's schedulers do."""
     lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
     """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
@@ -445,6 +448,9 @@ class OptimizerConfig(Section):
         if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             lr, min_lr = number(self.lr), number(self.min_lr)
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
+            given = f"--lr-warmup-iters {self.lr_warmup_iters}"
+            yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:

@@ -6,7 +6,6 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import overload
 
@@ -55,25 +54,22 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        if self.gate is not None and (both := self._gate_and_up(x, self.gate)) is not None:
-            inner, again = ops.swiglu_of_halves(both), partial(ops.swiglu_of_halves, both)
-        elif self.gate is not None:
-            gate, up = columns_parallel(x, [self.gate, self.up])
-            inner, again = self._activate_gate(gate, up), partial(self._activate_gate, gate, up)
-        elif self._takes_bias(x):
-            assert self.up.bias is not None
-            up = self.up(x, with_bias=False)
-            inner, again = ops.bias_gelu(up, self.up.bias), partial(ops.bias_gelu, up, self.up.bias)
-        else:
-            up = self.up(x)
-            inner, again = self._activate(up), partial(self._activate, up)
-        with computed_again(inner, again) if self.light else nullcontext():
-            output: Tensor = self.down(inner)
-        return output
+        activate, inputs = self._before_activation(x)
+        again = partial(activate, *inputs) if self.light else None
+        return _apply(self.down, activate(*inputs), again=again)
 
-    def _gate_and_up(self, x: Tensor, gate: ColumnParallelLinear) -> Tensor | None:
-        """Both projections by one product, up before gate, [b, s, 2 f/t]; None where two are better or needed."""
-        return joined_columns_parallel(x, [self.up, gate]) if self.joins and ops.on_accelerator(x) else None
+    def _before_activation(self, x: Tensor) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        """The activation, and what it is computed from."""
+        up, gate = self.up, self.gate
+        if gate is not None:
+            both = joined_columns_parallel(x, [up, gate]) if self.joins and ops.on_accelerator(x) else None
+            if both is not None:
+                return ops.swiglu_of_halves, (both,)
+            return self._activate_gate, columns_parallel(x, [gate, up])
+        if self._takes_bias(x):
+            assert up.bias is not None
+            return ops.bias_gelu, (up(x, with_bias=False), up.bias)
+        return self._activate, (up(x),)
 
     def _takes_bias(self, x: Tensor) -> bool:
         """Whether the activation adds the bias in the same pass. Not where weight gradients are computed apart, for
@@ -163,18 +159,19 @@ class TransformerBlock(nn.Module):
         return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        light = self.light and not isinstance(self.attention_norm, nn.Identity)
-        normed, x = (x, x) if isinstance(self.attention_norm, nn.Identity) else self.attention_norm.with_input(x)
-        with computed_again(normed, partial(self.attention_norm, x)) if light else nullcontext():
-            attended = self.attention(normed, documents, positions)
+        norm, normed, again = self.attention_norm, x, None
+        if not isinstance(norm, nn.Identity):
+            normed, x = norm.with_input(x)
+            again = partial(norm, x) if self.light else None
+        attended = _apply(self.attention, normed, documents, positions, again=again)
+        norm = self.mlp_norm
         if self.parallel:
-            normed, total = self.mlp_norm.with_input(x)
+            normed, total = norm.with_input(x)
             residual = _residual_sum(self.attention_dropout, attended, total)
         else:
-            normed, total = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
+            normed, total = _normed_sum(norm, self.attention_dropout, attended, x)
             residual = total
-        with computed_again(normed, partial(self.mlp_norm, total)) if self.light else nullcontext():
-            mixed = self.mlp(normed)
+        mixed = _apply(self.mlp, normed, again=partial(norm, total) if self.light else None)
         return _residual_sum(self.mlp_dropout, mixed, residual)
 
 
@@ -202,10 +199,19 @@ class PostNormBlock(nn.Module):
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
         x, documents = inputs
         x, total = _normed_sum(self.attention_norm, self.attention_dropout, self.attention(x, documents), x)
-        with computed_again(x, partial(self.attention_norm, total)) if self.light else nullcontext():
-            mixed = self.mlp(x)
+        mixed = _apply(self.mlp, x, again=partial(self.attention_norm, total) if self.light else None)
         x, _ = _normed_sum(self.mlp_norm, self.mlp_dropout, mixed, x)
         return x, documents
+
+
+def _apply(
+    layer: Callable[..., Tensor], x: Tensor, *others: Tensor | None, again: Callable[[], Tensor] | None
+) -> Tensor:
+    """layer(x, *others); x is not kept for backward where `again` computes it."""
+    if again is None:
+        return layer(x, *others)
+    with computed_again(x, again):
+        return layer(x, *others)
 
 
 def _residual_sum(dropout: Dropout | None, x: Tensor, residual: Tensor) -> Tensor:

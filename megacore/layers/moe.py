@@ -25,7 +25,7 @@ from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.layers.block import MLP
 from megacore.layers.context import BuildContext
 from megacore.parallel.collectives import all_reduce_, copy_to_group, reduce_from_group
-from megacore.parallel.experts import GroupedLinear, assign, combine, dispatch, with_loss
+from megacore.parallel.experts import GroupedLinear, assign, combine, dispatch, occurrences, with_loss
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sharding import ShardedModule, replicated
 from megacore.parallel.tensor import gather_sequence, reduce_scatter_sequence
@@ -207,7 +207,7 @@ class MoE(nn.Module):
         logits = self.router(x)
         indices, weights, shares = choose(logits, self.config, self.router.bias)
         if self.training and torch.is_grad_enabled():
-            self.router.counts.add_(torch.bincount(indices.flatten(), minlength=self.config.num_experts))
+            self.router.counts.add_(occurrences(indices, self.config.num_experts))
             weights = self._balanced(weights, logits, shares, indices)
         output = self._routed(x, indices, weights)
         return output if self.shared is None else output + self.shared(x)
@@ -217,12 +217,14 @@ class MoE(nn.Module):
         if self.sequence_parallel:
             x, indices, weights = (gather_sequence(part, layer) for part in (x, indices, weights))
         else:
-            x, weights = copy_to_group(x, layer), copy_to_group(weights, layer)
+            x, weights = (copy_to_group(part, layer, in_place=True) for part in (x, weights))
         assignment = assign(indices.flatten(0, 1), self.config.num_experts, group)
         rows = dispatch(x.flatten(0, 1), assignment, group)
         rows = self.experts(rows, assignment.counts)
-        output = combine(rows, weights.flatten(0, 1), assignment, group).view_as(x)
-        return reduce_scatter_sequence(output, layer) if self.sequence_parallel else reduce_from_group(output, layer)
+        output = combine(rows, weights.flatten(0, 1), assignment, group)
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(output.view_as(x), layer)
+        return reduce_from_group(output, layer, in_place=True).view_as(x)
 
     def _balanced(self, weights: Tensor, logits: Tensor, shares: Tensor, indices: Tensor) -> Tensor:
         """The weights, with the losses of the router on their way.

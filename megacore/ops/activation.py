@@ -30,7 +30,7 @@ from megacore.ops.dispatch import (
 @operator("megacore::gelu_forward")
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
     if runs_triton(x):
-        from megacore.kernels import gelu as kernel
+        import megacore.kernels.gelu as kernel
 
         return kernel.forward(x, bias)
     return F.gelu(_biased(x, bias), approximate="tanh").to(x.dtype)
@@ -44,7 +44,7 @@ def _(x: Tensor, bias: Tensor | None) -> Tensor:
 @operator("megacore::gelu_backward")
 def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     if runs_triton(x):
-        from megacore.kernels import gelu as kernel
+        import megacore.kernels.gelu as kernel
 
         return kernel.backward(dy, x)
     return _gelu_gradient(dy, x)
@@ -58,7 +58,7 @@ def _(dy: Tensor, x: Tensor) -> Tensor:
 @operator("megacore::bias_gelu_backward")
 def _bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
-        from megacore.kernels import gelu as kernel
+        import megacore.kernels.gelu as kernel
 
         return kernel.backward_biased(dy, x, bias)
     dx = _gelu_gradient(dy, _biased(x, bias)).to(x.dtype)
@@ -140,7 +140,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 @operator("megacore::swiglu_forward")
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     if runs_triton(gate, "gate"):
-        from megacore.kernels import swiglu as kernel
+        import megacore.kernels.swiglu as kernel
 
         return kernel.forward(gate, up)
     return _swiglu_reference(gate, up)
@@ -158,7 +158,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 @operator("megacore::swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if runs_triton(gate, "gate"):
-        from megacore.kernels import swiglu as kernel
+        import megacore.kernels.swiglu as kernel
 
         return kernel.backward(dy, gate, up)
     return _swiglu_gradients(dy, gate, up)
@@ -214,7 +214,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def _halves_forward(both: Tensor) -> Tensor:
     up, gate = both.chunk(2, dim=-1)
     if runs_triton(both, "both"):
-        from megacore.kernels import swiglu as kernel
+        import megacore.kernels.swiglu as kernel
 
         return kernel.forward(gate, up)
     return _swiglu_reference(gate, up)
@@ -228,7 +228,7 @@ def _(both: Tensor) -> Tensor:
 @operator("megacore::swiglu_of_halves_backward")
 def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
     if runs_triton(both, "both"):
-        from megacore.kernels import swiglu as kernel
+        import megacore.kernels.swiglu as kernel
 
         return kernel.backward_of_halves(dy, both)
     up, gate = both.chunk(2, dim=-1)

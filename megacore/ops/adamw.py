@@ -39,7 +39,7 @@ def _adamw_(
     root_correction2: float,
 ) -> None:
     if runs_triton(parameter, "parameter"):
-        from megacore.kernels import adamw as kernel
+        import megacore.kernels.adamw as kernel
 
         kernel.step_(
             parameter, gradient, mean, square, copy=copy, decays=decays, group=DECAY_GROUP, factor=factor,

@@ -233,24 +233,30 @@ def attention(
     Raises:
         ValueError: an argument's device, dtype or shape does not fit.
     """
-    require(implementation in _NAMES, f"implementation is {implementation!r}: it must be one of {', '.join(_NAMES)}")
-    require(0 <= dropout < 1, f"dropout is {dropout}: it must be in [0, 1)")
+    if implementation not in _NAMES:
+        raise ValueError(f"implementation is {implementation!r}: it must be one of {', '.join(_NAMES)}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}: it must be in [0, 1)")
     if not _fit(query, key, value, window, documents):
         _check(query, key, value, window, documents)
     b, _, s, d = query.shape
-    view = Visibility(causal=causal, window=window, documents=documents)
-    fused, masked = resolved(implementation) == "sdpa", alibi is not None or view.restricts(s)
+    view = None
+    if window is not None or documents is not None:
+        view = Visibility(causal=causal, window=window, documents=documents)
+    fused, masked = resolved(implementation) == "sdpa", alibi is not None or (view is not None and view.restricts(s))
     blocks = fused and takes_blocks(s, masked=masked, dropout=dropout, on_cpu=query.device.type == "cpu")
     if fused and not masked and not blocks:
         return _sdpa(query, key, value, None, causal=causal, dropout=dropout)
     seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if blocks:
+        view = view or Visibility(causal=causal)
         mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, dropout=dropout)
     elif fused:
         mask = seen
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
         elif seen is not None and documents is None:
+            assert view is not None
             mask = _as_bias(seen, query.dtype, (view.reach, causal))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:

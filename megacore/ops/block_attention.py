@@ -20,6 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.ops.causal_attention import (
+    attend_causally,
+    attend_causally_backward,
+    fused,
+    fused_backward,
+    like_projection,
+)
 from megacore.ops.dispatch import runs_triton
 from megacore.ops.visibility import Visibility, distances
 
@@ -28,8 +35,6 @@ BLOCK = 512
 NOTHING = torch.finfo(torch.float32).min
 """The logarithm of a sum over no keys: lower than every other, and finite, so that differences of two are numbers."""
 _ALIBI_BLOCK = 128  # queries of a block of the fused operator where the bias differs between heads
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +185,7 @@ def _uses_kernel(query: Tensor, dropout: float) -> bool:
     """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
     if dropout > 0.0 or not runs_triton(query, "query"):
         return False
-    from megacore.kernels import attention as kernel
+    import megacore.kernels.attention as kernel
 
     return query.shape[-1] <= kernel.largest_head(query.dtype)
 
@@ -203,8 +208,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Over all keys: the result, and the logarithms of the sums; `offset` is the position of the first query."""
     if _is_plain(query, scene):
-        return _attend_plain(query, key, value, offset, in_fp32=in_fp32)
-    out = _like_projection(query, torch.float32 if in_fp32 else None)
+        out, logarithm = attend_causally((query, key, value), offset)
+        return out if in_fp32 else out.to(query.dtype), logarithm
+    out = like_projection(query, torch.float32 if in_fp32 else None)
     logarithm = query.new_empty(query.shape[:-1], dtype=torch.float32)
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
@@ -216,7 +222,7 @@ def _attend(
         if _uses_fused(query, scene):
             bias = scene.bias(queries, keys, query.device)
             operands = block, _part(key, keys), _part(value, keys)
-            attended = _fused(*(x.float() for x in operands) if in_fp32 else operands, attn_mask=bias)
+            attended = fused(*(x.float() for x in operands) if in_fp32 else operands, attn_mask=bias)
             if queries.start >= key.shape[2] and bias is not None:  # the operator returns 0 where a query sees no key
                 attended = attended[0], attended[1].masked_fill(bias.amax(-1) == -math.inf, NOTHING)
         else:
@@ -237,10 +243,10 @@ def _attend_backward(
     """The gradients of queries, keys and values; the other arguments as those and the result of `_attend`."""
     query, key, value = operands
     if _is_plain(query, scene):
-        gradients = _attend_plain_backward(d_out, operands, result, offset)
+        gradients = attend_causally_backward(d_out, operands, *result, offset)
         return gradients if in_fp32 else _in_types(gradients, operands)
-    d_query = _like_projection(query, torch.float32 if in_fp32 else None)
-    d_key, d_value = (_like_projection(x, torch.float32).zero_() for x in (key, value))
+    d_query = like_projection(query, torch.float32 if in_fp32 else None)
+    d_key, d_value = (like_projection(x, torch.float32).zero_() for x in (key, value))
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
         if not keys:
@@ -251,7 +257,7 @@ def _attend_backward(
             # In fp32: the operator would round each block's part of the gradients of keys and values to 16 bits.
             wide = [x.float() for x in (d_block, block, _part(key, keys), _part(value, keys), out)]
             bias = scene.bias(queries, keys, query.device)
-            gradients = _fused_backward(*wide, logarithm, 0.0, False, attn_mask=bias)
+            gradients = fused_backward(*wide, logarithm, 0.0, False, attn_mask=bias)
             _part(d_query, queries, offset).copy_(gradients[0])
             _part(d_key, keys).add_(gradients[1])
             _part(d_value, keys).add_(gradients[2])
@@ -268,75 +274,15 @@ def _attend_backward(
     return (d_query, d_key, d_value) if in_fp32 else (d_query, d_key.to(key.dtype), d_value.to(value.dtype))
 
 
-# ---- causal attention without other masks, by the fused operator, which needs no mask of a block for it
-
-
 def _is_plain(query: Tensor, scene: Scene) -> bool:
     view = scene.view
     hides_more = view.reach is not None or view.documents is not None or scene.slopes is not None
     return _uses_fused(query, scene) and view.causal and not hides_more
 
 
-def _plain_parts(queries: int, keys: int, offset: int) -> Iterator[tuple[range, bool]]:
-    """Ranges of the keys: those before the queries, which each query sees, and those beside them, of which each query
-    sees the earlier ones."""
-    if offset > 0:
-        yield range(min(offset, keys)), False
-    if keys > offset:
-        yield range(offset, min(keys, offset + queries)), True
-
-
-def _attend_plain(
-    query: Tensor, key: Tensor, value: Tensor, offset: int, *, in_fp32: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    parts = list(_plain_parts(query.shape[2], key.shape[2], offset))
-    operands = [x.float() if in_fp32 or len(parts) > 1 else x for x in (query, key, value)]
-    (out, logarithm), *others = (
-        _fused(operands[0], *(_part(x, keys) for x in operands[1:]), is_causal=causal) for keys, causal in parts
-    )
-    for further, sums in others:
-        both = torch.logaddexp(logarithm, sums)
-        out = out.mul_((logarithm - both).exp_()[..., None]).addcmul_(further, (sums - both).exp_()[..., None])
-        logarithm = both
-    return _laid_out(out, torch.float32 if in_fp32 else query.dtype), logarithm
-
-
-def _attend_plain_backward(
-    d_out: Tensor, operands: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], offset: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """In fp32."""
-    d_out, query, key, value, out = (x.float() for x in (d_out, *operands, result[0]))
-    parts = list(_plain_parts(query.shape[2], key.shape[2], offset))
-    found = [
-        (keys, _fused_backward(d_out, query, _part(key, keys), _part(value, keys), out, result[1], 0.0, causal))
-        for keys, causal in parts
-    ]
-    if len(found) == 1 and len(found[0][0]) == key.shape[2]:
-        d_query, d_key, d_value = (_laid_out(gradient, torch.float32) for gradient in found[0][1])
-        return d_query, d_key, d_value
-    d_query = functools.reduce(torch.Tensor.add_, (gradients[0] for _, gradients in found))
-    d_key, d_value = (_like_projection(x).zero_() for x in (key, value))
-    for keys, gradients in found:
-        _part(d_key, keys).copy_(gradients[1])
-        _part(d_value, keys).copy_(gradients[2])
-    return _laid_out(d_query, torch.float32), d_key, d_value
-
-
-def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Like `_like_projection`, with x's values."""
-    return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def _in_types(gradients: tuple[Tensor, ...], operands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (gradient.to(x.dtype) for gradient, x in zip(gradients, operands, strict=True))
     return query, key, value
-
-
-def _like_projection(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised, of x's shape [b, heads, s, d], laid out as [b, s, heads, d]: as the projections around attention
-    read and write it."""
-    b, heads, s, d = x.shape
-    return x.new_empty((b, s, heads, d), dtype=dtype).transpose(1, 2)
 
 
 def _scene(
@@ -354,7 +300,7 @@ def _block_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
-        from megacore.kernels import attention as kernel
+        import megacore.kernels.attention as kernel
 
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
         reach = scene.view.reach
@@ -365,7 +311,7 @@ def _block_attention(
 
 @_block_attention.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _like_projection(query, torch.float32 if others[-1] else None), query.new_empty(
+    return like_projection(query, torch.float32 if others[-1] else None), query.new_empty(
         query.shape[:-1], dtype=torch.float32
     )
 
@@ -378,7 +324,7 @@ def _block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
-        from megacore.kernels import attention as kernel
+        import megacore.kernels.attention as kernel
 
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
@@ -391,7 +337,7 @@ def _block_attention_backward(
 @_block_attention_backward.register_fake
 def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     kind = torch.float32 if others[-1] else None
-    return _like_projection(query, kind), _like_projection(key, kind), _like_projection(value, kind)
+    return like_projection(query, kind), like_projection(key, kind), like_projection(value, kind)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -155,7 +155,8 @@ class Operator:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.custom_op = torch.library.custom_op(name, mutates_args=())(function)
-        self._name, self._function, self._eager = name, function, function
+        self._name, self._function = name, function
+        self._node: Callable[..., Any] | None = None  # the function in an autograd node, if it has a gradient
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The shapes of the results, as for `torch.library.custom_op`."""
@@ -183,12 +184,14 @@ class Operator:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(self._name, (Node,), members)
-        self._eager = node.apply
+        self._node = node._apply
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active():
-            return self.custom_op(*arguments)
-        return self._eager(*arguments) if torch.is_grad_enabled() else self._function(*arguments)
+        if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode() or transforms_active():
+            return self.custom_op(*arguments)  # other compilers run a dispatch mode
+        if self._node is None or not torch.is_grad_enabled():
+            return self._function(*arguments)
+        return self._node(*arguments)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:

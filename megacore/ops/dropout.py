@@ -67,9 +67,9 @@ def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device
 @operator("megacore::dropout_add")
 def _dropout_add(x: Tensor, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     if runs_triton(x):
-        from megacore.kernels import dropout
+        import megacore.kernels.dropout as kernel
 
-        return dropout.forward(x, residual, seed=seed, threshold=threshold, scale=scale)
+        return kernel.forward(x, residual, seed=seed, threshold=threshold, scale=scale)
     return (torch.where(_kept_of(x, seed, threshold), x.float() * scale, 0.0) + residual.float()).to(x.dtype)
 
 
@@ -81,9 +81,9 @@ def _(x: Tensor, residual: Tensor, seed: int, threshold: int, scale: float) -> T
 @operator("megacore::dropout_backward")
 def _dropout_backward(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     if runs_triton(dy, "dy"):
-        from megacore.kernels import dropout
+        import megacore.kernels.dropout as kernel
 
-        return dropout.backward(dy, seed=seed, threshold=threshold, scale=scale)
+        return kernel.backward(dy, seed=seed, threshold=threshold, scale=scale)
     return torch.where(_kept_of(dy, seed, threshold), dy.float() * scale, 0.0).to(dy.dtype)
 
 

@@ -116,9 +116,9 @@ def _statistics(
 ) -> Tensor:
     weights = (target_weight, uniform)
     if runs_triton(logits, "logits"):
-        from megacore.kernels import cross_entropy
+        import megacore.kernels.cross_entropy as kernel
 
-        return cross_entropy.statistics(
+        return kernel.statistics(
             logits, targets, start=start, columns=columns, ignore_index=ignore_index, weights=weights
         )
     return statistics_reference(
@@ -136,9 +136,9 @@ def _(
 @torch.library.custom_op("megacore::cross_entropy_merged", mutates_args=())
 def _merged(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: float, uniform: float) -> Tensor:
     if runs_triton(parts, "parts"):
-        from megacore.kernels import cross_entropy
+        import megacore.kernels.cross_entropy as kernel
 
-        return cross_entropy.merged(parts, targets, bounds=tuple(bounds), weights=(target_weight, uniform))
+        return kernel.merged(parts, targets, bounds=tuple(bounds), weights=(target_weight, uniform))
     return merged_reference(parts, targets, bounds=tuple(bounds), weights=(target_weight, uniform))
 
 
@@ -152,11 +152,9 @@ def _losses(
     statistics: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     if runs_triton(statistics, "statistics"):
-        from megacore.kernels import cross_entropy
+        import megacore.kernels.cross_entropy as kernel
 
-        return cross_entropy.losses(
-            statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss
-        )
+        return kernel.losses(statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss)
     return losses_reference(statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss)
 
 
@@ -181,9 +179,9 @@ def _gradient_(
     choice = {"start": start, "columns": columns, "ignore_index": ignore_index}
     weights = (target_weight, uniform)
     if runs_triton(logits, "logits"):
-        from megacore.kernels import cross_entropy
+        import megacore.kernels.cross_entropy as kernel
 
-        cross_entropy.gradient_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)
+        kernel.gradient_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)
     else:
         gradient_reference_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)
 

@@ -30,9 +30,9 @@ def _norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if runs_triton(x):
-        from megacore.kernels import norm
+        import megacore.kernels.norm as kernel
 
-        return norm.forward(x, residual, weight, bias, epsilon=epsilon, rms=rms)
+        return kernel.forward(x, residual, weight, bias, epsilon=epsilon, rms=rms)
     return norm_forward_reference(x, residual, weight, bias, epsilon=epsilon, rms=rms)
 
 
@@ -54,9 +54,9 @@ def _norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
-        from megacore.kernels import norm
+        import megacore.kernels.norm as kernel
 
-        return norm.backward(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
+        return kernel.backward(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
     return norm_backward_reference(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
 
 

@@ -24,7 +24,7 @@ from megacore.ops.dispatch import (
 @operator("megacore::rotary")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     if runs_triton(x):
-        from megacore.kernels import rotary as kernel
+        import megacore.kernels.rotary as kernel
 
         return kernel.rotate(x, cos, sin, backwards=backwards)
     return rotary_reference(x, cos, sin, backwards=backwards)
@@ -77,7 +77,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @operator("megacore::split_rotary")
 def _split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     if runs_triton(packed, "packed"):
-        from megacore.kernels import rotary as kernel
+        import megacore.kernels.rotary as kernel
 
         return kernel.split(packed, cos, sin, groups=groups)
     query, key, value = _split_reference(packed, cos, sin, groups)
@@ -94,7 +94,7 @@ def _(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Te
 @operator("megacore::join_rotary")
 def _join_rotary(dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if runs_triton(dkey, "dkey"):
-        from megacore.kernels import rotary as kernel
+        import megacore.kernels.rotary as kernel
 
         return kernel.join(dquery, dkey, dvalue, cos, sin)
     turned = (rotary_reference(x, cos, sin, backwards=True) for x in (dquery, dkey))

@@ -24,9 +24,9 @@ from megacore.ops.dispatch import (
 @operator("megacore::softmax_forward")
 def _softmax_forward(x: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     if runs_triton(x):
-        from megacore.kernels import softmax
+        import megacore.kernels.softmax as kernel
 
-        return softmax.forward(x, scale=scale, causal=causal, offset=offset, window=window)
+        return kernel.forward(x, scale=scale, causal=causal, offset=offset, window=window)
     return softmax_reference(x, scale=scale, causal=causal, offset=offset, window=window)
 
 
@@ -38,9 +38,9 @@ def _(x: Tensor, scale: float, causal: bool, offset: int, window: int | None) ->
 @operator("megacore::softmax_backward")
 def _softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     if runs_triton(y, "y"):
-        from megacore.kernels import softmax
+        import megacore.kernels.softmax as kernel
 
-        return softmax.backward(dy, y, scale=scale, causal=causal, offset=offset, window=window)
+        return kernel.backward(dy, y, scale=scale, causal=causal, offset=offset, window=window)
     wide, grad = y.float(), dy.float()
     return (wide * (grad - (wide * grad).sum(-1, keepdim=True)) * scale).to(y.dtype)
 

@@ -10,9 +10,9 @@ from megacore.config import OptimizerConfig
 def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> float:
     """The rate of update `step`, counted from 1.
 
-    The rate rises linearly to `lr` over the warm-up, whose last update uses `lr` itself, and reaches `end_lr` at update
-    `lr_decay_iters`, after which it stays there. WSD (Hu et al. 2024, arXiv 2404.06395) holds `lr` until the last
-    `lr_wsd_decay_iters` updates.
+    The rate rises to `lr` over the warm-up, linearly or with the logarithm of the step; the last update of the warm-up
+    uses `lr` itself. It reaches `end_lr` at update `lr_decay_iters`, after which it stays there. WSD (Hu et al. 2024,
+    arXiv 2404.06395) holds `lr` until the last `lr_wsd_decay_iters` updates.
 
     Args:
         step: number of the update, 1 for the first.
@@ -21,6 +21,8 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     """
     warmup, end = config.lr_warmup_iters, config.lr_decay_iters or train_iters
     if step < warmup:
+        if config.lr_warmup_style == "log":
+            return config.lr * math.log(max(step, 1)) / math.log(warmup)
         return config.lr * step / warmup
     if config.lr_decay_style == "constant":
         return config.lr

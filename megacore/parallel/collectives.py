@@ -358,13 +358,13 @@ def _own_copy(x: Tensor) -> Tensor:
 
 class _Copy(Node):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
+        ctx.group, ctx.in_place = group, in_place
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Sum(grad, ctx.group).wait() if ctx.in_place else all_reduced(grad, ctx.group), None, None
 
 
 class _Reduce(Node):
@@ -382,9 +382,16 @@ class _Reduce(Node):
         return grad, None, None
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Enter a tensor-parallel region: identity forward, gradients summed over the group backward."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+def copy_to_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """Enter a tensor-parallel region: identity forward, gradients summed over the group backward.
+
+    Args:
+        x: the same on every rank.
+        group: whose ranks read it.
+        in_place: the gradient may be overwritten, which saves a copy: the operators that read the result make a new
+            tensor for it, and give that to nobody else.
+    """
+    return x if group.size == 1 else _Copy.apply(x, group, in_place)
 
 
 def reduce_from_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:

@@ -9,9 +9,9 @@ three ways. `allgather` gathers those of the whole sequence, and computes this r
 again, sums the gradients of keys and values over the ranks in fp32, and keeps those of this rank's positions: the
 adjoint. Documents, windows and ALiBi go by positions in the whole sequence, so that every mask is possible. `ring` (Liu
 et al. 2023, arXiv 2310.01889) passes keys and values from rank to rank, and computes with some while the next travel;
-the parts are merged in fp32 by the logarithms of their sums. In backward their gradients travel with them. `ulysses`
-(Jacobs et al. 2023, arXiv 2309.14509) exchanges positions for heads: each rank attends over whole sequences with 1/p of
-the heads, as if there were no other rank, and the results are exchanged back.
+the parts are merged in fp32 by the logarithms of their sums. In backward other ranks' terms of their gradients travel
+behind them, to their owner. `ulysses` (Jacobs et al. 2023, arXiv 2309.14509) exchanges positions for heads: each rank
+attends over whole sequences with 1/p of the heads, as if there were no other rank, and the results are exchanged back.
 
 Shape legend: b micro-batch, n heads, g key and value heads, s sequence, p ranks, d head size.
 """
@@ -27,6 +27,8 @@ from torch import Tensor
 
 from megacore.ops.attention import Alibi, attention
 from megacore.ops.block_attention import NOTHING, attend, attend_backward
+from megacore.ops.causal_attention import merge_
+from megacore.ops.dispatch import Node
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, SumScattered
 from megacore.parallel.mesh import ALONE, Group
@@ -89,14 +91,26 @@ class SequenceShards:
             pieces: [p, ...], by rank.
             dim: of a piece: its dimension of positions.
         """
-        shape = list(pieces.shape[1:])
-        shape[dim] = length = self.whole_length(shape[dim])
-        whole = pieces.new_empty(shape)
+        length, parts = self.whole_length(pieces.shape[1 + dim]), dict[int, Tensor]()
         for rank, piece in enumerate(pieces):
             ranges = self.ranges(length, rank)
             for of, part in zip(ranges, piece.split([len(of) for of in ranges], dim), strict=True):
-                whole.narrow(dim, of.start, len(of)).copy_(part)
-        return whole
+                parts[of.start] = part
+        return torch.cat([parts[start] for start in sorted(parts)], dim)
+
+    def take_apart(self, *sequences: Tensor) -> Tensor:
+        """What each rank holds of whole sequences, [p, number of arguments, b, s/p, ...], by one copy.
+
+        Args:
+            sequences: [b, s, ...] of one shape.
+        """
+        b, s, *others = sequences[0].shape
+        ranks = range(self.group.size)
+        parts = [
+            sample[of.start : of.stop]
+            for rank in ranks for x in sequences for sample in x for of in self.ranges(s, rank)
+        ]  # fmt: skip
+        return torch.cat(parts).view(len(ranks), len(sequences), b, s // len(ranks), *others)
 
 
 WHOLE = SequenceShards()
@@ -132,7 +146,7 @@ def context_attention(
     return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _GatheredAttention(Node):
     """It keeps this rank's keys and values, not those of the whole sequence."""
 
     @staticmethod
@@ -193,16 +207,11 @@ def _gathered(key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
 def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
     """The sum over the ranks of gradients of keys and of values [b, g, s, d] in fp32, of which this rank keeps its
     positions: [2, b, g, s/p, d]."""
-    b, g, s, d = gradients[0].shape
-    pieces = gradients[0].new_empty(shards.group.size, len(gradients), b, s // shards.group.size, g, d)
-    for rank, piece in enumerate(pieces):
-        ranges = shards.ranges(s, rank)
-        for part, x in zip(piece, gradients, strict=True):
-            torch.cat([x[:, :, of.start : of.stop].transpose(1, 2) for of in ranges], 1, out=part)
+    pieces = shards.take_apart(*(x.transpose(1, 2) for x in gradients))
     return SumScattered(pieces, shards.group).wait().transpose(2, 3)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Node):
     """Causal attention. It keeps this rank's keys and values, and the merged result."""
 
     @staticmethod
@@ -225,7 +234,7 @@ class _RingAttention(torch.autograd.Function):
                 if not out.numel():
                     out = _zeros_like(query)
                     logarithm = out.new_full(query.shape[:-1], NOTHING)
-                _merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
+                merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
         ctx.shards, ctx.causal, ctx.window = shards, view.causal, view.window
@@ -237,23 +246,50 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
         shards: SequenceShards = ctx.shards
         view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
-        d_query, local = _zeros_like(query), key.new_empty(2, *key.transpose(1, 2).shape, dtype=torch.float32)
+        d_query, d_local, shape = list[Tensor](), list[Tensor](), (2, *key.transpose(1, 2).shape)
         arriving: Shift | None = None
         for source, keys, values in _travelling(key, value, shards):
-            d_keys = torch.zeros_like(local)
+            d_pairs = list[tuple[slice, list[Tensor]]]()
             for pair in _pairs(source, query.shape[2], shards, view, slopes):
                 d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
                 operands = pair.operands(query, keys, values)
-                terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(view, slopes))
-                d_query[:, :, pair.rows] += terms[0]
-                for total, term in zip(d_keys, terms[1:], strict=True):
-                    total.transpose(1, 2)[:, :, pair.columns] += term
-            if arriving is not None:
-                d_keys += arriving.wait()
+                d_part, *terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(view, slopes))
+                d_query = _added(d_query, pair.rows, [d_part], query)
+                d_pairs.append((pair.columns, terms))
+            if source == shards.group.rank:  # these stay: only the terms of other ranks have to travel
+                for columns, terms in d_pairs:
+                    d_local = _added(d_local, columns, terms, key)
+                continue
+            d_keys = key.new_zeros(shape, dtype=torch.float32) if arriving is None else arriving.wait()
+            for columns, terms in d_pairs:
+                _added(list(d_keys.transpose(2, 3)), columns, terms, key)
             arriving = Shift(d_keys, shards.group)
         assert arriving is not None
-        d_key, d_value = arriving.wait().transpose(2, 3).to(key.dtype)
-        return d_query.to(query.dtype), d_key, d_value, None, None, None
+        d_key, d_value = (
+            term.add_(others).to(key.dtype)
+            for term, others in zip(d_local, arriving.wait().transpose(2, 3), strict=True)
+        )
+        return d_query[0].to(query.dtype), d_key, d_value, None, None, None
+
+
+def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
+    """Add terms at some positions of sums in fp32, in place.
+
+    Args:
+        totals: [b, heads, s/p, d] each; none: the sums begin here.
+        where: the positions of the terms.
+        terms: one for each sum, which may become the sum.
+        like: of the shape of a sum.
+
+    Returns:
+        The sums.
+    """
+    if not totals and terms[0].shape == like.shape:
+        return terms
+    totals = totals or [_zeros_like(like) for _ in terms]
+    for total, term in zip(totals, terms, strict=True):
+        total[:, :, where] += term
+    return totals
 
 
 class _Pair(NamedTuple):
@@ -333,20 +369,6 @@ def _slice(start: int, stop: int, shift: int) -> slice:
     return slice(start + shift, stop + shift)
 
 
-def _merge_(out: Tensor, logarithm: Tensor, part: Tensor, sums: Tensor) -> None:
-    """Add attention over further keys, in place: each weighs as much as its share of the sum of both.
-
-    Args:
-        out: [b, n, q, d] fp32.
-        logarithm: [b, n, q] fp32, of the sums so far; `NOTHING` where there is none.
-        part: like out.
-        sums: like logarithm.
-    """
-    both = torch.logaddexp(logarithm, sums)
-    out.mul_((logarithm - both).exp_()[..., None]).addcmul_(part, (sums - both).exp_()[..., None])
-    logarithm.copy_(both)
-
-
 def _zeros_like(x: Tensor) -> Tensor:
     """fp32 zeros, laid out as the projections around attention read and write it: [b, s/p, heads, d]."""
     return torch.zeros_like(x.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format).transpose(
@@ -377,7 +399,7 @@ def _by_heads(
     return back.flatten(2, 3).contiguous().transpose(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Node):
     """This rank's positions of all heads, [b, s/p, p, m, d], for all positions of its heads, [b, s, m, d], or back:
     each the other's adjoint."""
 
@@ -398,8 +420,4 @@ def _positions_to_heads(x: Tensor, shards: SequenceShards) -> Tensor:
 
 
 def _heads_to_positions(x: Tensor, shards: SequenceShards) -> Tensor:
-    pieces = [
-        torch.cat([x[:, of.start : of.stop] for of in shards.ranges(x.shape[1], rank)], 1)
-        for rank in range(shards.group.size)
-    ]
-    return PartsExchanged(torch.stack(pieces), shards.group).wait().movedim(0, 2)
+    return PartsExchanged(shards.take_apart(x)[:, 0], shards.group).wait().movedim(0, 2)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.ops.dispatch import Node
 from megacore.parallel.collectives import PartsExchanged, RowsExchanged
 from megacore.parallel.mesh import ALONE, Group, Mesh
 from megacore.parallel.products import Products
@@ -86,7 +87,7 @@ class Assignment:
 
 
 def assign(indices: Tensor, experts: int, group: Group) -> Assignment:
-    """Agree with the other ranks on what each sends to each. The host waits for the counts.
+    """Agree with the other ranks on what each sends to each. The host waits once, for the counts.
 
     Args:
         indices: [t, k] int64, the experts of each token.
@@ -95,23 +96,32 @@ def assign(indices: Tensor, experts: int, group: Group) -> Assignment:
     """
     flat = indices.flatten()
     order = torch.sort(flat, stable=True).indices
-    counts = torch.bincount(flat, minlength=experts)
+    counts = occurrences(flat, experts)
     pairs = partial(Assignment, chosen=indices.shape[1], order=order, positions=_reverse(order))
     if group.size == 1:
         return pairs(counts=counts.tolist())
     mine = counts.view(group.size, -1)  # [rank, expert of it]
     theirs = PartsExchanged(mine, group).wait()  # [source, expert of this rank]
     held = mine.shape[1]
-    send, receive, local = torch.cat([mine.sum(1), theirs.sum(1), theirs.sum(0)]).split([group.size, group.size, held])
-    expert = torch.arange(held, device=flat.device).repeat(group.size).repeat_interleave(theirs.flatten())
+    numbers = torch.cat([mine.sum(1), theirs.flatten()]).tolist()
+    sources = [numbers[start : start + held] for start in range(group.size, len(numbers), held)]
+    receive = list(map(sum, sources))
+    rows = torch.arange(sum(receive), device=flat.device)  # as they arrive, by source and expert
+    expert = torch.searchsorted(theirs.flatten().cumsum(0), rows, right=True) % held
     grouped = torch.sort(expert, stable=True).indices
     return pairs(
-        counts=local.tolist(),
-        send=send.tolist(),
-        receive=receive.tolist(),
+        counts=list(map(sum, zip(*sources, strict=True))),
+        send=numbers[: group.size],
+        receive=receive,
         grouped=grouped,
         arrival=_reverse(grouped),
     )
+
+
+def occurrences(indices: Tensor, count: int) -> Tensor:
+    """How often each index in [0, count) occurs, [count] int64. For `torch.bincount` the host waits for the device."""
+    flat = indices.flatten()
+    return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
@@ -151,7 +161,7 @@ def _permuted(x: Tensor, order: Tensor | None, reverse: Tensor | None) -> Tensor
     return permuted
 
 
-class _Permuted(torch.autograd.Function):
+class _Permuted(Node):
     """Rows in another order."""
 
     @staticmethod
@@ -164,7 +174,7 @@ class _Permuted(torch.autograd.Function):
         return grad.index_select(0, ctx.reverse), None, None
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicated(Node):
     """A row for each expert of a token, ordered by expert and then by token."""
 
     @staticmethod
@@ -181,7 +191,7 @@ class _Replicated(torch.autograd.Function):
         return total.to(grad.dtype), None
 
 
-class _Combined(torch.autograd.Function):
+class _Combined(Node):
     """The weighted sum of a token's rows."""
 
     @staticmethod
@@ -207,7 +217,7 @@ def _pairs(rows: Tensor, assignment: Assignment) -> Tensor:
     return rows.index_select(0, assignment.positions).unflatten(0, (-1, assignment.chosen))
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(Node):
     """Rows for every rank against theirs for this one."""
 
     @staticmethod
@@ -223,7 +233,7 @@ class _Exchanged(torch.autograd.Function):
 # ---- a loss on the way
 
 
-class _WithLoss(torch.autograd.Function):
+class _WithLoss(Node):
     """A tensor as it is; backward adds the gradient of a loss."""
 
     @staticmethod

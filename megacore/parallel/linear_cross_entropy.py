@@ -111,7 +111,7 @@ class ChunkedLoss:
             return x
         if self.blocks:
             return self.blocks.entered(x)
-        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
+        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group, in_place=True)
 
     def _share(self) -> VocabularyShare:
         return vocabulary_share(self.vocab_size, self.group, self.blocks)

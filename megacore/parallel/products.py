@@ -120,7 +120,7 @@ def _has_addmm_to_fp32(kind: type[Tensor], device: torch.device, dtype: torch.dt
 
 def gradient_sum(weight: Tensor | None) -> GradientSum | None:
     """Where the gradient of a weight is added; None: it is given to autograd, as always in compiled code."""
-    if torch.compiler.is_compiling() or not isinstance(weight, ShardedParameter):
+    if not isinstance(weight, ShardedParameter) or weight.gradient_sum is None or torch.compiler.is_dynamo_compiling():
         return None
     return weight.gradient_sum
 
@@ -239,9 +239,8 @@ class LinearLayers:
         self, products: Products, parameters: Parameters, *, whole: Tensor | None = None, input_is_saved: bool = False
     ) -> None:
         self.products, self.whole, self.input_is_saved = products, whole, input_is_saved
-        self.sums = [gradient_sum(weight) for weight in parameters[::2]]
-        self._has_bias = [bias is not None for bias in parameters[1::2]]
-        self._rows = [] if whole is None else [weight.shape[0] for weight, _ in _pairs(parameters)]
+        self.sums = list(map(gradient_sum, parameters[::2]))
+        self._parameters = parameters
 
     def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:
         """The weight and bias of each product."""
@@ -253,14 +252,17 @@ class LinearLayers:
 
     def outputs(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
         """x W^T + b of each product, [b, s, i] -> [b, s, o]"""
-        return tuple([self.products.output(x, weight, bias) for weight, bias in self.pairs(parameters)])
+        if self.whole is not None:
+            return (self.products.output(x, self.whole, None),)
+        return tuple([self.products.output(x, weight, bias) for weight, bias in _pairs(parameters)])
 
     def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """The gradient of the input, [b, s, i], from those of the outputs."""
-        first, *others = self.matrices(weights)
-        total = self.products.input_gradient(grads[0], first)
-        for grad, weight in zip(grads[1:], others, strict=True):
-            self.products.add_input_gradient(total, grad, weight)
+        if self.whole is not None:
+            return self.products.input_gradient(grads[0], self.whole)
+        total = self.products.input_gradient(grads[0], weights[0])
+        for number in range(1, len(grads)):
+            self.products.add_input_gradient(total, grads[number], weights[number])
         return total
 
     def write_input_gradient(self, dx: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -276,9 +278,9 @@ class LinearLayers:
         if self.whole is not None:
             return self._joined_gradients(inputs, grads[0].flatten(0, -2))
         gradients: list[Tensor | None] = []
-        for number, biased in enumerate(self._has_bias):
+        for number, bias in enumerate(self._parameters[1::2]):
             grad = grads[number].flatten(0, -2)
-            gradients += [self._weight_gradient(number, grad, inputs), grad.sum(0) if biased else None]
+            gradients += [self._weight_gradient(number, grad, inputs), None if bias is None else grad.sum(0)]
         return gradients
 
     def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
@@ -301,27 +303,34 @@ class LinearLayers:
             if (whole := joined(buffers)) is not None and len(set(have_terms)) == 1:
                 self.products.add_weight_gradient(whole, grad, inputs, has_terms=have_terms[0])
             else:
-                for buffer, has_terms, part in zip(buffers, have_terms, grad.split(self._rows, 1), strict=True):
+                for buffer, has_terms, part in zip(buffers, have_terms, grad.split(self._rows(), 1), strict=True):
                     self.products.add_weight_gradient(buffer, part, inputs, has_terms=has_terms)
             for total in sums:
                 total.added()
             return [None, None] * len(sums)
         whole = self.products.weight_gradient(grad, inputs)
-        return [gradient for part in whole.split(self._rows) for gradient in (part, None)]
+        return [gradient for part in whole.split(self._rows()) for gradient in (part, None)]
+
+    def _rows(self) -> list[int]:
+        """The output features of each layer."""
+        return [weight.shape[0] for weight, _ in _pairs(self._parameters)]
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """One matrix with the rows of several that lie one after the other in memory, without a copy; None: they do not."""
-    first, rows, end = tensors[0], 0, tensors[0].storage_offset()
-    memory, columns = first.untyped_storage()._cdata, first.shape[1:]
-    for tensor in tensors:
+    first, columns = tensors[0], tensors[0].shape[1:]
+    memory, rows, start = first.untyped_storage()._cdata, first.shape[0], first.storage_offset()
+    if not first.is_contiguous():
+        return None
+    end = start + first.numel()
+    for tensor in tensors[1:]:
         apart = tensor.storage_offset() != end or tensor.untyped_storage()._cdata != memory
         if apart or not tensor.is_contiguous() or tensor.shape[1:] != columns:
             return None
         rows, end = rows + tensor.shape[0], end + tensor.numel()
-    return first.detach().as_strided((rows, *columns), first.stride(), first.storage_offset())
+    return first.detach().as_strided((rows, *columns), first.stride(), start)
 
 
 def _pairs(parameters: Parameters) -> list[tuple[Tensor, Tensor | None]]:
-    pairs = zip(parameters[::2], parameters[1::2], strict=True)
-    return [(weight, bias) for weight, bias in pairs if weight is not None]
+    pairs: Any = zip(parameters[::2], parameters[1::2], strict=True)
+    return list(pairs)

@@ -289,8 +289,8 @@ def _linears(
     input_is_saved: bool = False,
 ) -> tuple[Tensor, ...]:
     if split_backward or not torch.is_grad_enabled():
-        enter = gather_sequence if sequence_parallel else copy_to_group
-        return linears(products, enter(x, group), parameters)
+        entered = gather_sequence(x, group) if sequence_parallel else copy_to_group(x, group, in_place=True)
+        return linears(products, entered, parameters)
     layers = LinearLayers(products, parameters, input_is_saved=input_is_saved)
     if group.size == 1 and not any(layers.sums):
         return linears(products, x, parameters)

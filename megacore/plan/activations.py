@@ -15,6 +15,7 @@ from typing import Literal
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
 from megacore.plan.model_size import vocabulary_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -24,10 +25,11 @@ LONGEST_WHOLE = 1024
 """The longest sequence for which `ops.attention` makes masks, biases and, with dropout on a CPU, weights whole."""
 _BLOCK, _ALIBI_BLOCK = 512, 128  # queries of a block of longer ones; with ALiBi on a CPU
 Operator = Literal[
-    "norms", "products of norms", "attention", "activation", "product of the activation", "dropout", "block"
+    "norms", "products of norms", "attention", "activation", "product of the activation", "dropout", "routing", "block"
 ]
 """What keeps tensors in a block: `products of norms` the outputs of norms (qkv, gate, up), `attention` all between its
-projections and its output, `product of the activation` the input of `down`; `block` its input, if it is recomputed."""
+projections and its output, `product of the activation` the input of `down`, `routing` what sends tokens to experts;
+`block` its input, if it is recomputed."""
 # Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
@@ -65,9 +67,15 @@ def kept_by_operator(
     light = recompute == "light" and not config.training.compile
     # The output of BERT's second norm is the residual stream, which the next block keeps.
     outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
-    if config.parallel.sequence_parallel and (config.training.reproducible or config.parallel.may_split_backward):
-        outputs = 2 * t  # gathered, where the gradients of weights are computed apart
+    share, routing = expert_share(config, block), 0.0
     inner = e * tokens * block.inner_size / t
+    if share is not None:
+        of_shared = share.experts.moe_shared_expert_size
+        outputs -= 0 if light or (of_shared and e < 4) else 1  # the router keeps its input in fp32, maybe the same
+        inner = e * (share.rows * share.inner + tokens * (of_shared or 0) / t)
+        routing = routing_bytes(share, e, exchanges=config.parallel.ep > 1, keeps_input=not light or e < 4)
+    if config.parallel.sequence_parallel and (config.training.reproducible or config.parallel.may_split_backward):
+        outputs *= t  # gathered, where the gradients of weights are computed apart
     activated = 0 if block.activation == "relu" else 1  # ReLU keeps its output itself
     of_activation = _INNER_TENSORS[block.activation] - activated
     if on_cpu and block.activation.startswith("geglu"):
@@ -81,6 +89,7 @@ def kept_by_operator(
         "activation": inner * of_activation,
         "product of the activation": inner * (0 if light else activated),
         "dropout": residual * masks,
+        "routing": routing,
     }
 
 
@@ -90,19 +99,32 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     are kept, and what a block of queries needs."""
     tokens, e = _tokens(config), _element(config)
     gathered = e * tokens * block.hidden_size if config.parallel.sequence_parallel else 0.0
-    mlp = residual_bytes(config) + gathered + e * tokens * block.inner_size / _layer_ranks(config)
+    mlp = e * tokens * block.inner_size / _layer_ranks(config)
+    if (share := expert_share(config, block)) is not None:
+        of_rows = e * share.rows * (share.hidden + share.inner)
+        mlp = max(of_rows, combining_bytes(share, e))
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
-    return max(mlp, attention + attention_passing_bytes(config, block, on_cpu=on_cpu))
+    return max(
+        residual_bytes(config) + gathered + mlp, attention + attention_passing_bytes(config, block, on_cpu=on_cpu)
+    )
 
 
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included."""
     split = (block.num_attention_heads + 2 * block.query_groups) * block.head_size  # of qkv
-    split += block.inner_size * (2 if block.gated else 1)  # of gate and up
+    share, of_experts = expert_share(config, block), 0.0
+    gated, mlps = 2 if block.gated else 1, 1
+    inner = block.inner_size
+    if share is not None:
+        of_experts = _element(config) * share.rows * (gated * share.inner + share.hidden)
+        inner = share.experts.moe_shared_expert_size or 0
+        mlps = min(inner, 1)
+    split += inner * gated  # of gate and up
     norms = 1 if block.parallel_residual else 2
     whole = _element(config) * _tokens(config)
-    return whole * (split / _layer_ranks(config) + 2 * block.hidden_size) + norms * residual_bytes(config)
+    residuals = norms * residual_bytes(config) + of_experts
+    return whole * (split / _layer_ranks(config) + (1 + mlps) * block.hidden_size) + residuals
 
 
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:

@@ -16,6 +16,7 @@ from megacore.plan.activations import (
     residual_bytes,
 )
 from megacore.plan.buckets import grown
+from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
 
@@ -51,7 +52,7 @@ def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, o
 def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
     """What the block that is computed again keeps besides its input."""
     if config.training.recompute == "light" and not config.training.compile:  # one output of a norm or an activation
-        inner = max((block.inner_size for block in blocks), default=0) / config.parallel.tp
+        inner = max(map(_width_computed_again, blocks), default=0) / config.parallel.tp
         return max(inner / config.model.hidden_size, 1.0) * residual_bytes(config) if blocks else 0.0
     if config.training.recompute == "selective":
         cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
@@ -59,6 +60,11 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
     if config.training.recompute == "full":
         return max(_largest_block(config, blocks, on_cpu=on_cpu) - residual_bytes(config), 0.0)
     return 0.0
+
+
+def _width_computed_again(block: ResolvedModel) -> int:
+    """Of the activation that `light` computes again; that of experts is kept."""
+    return block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
 
 
 def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
@@ -110,6 +116,13 @@ def passing_bytes(
     replicas, splits = ranks_of_role("replicas", config.parallel), config.parallel.may_split_backward
     stage = config.parallel.zero_stage if replicas > 1 else 0
     table, sizes_by_chunk = shared_table(chunks), held_by_layer(chunks)
+    has_copies = expert_copies(config.parallel) > 1
+    if stage and not has_copies:  # experts without copies are neither reduced nor gathered
+        alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
+        sizes_by_chunk = [
+            [size - routed for size, routed in zip(*pair, strict=True)]
+            for pair in zip(sizes_by_chunk, alone, strict=True)
+        ]
     found = [(0.0, 0.0)]
     beside: dict[int, float] = {}  # blocks that are alike are one object
     for chunk, sizes in zip(chunks, sizes_by_chunk, strict=True):
@@ -137,7 +150,8 @@ def passing_bytes(
                 moment += e * gathered + term * (size + later_size)
             found.append((moment - freed - working, reducing))
             freed += kept[number] + waiting[number]
-            later_size, later_bucket = size, bucket
+            # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
+            later_size, later_bucket = size - (routed_parameters(config, layer.block) if has_copies else 0), bucket
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
 
@@ -150,6 +164,10 @@ def _beside(
     keeps until it has both; it then has both and their sum."""
     e = ELEMENT_BYTES[config.precision.precision]
     gradient = 0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else e * _largest_gradient(config, layer)
+    if layer.block is not None and config.parallel.may_split_backward:
+        # The half for weights has no gradients of activations but those that wait for it, which are counted apart; the
+        # half for inputs, at its end, the gradient of the stage's input.
+        return again + max(gradient + e * table, residual_bytes(config))
     if layer.block is not None:
         return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
     if layer.name == "embedding":
@@ -164,7 +182,9 @@ def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:
     of it."""
     ranks = ranks_of_role("layer", config.parallel)
     if layer.block is not None:
-        return largest_product(layer.block, ranks)
+        share = expert_share(config, layer.block)
+        of_experts = 0 if share is None else 2 * share.matrix  # of each expert, and then of all as one tensor
+        return max(largest_product(layer.block, ranks), of_experts)
     held = layer.parameters if layer.held is None else layer.held
     if not config.model.vocab_size:
         return held

@@ -1,7 +1,9 @@
 """Devices by short names, as far as a step's time depends on them: memory, links, and how much of each a step reaches.
 
-What a data sheet states stands here once: memory and links from the manufacturers' data sheets (NVIDIA A100, H100, H200
-and HGX B200; AMD MI250X), the peaks of matrix products in `peaks.py`. Bandwidths are of one direction. What a step
+What a data sheet states stands here once: bandwidths of memory and links from the manufacturers' data sheets (NVIDIA
+A100, H100, H200 and HGX B200; AMD MI250X), the peaks of matrix products in `peaks.py`. Capacities are those that the
+drivers report to programs (CUDA's and HIP's total memory), which are not the rounded numbers in the names: an H100 of
+"80 GB" has 79.11 GiB, which are 84.9e9 bytes. Bandwidths are of one direction. What a step
 reaches of them is assumed, as three values: slow, expected and fast. A device's `network` is its share of what the
 network cards of common nodes carry.
 """
@@ -53,7 +55,7 @@ class Device:
     Attributes:
         name: the value of --device.
         reported_as: the driver's name, by which `peaks.py` has its peaks.
-        memory_bytes: capacity.
+        memory_bytes: capacity, as the driver reports it to a program.
         memory_bandwidth: bytes per second.
         node_ranks: devices of a node.
         node_link: between the devices of a node.
@@ -86,6 +88,7 @@ class Device:
         return None if tflops is None else tflops * 1e12
 
 
+_GIB = 2.0**30
 _NVLINK_3 = Link(bandwidth=300e9, latency=3e-6)
 _NVLINK_4 = Link(bandwidth=450e9, latency=3e-6)
 _NVLINK_5 = Link(bandwidth=900e9, latency=3e-6)
@@ -96,7 +99,7 @@ DEVICES = (
     Device(
         name="a100-40g",
         reported_as="NVIDIA A100-SXM4-40GB",
-        memory_bytes=40e9,
+        memory_bytes=39.39 * _GIB,
         memory_bandwidth=1555e9,
         node_link=_NVLINK_3,
         network=Link(bandwidth=25e9, latency=6e-6),
@@ -106,7 +109,7 @@ DEVICES = (
     Device(
         name="a100-80g",
         reported_as="NVIDIA A100-SXM4-80GB",
-        memory_bytes=80e9,
+        memory_bytes=79.15 * _GIB,
         memory_bandwidth=2039e9,
         node_link=_NVLINK_3,
         network=Link(bandwidth=25e9, latency=6e-6),
@@ -116,7 +119,7 @@ DEVICES = (
     Device(
         name="h100",
         reported_as="NVIDIA H100 80GB HBM3",
-        memory_bytes=80e9,
+        memory_bytes=79.11 * _GIB,
         memory_bandwidth=3350e9,
         node_link=_NVLINK_4,
         network=Link(bandwidth=50e9, latency=6e-6),
@@ -124,7 +127,7 @@ DEVICES = (
     Device(
         name="h200",
         reported_as="NVIDIA H200",
-        memory_bytes=141e9,
+        memory_bytes=139.8 * _GIB,
         memory_bandwidth=4800e9,
         node_link=_NVLINK_4,
         network=Link(bandwidth=50e9, latency=6e-6),
@@ -132,7 +135,7 @@ DEVICES = (
     Device(
         name="b200",
         reported_as="NVIDIA B200",
-        memory_bytes=180e9,
+        memory_bytes=178.35 * _GIB,
         memory_bandwidth=7700e9,
         node_link=_NVLINK_5,
         network=Link(bandwidth=50e9, latency=6e-6),
@@ -140,7 +143,7 @@ DEVICES = (
     Device(
         name="mi250x",
         reported_as="AMD Instinct MI250X",
-        memory_bytes=64e9,
+        memory_bytes=63.98 * _GIB,
         memory_bandwidth=1638e9,
         node_link=_INFINITY_FABRIC,
         network=Link(bandwidth=12.5e9, latency=6e-6),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,11 @@ from megacore.plan.state import (
     building_bytes,
     forgets_gradients,
     held_by_layer,
+    held_experts,
     held_parameters,
     late_bytes,
     state_bytes,
+    term_bytes,
 )
 
 GIB = 2.0**30
@@ -172,7 +175,7 @@ def _rank_memory(
 ) -> RankMemory:
     on_rank = stages[rank :: ranks_of_role("pipeline", config.parallel)]
     parameters = held_parameters(layers, on_rank)
-    state = state_bytes(parameters, config)
+    state = state_bytes(parameters, config, experts=held_experts(config, layers, on_rank))
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu
@@ -193,18 +196,21 @@ def _rank_memory(
     forgets = forgets_gradients(config)
     totals = [sum(sizes) for sizes in held_by_layer(chunks)]
     grads = [state["grads"] * total / max(sum(totals), 1) if forgets else 0.0 for total in totals]
+    if not forgets and forgets_gradients(config, of_experts=True):
+        grads = [float(term_bytes(config) * held_experts(config, layers, [numbers])) for numbers in on_rank]
+    lasting = state["grads"] - sum(grads)
     kept_grads = [sum(kept_gradients(config, chunk)) for chunk in chunks]
 
     def most(*, computing: bool, split: bool, first: bool = False) -> float:
         """Of gradients and activations, at the moments in which a microbatch is computed, or else is done; or until
         each stage has had its first backward."""
-        found = 0.0 if forgets else state["grads"]
+        found = lasting
         for moment in schedule:
             if moment.computing is computing and moment.split is split and not (first and all(moment.begun)):
                 waiting = _products(moment.waiting, kept_grads)
                 held = _products(moment.held, kept) + _products([max(n - 1, 0) for n in moment.held], head_kept)
-                begun = _products(moment.begun, grads) if forgets else state["grads"]
-                found = max(found, begun + held + waiting + (shared if computing else 0.0))
+                begun = _products(moment.begun, grads)
+                found = max(found, lasting + begun + held + waiting + (shared if computing else 0.0))
         return found
 
     certain = [most(computing=computing, split=False) for computing in (True, False)]
@@ -234,4 +240,4 @@ def _rank_memory(
 
 
 def _products(counts: Iterable[int], sizes: Iterable[float]) -> float:
-    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+    return sum(map(operator.mul, counts, sizes))

@@ -77,9 +77,11 @@ def mixture_parameters(
 
 
 def largest_product(config: ResolvedModel, tp: int) -> int:
-    """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product."""
+    """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product. Experts
+    are left out."""
     query, keys = config.num_attention_heads * config.head_size, 2 * config.query_groups * config.head_size
-    widths = (query + keys, query, config.inner_size * (2 if config.gated else 1))
+    inner = config.inner_size if config.experts is None else config.experts.moe_shared_expert_size or 0
+    widths = (query + keys, query, inner * (2 if config.gated else 1))
     return config.hidden_size * max(widths) // tp
 
 

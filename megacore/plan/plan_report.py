@@ -19,6 +19,7 @@ PARTS = {
     "attention": "compute: attention",
     "memory": "compute: memory-bound operators",
     "tensor": "tensor, sequence and context parallel, exposed",
+    "experts": "expert parallel, exposed",
     "pipeline": "pipeline transfers, exposed",
     "replicas": "data parallel, exposed",
     "tied": "tied gradients",
@@ -45,7 +46,10 @@ def markdown(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -
 def _head(plan: Plan) -> Iterator[str]:
     config, cluster = plan.config, plan.cluster
     parallel, training = config.parallel, config.training
-    degrees = ", ".join(f"{name} {degree}" for name, degree in reversed(parallel.degrees.items()) if degree > 1)
+    every = [*reversed(parallel.degrees.items()), ("ep", parallel.ep)]
+    if config.model.experts is not None and parallel.expert_split != parallel.tp:
+        every.append(("etp", parallel.expert_split))
+    degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
     extras = [
         f"schedule {parallel.schedule}" if parallel.pp > 1 else "",
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
@@ -56,12 +60,15 @@ def _head(plan: Plan) -> Iterator[str]:
     ]
     yield f"# Plan: {config.model.preset or 'model'} on {parallel.ranks} x {cluster.name}"
     yield ""
-    yield f"- model: {plan.parameters:,} parameters (exact)"
+    active = f", of which a token uses {plan.active_parameters:,}" if config.model.experts is not None else ""
+    yield f"- model: {plan.parameters:,} parameters{active} (exact)"
     yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
     yield (
-        f"- batch: {training.global_batch_size} sequences of {config.data.seq_length} tokens, "
+        f"- batch: {counted(training.global_batch_size, 'sequence')} of {counted(config.data.seq_length, 'token')}, "
         f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica"
     )
+    if config.model.experts is not None:
+        yield "- experts: figures are for experts with equally many tokens; the busiest rank of a real step has more"
     yield f"- cluster figures: {cluster.source}"
 
 
@@ -172,12 +179,14 @@ def _number(value: float) -> str:
 def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
     """All figures of a plan; arguments as for `markdown`."""
     parallel, training = plan.config.parallel, plan.config.training
+    active = None if plan.config.model.experts is None else plan.active_parameters
     report: dict[str, Any] = {
         "cluster": plan.cluster.name,
         "cluster_source": plan.cluster.source,
         "gpus": parallel.ranks,
         "layout": {
             **parallel.degrees,
+            **({} if plan.config.model.experts is None else {"ep": parallel.ep, "etp": parallel.expert_split}),
             "schedule": parallel.schedule,
             "virtual_stages": parallel.virtual_stages,
             "zero_stage": parallel.zero_stage,
@@ -188,6 +197,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
             "recompute": training.recompute,
         },
         "parameters": asdict(exact(plan.parameters, "parameters")),
+        **({} if active is None else {"active_parameters": asdict(exact(active, "parameters"))}),
         "fits": plan.fits,
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),

@@ -16,8 +16,9 @@ from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_byte
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time
-from megacore.plan.flops import Attention, block_flops, flops_per_sequence
+from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
 from megacore.plan.memory import GIB, RankMemory, plan_memory
+from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
@@ -27,7 +28,7 @@ from megacore.plan.ways_out import Limits, ways_out
 
 Origin = Literal["exact", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
-# From the driver's and the allocator's share; a planned device is full below its capacity.
+# What other programs and the libraries' own contexts take: a planned device is full below its capacity.
 _USABLE = 0.97
 # Below these widths, of a model and of a rank's share, launches take as long as operators.
 _SMALL_HIDDEN, _NARROW = 2048, 256
@@ -80,9 +81,15 @@ class Plan:
         return whole_parameters(self.config, self.layers)
 
     @property
+    def active_parameters(self) -> int:
+        """Those that a token uses: without the experts that it does not choose."""
+        blocks = blocks_of(self.config.model)
+        return self.parameters - sum(n * (block_parameters(block) - active_parameters(block)) for block, n in blocks)
+
+    @property
     def capacity(self) -> float:
         """Bytes that a rank may take."""
-        return usable_bytes(self.config, self.cluster)
+        return usable_bytes(self.cluster, self.config.parallel.ranks)
 
     @property
     def fullest(self) -> RankMemory:
@@ -162,9 +169,9 @@ class Plan:
         return seconds / 86400, hours * self.cluster.price_per_hour
 
 
-def usable_bytes(config: ResolvedConfig, cluster: Cluster) -> float:
-    """Bytes that a rank may take."""
-    shared = min(config.parallel.ranks, cluster.device.node_ranks) if cluster.on_cpu else 1
+def usable_bytes(cluster: Cluster, ranks: int) -> float:
+    """Bytes that each of a number of ranks may take."""
+    shared = min(ranks, cluster.device.node_ranks) if cluster.on_cpu else 1
     return cluster.device.memory_bytes * _USABLE / shared
 
 
@@ -172,7 +179,7 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     """The configuration with the schedule that --schedule auto is on a cluster."""
     if not is_open(config):
         return config
-    layers, most = outline(config), usable_bytes(config, cluster)
+    layers, most = outline(config), usable_bytes(cluster, config.parallel.ranks)
 
     def fits(candidate: ResolvedConfig) -> bool:
         return max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu)) <= most
@@ -223,8 +230,9 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
     flops = flops_per_sequence(model, s, attention=attention)
     if hardware and config.training.recompute == "full":
         again = config.training.recompute_num_layers
-        blocks = model.num_layers if again is None else min(model.num_layers, again * config.parallel.pp)
-        flops += s * blocks * block_flops(model, s, attention=attention)
+        share = 1.0 if again is None else min(1.0, again * config.parallel.pp / model.num_layers)
+        blocks = blocks_of(model)
+        flops += share * s * sum(number * block_flops(block, s, attention=attention) for block, number in blocks)
     elif hardware and config.training.recompute == "selective":
         keys = float(min(s, model.window_size or s)) * (0.5 if attention == "causal" else 1.0)
         flops += s * model.num_layers * 4.0 * keys * model.num_attention_heads * model.head_size

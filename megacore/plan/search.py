@@ -9,16 +9,21 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.config import ResolvedConfig, validate
+from megacore.config.fields import flag_and_value
+from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.outline import LayerOutline, outline
-from megacore.plan.state import state_bytes, whole_parameters
+from megacore.plan.planner import usable_bytes
+from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
+
+T = TypeVar("T")
 
 _SIMULATED = 48  # the best by the estimate
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -34,17 +39,27 @@ class Constraints:
         world_size: number of ranks.
         most: largest values, by field.
         least: smallest values, by field.
+        fixed: values that the user has given, by field; they are not searched for.
         memory_bytes: of a device; None: the cluster's.
     """
 
     world_size: int
     most: Mapping[str, int] = field(default_factory=dict)
     least: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: float | None = None
 
     def allow(self, name: str, value: int) -> bool:
         """Whether a field may have a value."""
-        return self.least.get(name, value) <= value <= self.most.get(name, value)
+        return self.fixed.get(name, value) == value and (
+            self.least.get(name, value) <= value <= self.most.get(name, value)
+        )
+
+    def among(self, name: str, values: Iterable[T]) -> list[T]:
+        """What a field may be: its given value, or those of `values` that are within the limits."""
+        if name in self.fixed:
+            return [self.fixed[name]]
+        return [value for value in values if not isinstance(value, int) or self.allow(name, value)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +84,8 @@ class Layout:
         parallel, training = self.config.parallel, self.config.training
         context = f" --cp {parallel.cp}" if parallel.cp > 1 else ""
         parts = [f"--tp {parallel.tp}{context} --pp {parallel.pp} --dp {parallel.dp}"]
+        if self.config.model.experts is not None:
+            parts.append(f"--ep {parallel.ep}" + ("" if parallel.expert_split == parallel.tp else " --etp 1"))
         if parallel.pp > 1:
             parts.append(f"--schedule {parallel.schedule}")
         if parallel.virtual_stages > 1:
@@ -97,6 +114,7 @@ class Found:
         capacity: bytes that a rank may take.
         cluster: that computes.
         wall_seconds: that the search took.
+        fixed: values that were given, by field; only layouts with them were tried.
     """
 
     layouts: Sequence[Layout]
@@ -105,6 +123,7 @@ class Found:
     capacity: float
     cluster: Cluster
     wall_seconds: float
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def frontier(self) -> list[Layout]:
@@ -125,24 +144,23 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         constraints: what a layout may be.
     """
     start = time.perf_counter()
-    capacity = make_capacity(config, cluster, constraints)
+    capacity = make_capacity(cluster, constraints)
     fitting: list[Layout] = []
     too_large: list[ResolvedConfig] = []
     tried, least = 0, math.inf
-    outlines: dict[int, list[LayerOutline]] = {}
+    outlines: dict[tuple[int, int], list[LayerOutline]] = {}
     is_valid = _Validity(constraints.world_size)
     for candidate in _candidates(config, cluster, constraints):
         if not is_valid(candidate):
             continue
+        sizes = candidate.parallel.tp, candidate.parallel.ep * candidate.parallel.expert_split
+        if sizes not in outlines:
+            outlines[sizes] = outline(candidate)
+        layers = outlines[sizes]
+        if _divides_as_by_time(candidate, layers, constraints):
+            continue
         tried += 1
-        tp = candidate.parallel.tp
-        if tp not in outlines:
-            outlines[tp] = outline(candidate)
-        layers = outlines[tp]
-        # Its weights, gradients and optimizer state, if all ranks held as many parameters.
-        state = sum(
-            state_bytes(whole_parameters(candidate, layers) // (tp * candidate.parallel.pp), candidate).values()
-        )
+        state = _even_state(candidate, layers)
         if state > capacity and not candidate.parallel.offload_optimizer:
             least = min(least, state)
             continue
@@ -153,7 +171,7 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
             seconds = step_time(candidate, layers, cluster, simulated=False).seconds
             fitting.append(Layout(config=candidate, memory_bytes=needed, seconds=seconds))
     if not fitting:  # how much is missing?
-        needs = (fullest_rank(one, outlines[one.parallel.tp], on_cpu=cluster.on_cpu).expected for one in too_large)
+        needs = (fullest_rank(one, outline(one), on_cpu=cluster.on_cpu).expected for one in too_large)
         least = min([least, *needs])
     fitting.sort(key=lambda layout: layout.seconds)
     best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
@@ -165,7 +183,25 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         capacity=capacity,
         cluster=cluster,
         wall_seconds=time.perf_counter() - start,
+        fixed=constraints.fixed,
     )
+
+
+def _even_state(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> float:
+    """Bytes of weights, gradients and optimizer state, if all pipeline ranks held as many parameters."""
+    parallel = config.parallel
+    held = held_experts(config, layers, [range(len(layers))])
+    dense = whole_parameters(config, layers) - held * parallel.ep * parallel.expert_split
+    parameters = dense // (parallel.tp * parallel.pp) + held // parallel.pp
+    return sum(state_bytes(parameters, config, experts=held // parallel.pp).values())
+
+
+def _divides_as_by_time(config: ResolvedConfig, layers: Sequence[LayerOutline], constraints: Constraints) -> bool:
+    """Whether stages that are balanced otherwise are those that balancing by time, which is tried too, gives."""
+    if config.parallel.pipeline_balance == "time" or "pipeline_balance" in constraints.fixed:
+        return False
+    by_time = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time"))
+    return stage_ranges(layers, by_time) == stage_ranges(layers, config)
 
 
 class _Validity:
@@ -178,7 +214,7 @@ class _Validity:
 
     def __call__(self, config: ResolvedConfig) -> bool:
         parallel, training = config.parallel, config.training
-        degrees = (parallel.tp, parallel.cp, parallel.pp)
+        degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
         shape = (*degrees, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
         savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
 
@@ -197,12 +233,11 @@ class _Validity:
         return self._known[key]
 
 
-def make_capacity(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> float:
+def make_capacity(cluster: Cluster, constraints: Constraints) -> float:
     """Bytes that a rank may take."""
-    device = cluster.device
     if constraints.memory_bytes is not None:
         return constraints.memory_bytes
-    return 0.97 * device.memory_bytes / (min(constraints.world_size, device.node_ranks) if cluster.on_cpu else 1)
+    return usable_bytes(cluster, constraints.world_size)
 
 
 def _simulated(layout: Layout, cluster: Cluster) -> Layout:
@@ -218,7 +253,8 @@ def _simulated(layout: Layout, cluster: Cluster) -> Layout:
 def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:
     layers, world = config.model.num_layers, _ranks_to_divide(config, constraints)
     most_tp = constraints.most.get("tp", cluster.device.node_ranks)
-    if "tp" not in constraints.most and constraints.least.get("tp", 1) > most_tp:  # across nodes, as is asked for
+    asked = constraints.fixed.get("tp", constraints.least.get("tp", 1))
+    if "tp" not in constraints.most and asked > most_tp:  # across nodes, as is asked for
         most_tp = world
     for tp, cp in itertools.product(_divisors(world), _context_degrees(config, constraints)):
         if (
@@ -233,7 +269,25 @@ def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constrain
             if pp > layers or config.training.global_batch_size % dp:
                 continue
             if constraints.allow("pp", pp) and constraints.allow("dp", dp):
-                yield from _variants(config, constraints, {"tp": tp, "cp": cp, "pp": pp, "dp": dp})
+                degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+                for of_experts in _expert_degrees(config, constraints, degrees):
+                    yield from _variants(config, constraints, {**degrees, **of_experts})
+
+
+def _expert_degrees(
+    config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]
+) -> Iterator[Mapping[str, int | None]]:
+    """How experts may be divided: each split by --tp ranks as long as that is the default, or by none."""
+    experts = config.model.experts
+    if experts is None:
+        yield {}
+        return
+    block = degrees["tp"] * degrees["cp"] * degrees["dp"]
+    splits = constraints.among("etp", (degrees["tp"], 1)) if degrees["tp"] > 1 else [1]
+    for split in splits:
+        for ep in _divisors(math.gcd(block // split, experts.num_experts)):
+            if constraints.allow("ep", ep):
+                yield {"ep": ep, "etp": None if split == degrees["tp"] else split}
 
 
 def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
@@ -243,13 +297,13 @@ def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
 
 
 def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[str]:
-    """What is wrong with limits that leave a degree no value, whatever the other degrees are.
+    """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
 
     Limits of which the smallest value is above the largest are left to the caller.
     """
     heads, layers = config.model.num_attention_heads, config.model.num_layers
     batch, sequence = config.training.global_batch_size, config.data.seq_length
-    divisors = _divisors(_ranks_to_divide(config, constraints))
+    divisors, experts = _divisors(_ranks_to_divide(config, constraints)), config.model.experts
     possible = {
         "tp": ([d for d in divisors if heads % d == 0], f"divide --num-attention-heads {heads}"),
         "cp": ([d for d in divisors if sequence % d == 0], f"divide --seq-length {sequence}"),
@@ -257,51 +311,64 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[
         "dp": ([d for d in divisors if batch % d == 0], f"divide --global-batch-size {batch}"),
     }
     problems = []
+    if experts is not None:
+        number = experts.num_experts
+        possible["ep"] = [d for d in divisors if number % d == 0], f"divide --num-experts {number}"
+    else:
+        of_experts = {flag_and_value(n, v) for n, v in constraints.fixed.items() if n in ("ep", "etp")}
+        for limit, values_of in (("min", constraints.least), ("max", constraints.most)):
+            of_experts |= {f"--{limit}-ep {value}" for name, value in values_of.items() if name == "ep"}
+        problems += [
+            f"{flag} has no effect without experts: leave it out, or use --num-experts" for flag in sorted(of_experts)
+        ]
     for name, (values, reason) in possible.items():
         least, most = constraints.least.get(name), constraints.most.get(name)
         inverted = least is not None and most is not None and least > most
         if inverted or any(constraints.allow(name, value) for value in values):
             continue
         flags = {f"--min-{name}": least, f"--max-{name}": most}
-        given = " and ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+        if name in constraints.fixed:
+            flags = {f"--{name}": constraints.fixed[name]}
+        texts = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+        said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
         problems.append(
-            f"{given} {'leave' if None not in flags.values() else 'leaves'} no --{name}: those that divide "
-            f"--world-size {constraints.world_size} and {reason} are {', '.join(map(str, values))}"
+            f"{' and '.join(texts)} {said}: those that divide --world-size {constraints.world_size} and {reason} are "
+            f"{', '.join(map(str, values))}"
         )
     return problems
 
 
 def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:
-    """The given --cp where it is above 1, or those that leave each rank `_LEAST_POSITIONS`; within the limits, which
-    may ask for more."""
+    """The given --cp, or those that leave each rank `_LEAST_POSITIONS`; within the limits, which may ask for more."""
     if config.parallel.cp > 1:
         return [config.parallel.cp]
     most = constraints.most.get("cp", max(config.data.seq_length // _LEAST_POSITIONS, constraints.least.get("cp", 1)))
     return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
 
 
-def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]) -> Iterator[ResolvedConfig]:
+def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, Any]) -> Iterator[ResolvedConfig]:
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
     tried = _MICRO_BATCHES if degrees["cp"] == parallel.cp else (1,)
-    sizes = [b for b in tried if per_replica % b == 0 and constraints.allow("micro_batch_size", b)]
-    stages = [z for z in range(4 if degrees["dp"] * degrees["cp"] > 1 else 1) if constraints.allow("zero_stage", z)]
-    if degrees["pp"] > 1:
-        stages = [z for z in stages if z < 2]  # each microbatch would be reduced by itself
-    kinds = ("none", "selective", "full")
+    sizes = [b for b in constraints.among("micro_batch_size", tried) if per_replica % b == 0]
+    # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
+    shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
+    stages = constraints.among("zero_stage", range(shards))
+    kinds = constraints.among("recompute", ("none", "selective", "full"))
     unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
     may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
-    split = [True] if may_split and parallel.sequence_parallel else [False, True] if may_split else [False]
+    split = constraints.among("sequence_parallel", (False, True)) if may_split else [False]
     for size, stage, kind, sequence, shape in itertools.product(
         sizes, stages, kinds, split, _shapes(config, constraints, degrees["pp"])
     ):
         values: dict[str, Any] = {**degrees, **shape, "zero_stage": stage, "sequence_parallel": sequence}
         values |= {"schedule_csv": None, "pipeline_layout": None}
+        first = constraints.fixed.get("recompute_num_layers") if kind == "full" else None
         yield dataclasses.replace(
             config,
             parallel=dataclasses.replace(parallel, **values),
-            training=dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=None),
+            training=dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=first),
         )
 
 
@@ -309,18 +376,17 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
     """Schedules, stages per rank and partitions."""
     if pp == 1:
         return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}]
-    shapes: list[dict[str, Any]] = []
-    for balance in ("time", "parameters"):
-        shapes += [
-            {"schedule": name, "virtual_stages": 1, "pipeline_balance": balance} for name in ("1f1b", "zero-bubble")
-        ]
-        if balance == "time":
-            shapes += [
-                {"schedule": "interleaved", "virtual_stages": v, "pipeline_balance": balance}
-                for v in _VIRTUAL_STAGES
-                if pp * v <= config.model.num_layers and constraints.allow("virtual_stages", v)
-            ]
-    return shapes
+    given = constraints.fixed.get("virtual_stages")
+    names = ("1f1b", "zero-bubble", "interleaved") if given in (None, 1) else ("interleaved",)
+    balances = constraints.among("pipeline_balance", ("time", "parameters"))
+    return [
+        {"schedule": name, "virtual_stages": v, "pipeline_balance": balance}
+        for balance in balances
+        for name in constraints.among("schedule", names)
+        if name != "interleaved" or balance == balances[0]
+        for v in (constraints.among("virtual_stages", _VIRTUAL_STAGES) if name == "interleaved" else [1])
+        if pp * v <= config.model.num_layers
+    ]
 
 
 def _divisors(number: int) -> list[int]:
@@ -333,9 +399,11 @@ def _divisors(number: int) -> list[int]:
 def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
     """The best layouts as a Markdown table."""
     frontier = {id(layout) for layout in found.frontier}
+    given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
         f"{found.cluster.name} (searched in {found.wall_seconds:.1f} s)",
+        *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
@@ -369,6 +437,7 @@ def search_json(found: Found, *, top: int) -> dict[str, Any]:
             "range": layout.range,
             "memory_bytes": layout.memory_bytes,
             **parallel.degrees,
+            **({} if layout.config.model.experts is None else {"ep": parallel.ep, "etp": parallel.expert_split}),
             "micro_batch_size": training.micro_batch_size,
         }
 
@@ -378,6 +447,7 @@ def search_json(found: Found, *, top: int) -> dict[str, Any]:
         "valid": found.tried,
         "wall_seconds": found.wall_seconds,
         "fit": len(found.layouts),
+        "fixed": dict(found.fixed),
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],
     }

@@ -12,6 +12,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import LayerCost
 from megacore.plan.activations import ELEMENT_BYTES
+from megacore.plan.experts import expert_copies, routed_parameters
 
 
 class PlannedLayer(LayerCost, Protocol):
@@ -29,26 +30,31 @@ class PlannedLayer(LayerCost, Protocol):
     def block(self) -> ResolvedModel | None: ...
 
 
-def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
+def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
 
     Args:
         parameters: of a rank's slice of its pipeline stages.
         config: a resolved configuration.
+        experts: how many of them are of experts, which fewer ranks hold copies of.
     """
-    compute, ranks = ELEMENT_BYTES[config.precision.precision], ranks_of_role("replicas", config.parallel)
+    compute, stage = ELEMENT_BYTES[config.precision.precision], zero_stage(config)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
     reduce = term_bytes(config)
     offload = config.parallel.offload_optimizer
     master = 4 if offload or compute != 4 else 0
-    stage = config.parallel.zero_stage if ranks > 1 else 0
-    shard = updated_parameters(parameters, config)
+    shard = updated_parameters(parameters, config, experts=experts)
     return {
-        "params": parameters * compute / (ranks if stage >= 3 else 1),
-        "grads": parameters * reduce / (ranks if stage >= 2 else 1),
+        "params": (shard if stage >= 3 else parameters) * compute,
+        "grads": (shard if stage >= 2 else parameters) * reduce,
         "optimizer": shard * (config.optimizer_settings.bytes_per_parameter + master),
         "buffers": shard * summed if offload else 0.0,
     }
+
+
+def zero_stage(config: ResolvedConfig) -> int:
+    """The stage of ZeRO: 0 where no rank has a replica."""
+    return config.parallel.zero_stage if ranks_of_role("replicas", config.parallel) > 1 else 0
 
 
 def term_bytes(config: ResolvedConfig) -> int:
@@ -56,14 +62,13 @@ def term_bytes(config: ResolvedConfig) -> int:
     return 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
 
 
-def updated_parameters(parameters: int, config: ResolvedConfig) -> float:
-    """How many of a rank's parameters it updates: with ZeRO its share of them, else all.
-
-    Args:
-        parameters: of a rank's slice of its pipeline stages.
-        config: a resolved configuration.
-    """
-    return parameters / (ranks_of_role("replicas", config.parallel) if config.parallel.zero_stage >= 1 else 1)
+def updated_parameters(parameters: int, config: ResolvedConfig, *, experts: int = 0) -> float:
+    """How many of a rank's parameters it updates: with ZeRO its share of them, else all. Arguments as for
+    `state_bytes`."""
+    if zero_stage(config) == 0:
+        return parameters
+    of_experts = experts / expert_copies(config.parallel) if experts else 0.0
+    return (parameters - experts) / ranks_of_role("replicas", config.parallel) + of_experts
 
 
 def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
@@ -74,6 +79,17 @@ def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> 
         stages: the numbers of the layers of each of the rank's stages.
     """
     return sum(map(sum, held_by_layer([[layers[i] for i in numbers] for numbers in stages])))
+
+
+def held_experts(config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
+    """How many of `held_parameters` are of experts.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        stages: as for `held_parameters`.
+    """
+    return sum(routed_parameters(config, layers[i].block) for numbers in stages for i in numbers)
 
 
 def whole_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> int:
@@ -133,8 +149,9 @@ def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bo
     return state["optimizer"] * kept / (kept + master) if kept else 0.0
 
 
-def forgets_gradients(config: ResolvedConfig) -> bool:
-    """Whether no buffer of gradients outlives a step."""
-    if ranks_of_role("replicas", config.parallel) == 1:
+def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bool:
+    """Whether no buffer of gradients outlives a step; or of those of experts, which may have fewer copies."""
+    copies = expert_copies(config.parallel) if of_experts else ranks_of_role("replicas", config.parallel)
+    if copies == 1:
         return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return config.parallel.zero_stage >= 2

@@ -12,13 +12,14 @@ Shape legend: tokens b s of a microbatch, e bytes of an element, t tensor-parall
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule
@@ -26,11 +27,13 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
+from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Simulator, Timeline
-from megacore.plan.state import PlannedLayer, held_parameters
+from megacore.plan.state import PlannedLayer, held_experts, held_parameters, updated_parameters
 from megacore.plan.traffic import (
+    ReplicaTraffic,
     Sent,
     layer_traffic,
     recomputed_whole,
@@ -46,20 +49,22 @@ _SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
 
 
 class Parts(NamedTuple):
-    """Seconds of a rank, by what takes them; `hidden` is beside the others and not in the total."""
+    """Seconds of a rank, by what takes them; `dispatch` is the exchange of rows between experts, `exposed` the other
+    transfers, and `hidden` is beside the others and not in the total."""
 
     gemm: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     exposed: float = 0.0
+    dispatch: float = 0.0
     hidden: float = 0.0
 
     def __add__(self, other: object) -> Parts:
-        assert isinstance(other, tuple)
-        return Parts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        assert isinstance(other, Parts)
+        return Parts(*map(operator.add, self, other))
 
     def times(self, factor: float) -> Parts:
-        return Parts(*(factor * part for part in self))
+        return Parts(*[factor * part for part in self])
 
     @property
     def compute(self) -> float:
@@ -67,7 +72,7 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.dispatch
 
 
 class Passes(NamedTuple):
@@ -78,8 +83,8 @@ class Passes(NamedTuple):
     weight_grad: Parts = Parts()
 
     def __add__(self, other: object) -> Passes:
-        assert isinstance(other, tuple)
-        return Passes(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        assert isinstance(other, Passes)
+        return Passes(*map(operator.add, self, other))
 
     def times(self, factor: float) -> Passes:
         return Passes(*(part.times(factor) for part in self))
@@ -154,16 +159,61 @@ class Speed:
         """Those of keys and values."""
         return self.transfers(one for one in sent if one.role == "sequence")
 
+    def of_experts(self, sent: Iterable[Sent]) -> float:
+        """Those of rows to their experts and back, and of how many there are."""
+        return self.transfers(one for one in sent if one.role == "experts")
+
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
-    """Factors [k, n] of a block's products on one rank."""
-    h, d, f = block.hidden_size, block.head_size, block.inner_size / t
-    heads = block.num_attention_heads * d / t
+    """Factors [k, n] of a block's products on one rank, without those of experts that tokens choose."""
+    h, d, inner = block.hidden_size, block.head_size, block.inner_size
+    if block.experts is not None:
+        inner = block.experts.moe_shared_expert_size or 0
+    heads, f = block.num_attention_heads * d / t, inner / t
     projected = heads + 2 * d * max(block.query_groups / t, 1)
-    return [(h, projected), (heads, h), *[(h, f)] * (2 if block.gated else 1), (f, h)]
+    return [(h, projected), (heads, h), *([*[(h, f)] * (2 if block.gated else 1), (f, h)] if inner else [])]
+
+
+class _Experts(NamedTuple):
+    """One pass through a block's experts on a rank, in seconds, and what it has besides.
+
+    Attributes:
+        gemm: of its products.
+        memory: of what chooses experts, and orders rows and adds them up.
+        weights: numbers of the rank's experts and of the router.
+        operators: that the host issues.
+    """
+
+    gemm: float = 0.0
+    memory: float = 0.0
+    weights: float = 0.0
+    operators: int = 0
+
+
+# Of the rows of experts: written from tokens, read and written where they are exchanged, ordered by expert and back,
+# read in the weighted sum. Of the router's scores, in fp32: written, softmax, sorted, summed.
+_ROW_PASSES, _EXCHANGED_PASSES, _SCORE_PASSES_OF_ROUTER, _OPERATORS_OF_ROUTING = 5.0, 4.0, 10.0, 30
+
+
+def _expert_pass(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> _Experts:
+    """Every expert is one product after the other with its share of the rows; the router computes in fp32."""
+    if (share := expert_share(config, block)) is None:
+        return _Experts()
+    h, number, rows = share.hidden, share.experts.num_experts, share.rows / share.held
+    peak = speed.cluster.peak("fp32") or speed.peak
+    router = replace(speed, peak=min(peak, speed.peak), element=4).product(share.scored, h, number)
+    of_one = (share.matrices - 1) * speed.product(rows, h, share.inner) + speed.product(rows, share.inner, h)
+    passes = _ROW_PASSES + (_EXCHANGED_PASSES if config.parallel.ep > 1 else 0.0)
+    moved = speed.element * share.rows * (passes * h + share.matrices * share.inner)
+    return _Experts(
+        gemm=router + share.held * of_one,
+        memory=speed.memory(moved + 4.0 * _SCORE_PASSES_OF_ROUTER * share.scored * number),
+        weights=share.matrices * share.matrix + number * h,
+        operators=share.matrices * share.held + _OPERATORS_OF_ROUTING,
+    )
 
 
 def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tuple[Parts, Parts]:
@@ -199,32 +249,36 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     t, e = ranks_of_role("layer", config.parallel), speed.element
     tokens = config.training.micro_batch_size * config.rank_positions
     split = t if config.parallel.sequence_parallel else 1
-    products = _block_products(block, t)
-    gemm = sum(speed.product(tokens, k, n) for k, n in products)
+    products, experts = _block_products(block, t), _expert_pass(config, block, speed)
+    gemm = sum(speed.product(tokens, k, n) for k, n in products) + experts.gemm
     heads = block.num_attention_heads * block.head_size / t
-    inner = (3 if block.gated else 2) * block.inner_size / t
+    width = block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
+    inner = (3 if block.gated else 2) * width / t
     passes = tokens * e * (RESIDUAL_PASSES * block.hidden_size / split + inner + HEAD_PASSES * heads)
-    elementwise = speed.memory(passes)
+    elementwise = speed.memory(passes) + experts.memory
     attention, attention_backward = _attention(config, block, speed)
     traffic = layer_traffic(config, layer, again=again)
     software = speed.software
     overlap = software.tensor_overlap.of(speed.case)
     # In a ring keys and values travel beside attention, which otherwise waits for them.
     beside = 1.0 if config.context_comm == "ring" else 0.0
-    transfer, keys = speed.transfers(traffic.forward), speed.of_keys(traffic.forward)
+    keys, rows = speed.of_keys(traffic.forward), speed.of_experts(traffic.forward)
+    transfer = speed.transfers(traffic.forward) - rows
     hidden = min(transfer - keys, overlap * gemm) if software.overlaps_forward else 0.0
     hidden += min(keys, beside * attention.total)
-    forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, hidden=hidden) + attention
-    forward = _with_host(forward, _OPERATORS_FORWARD, speed)
-    weights = sum(k * n for k, n in products)
+    forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, dispatch=rows, hidden=hidden) + attention
+    forward = _with_host(forward, _OPERATORS_FORWARD + experts.operators, speed)
+    weights = sum(k * n for k, n in products) + experts.weights
     added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
     weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
     # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
-    transfer, keys = speed.transfers(traffic.backward), speed.of_keys(traffic.backward)
+    keys, rows = speed.of_keys(traffic.backward), speed.of_experts(traffic.backward)
+    transfer = speed.transfers(traffic.backward) - rows
     window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * overlap
     hidden = min(transfer - keys, window) + min(keys, beside * attention_backward.total)
-    backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, hidden=hidden) + attention_backward
-    backward = _with_host(backward + weight_grad, _OPERATORS_BACKWARD, speed) + weight_grad.times(-1.0)
+    backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, dispatch=rows, hidden=hidden)
+    operators = _OPERATORS_BACKWARD + 2 * experts.operators
+    backward = _with_host(backward + attention_backward + weight_grad, operators, speed) + weight_grad.times(-1.0)
     recompute = config.training.recompute
     if again:
         backward += forward
@@ -282,17 +336,25 @@ def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Sp
     return _with_replicas(config, layers, total, speed)
 
 
+def _replicas(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[range]
+) -> tuple[ReplicaTraffic, ReplicaTraffic]:
+    """Of the parameters of a rank's layers, and of those of experts."""
+    routed = held_experts(config, layers, held)
+    dense = replica_traffic(config, held_parameters(layers, held) - routed)
+    return dense, replica_traffic(config, routed, of_experts=True)
+
+
 def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
     """With what ZeRO's stages 2 and 3 send in every microbatch."""
     stage = config.parallel.zero_stage
     if stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
         return StageTime(passes=total)
-    traffic = replica_traffic(config, held_parameters(layers, [range(len(layers))]))
-    assert traffic.gradients is not None
+    both = _replicas(config, layers, [range(len(layers))])
     gather = 0.0
-    if stage == 3 and traffic.parameters is not None:
-        gather = speed.transfers([replace(traffic.parameters, count=1)])
-    reduce = speed.transfers([replace(traffic.gradients, count=1)])
+    if stage == 3:
+        gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)
+    reduce = speed.transfers(replace(one.gradients, count=1) for one in both if one.gradients is not None)
     backward = total.input_grad.total + total.weight_grad.total
     if not config.parallel.overlap_grad_reduce:
         backward = gather
@@ -318,7 +380,8 @@ class StepTime:
     Attributes:
         seconds: of the step.
         gemm, attention, memory: computing on the busiest pipeline rank.
-        tensor: exposed transfers of the layer group.
+        tensor: exposed transfers of the layer group, and of keys and values.
+        experts: exchange of rows between experts.
         replicas: exposed transfers between replicas.
         tied: the sum of tied gradients.
         pipeline: transfers between stages that the schedule does not hide.
@@ -334,6 +397,7 @@ class StepTime:
     attention: float
     memory: float
     tensor: float
+    experts: float
     replicas: float
     tied: float
     pipeline: float
@@ -391,19 +455,27 @@ def step_time(
         attention=parts.attention,
         memory=parts.memory,
         tensor=parts.exposed - waited,
+        experts=parts.dispatch,
         replicas=waited + end.exposed,
         tied=tied_seconds,
         pipeline=length - without,
         bubble=without - busy[busiest],
         optimizer=end.optimizer,
         hidden={
-            "tensor parallel": parts.hidden,
+            _beside_layers(parallel): parts.hidden,
             "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in on_rank) * m,
             "pipeline": max(messages - (length - without), 0.0),
         },
         stages=stages,
         busiest=busiest,
     )
+
+
+def _beside_layers(parallel: ParallelConfig) -> str:
+    """Whose transfers are hidden beside the computations of layers."""
+    if parallel.cp == 1:
+        return "tensor parallel"
+    return "context parallel" if parallel.tp == 1 else "tensor and context parallel"
 
 
 def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> float:
@@ -545,17 +617,16 @@ def _step_end(
     """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
     parallel = config.parallel
     parameters = held_parameters(layers, held)
-    replicas = ranks_of_role("replicas", parallel)
-    traffic = replica_traffic(config, parameters)
-    sums = [sent for sent in (traffic.gradients,) if sent is not None and parallel.zero_stage < 2]
-    gathered = [sent for sent in (traffic.parameters,) if sent is not None and parallel.zero_stage < 3]
+    both = _replicas(config, layers, held)
+    sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
+    gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
     reduce, gather = speed.transfers(sums), speed.transfers(gathered)
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
     backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
     forward = sum(stage.passes.forward.compute for stage in stages)
     hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
-    shard = parameters / (replicas if parallel.zero_stage else 1)
+    shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
     state = config.optimizer_settings.bytes_per_parameter
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
     return _End(

@@ -1,10 +1,10 @@
 """What a rank sends in a training step: every transfer of activations, gradients and parameters, by role of its group.
 
 Counted from the configuration and the layers, in the order of megacore's code: parallel/tensor.py for tensor
-parallelism, parallel/context.py for context parallelism, pipeline/transport.py for the pipeline, zero/ for the
-replicas. A test compares the sums with what gloo ranks send. Not counted are sums of a few numbers (norms, token
-counts, statistics of the loss) and the padding of ZeRO's buckets: less than 32 elements per parameter and 32 per rank
-and bucket.
+parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
+pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
+counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
+than 32 elements per parameter and 32 per rank and bucket.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
@@ -22,15 +22,17 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
+from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import norm_parameters, vocabulary_rows
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
-from megacore.plan.state import PlannedLayer, held_parameters
+from megacore.plan.state import PlannedLayer, held_experts, held_parameters, zero_stage
 
-Role = Literal["layer", "sequence", "pipeline", "replicas"]
+Role = Literal["layer", "sequence", "experts", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]
 ROLE_NAMES: dict[Role, str] = {
     "layer": "tensor parallel",
     "sequence": "context parallel",
+    "experts": "expert parallel",
     "pipeline": "pipeline",
     "replicas": "data parallel",
 }
@@ -86,7 +88,8 @@ class Sent:
 
 
 class Sums(NamedTuple):
-    """Where a layer meets its group: tensors [b, s, h] that enter split products, and that leave them.
+    """Where a layer meets its group: tensors [b, s, h] that enter split products, and that leave them. Those that
+    experts split are counted in `_expert_traffic`.
 
     Without sequence parallelism what leaves is summed in forward, and the gradient of what enters in backward. With it
     what enters is gathered and what leaves is scattered; backward does the reverse, and gathers what enters again.
@@ -99,7 +102,9 @@ class Sums(NamedTuple):
 def layer_sums(layer: PlannedLayer) -> Sums:
     """Of one microbatch and one forward with its backward."""
     if layer.block is not None:
-        return Sums(1, 1) if layer.block.parallel_residual else Sums(2, 2)
+        block = layer.block
+        count = 1 if block.experts is not None and not block.experts.moe_shared_expert_size else 2
+        return Sums(1, 1) if block.parallel_residual else Sums(count, count)
     return Sums(0, 1) if layer.name == "embedding" else Sums(1, 0)
 
 
@@ -119,13 +124,56 @@ def layer_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -
         layer: one of the model's.
         again: whether backward computes the layer's forward again, with its transfers.
     """
-    pairs = zip(_tensor_traffic(config, layer, again=again), _context_traffic(config, layer, again=again), strict=True)
-    return LayerTraffic(*(one + other for one, other in pairs))
+    kinds = [_tensor_traffic(config, layer, again=again), _context_traffic(config, layer, again=again)]
+    if layer.block is not None and layer.block.experts is not None:
+        kinds.append(_expert_traffic(config, layer.block, again=again))
+    return LayerTraffic(*(sum(passes, ()) for passes in zip(*kinds, strict=True)))
+
+
+def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool) -> LayerTraffic:
+    """Rows to their experts and back, with the number of rows for each; their gradients the other way. What the ranks
+    that split an expert gather and sum. And the choices of a sequence, where a loss balances them."""
+    share, e, parallel = expert_share(config, block), ELEMENT_BYTES[config.precision.precision], config.parallel
+    assert share is not None
+    layer, sequence = ranks_of_role("layer", parallel), ranks_of_role("sequence", parallel)
+    whole, weights = e * share.tokens * share.hidden, 4.0 * share.rows  # of a token's experts, in fp32
+
+    def among_experts(what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
+        return _sent("experts", "all-to-all", what, size, parallel.ep, parallel.expert_split, count=count)
+
+    def of_split(pattern: Pattern, what: str, size: float) -> tuple[Sent, ...]:
+        return _sent("layer", pattern, what, size, parallel.expert_split, 1)
+
+    taken = among_experts("numbers of rows", 8.0 * share.experts.num_experts)
+    rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
+    if share.experts.moe_aux_loss_coeff:
+        choices = 4.0 * config.training.micro_batch_size * share.experts.num_experts
+        taken += _sent("sequence", "all-reduce", "choices", choices, sequence, layer)
+        taken += _sent("layer", "all-reduce", "choices", choices, layer if parallel.sequence_parallel else 1, 1)
+    if parallel.sequence_parallel:
+        taken += of_split("all-gather", "tokens", whole) + of_split("all-gather", "weights of experts", weights)
+        taken += of_split("all-gather", "indices of experts", 2 * weights)
+        leaving, back = of_split("reduce-scatter", "tokens", whole), of_split("all-gather", "tokens", whole)
+        back += of_split("reduce-scatter", "tokens", whole) + of_split("reduce-scatter", "weights of experts", weights)
+    else:
+        leaving = of_split("all-reduce", "tokens", whole)
+        back = leaving + of_split("all-reduce", "weights of experts", weights)
+    # Recomputation stops before the last sum, which no gradient needs: with a shared expert that is its own.
+    repeated = taken + rows + (leaving if share.experts.moe_shared_expert_size else ())
+    return LayerTraffic(taken + rows + leaving, back + rows, repeated if again else ())
+
+
+def _sent(
+    role: Role, pattern: Pattern, what: str, size: float, ranks: int, stride: int, *, count: int = 1
+) -> tuple[Sent, ...]:
+    """Transfers of one kind; none in a group of one rank."""
+    one = Sent(role=role, pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
+    return () if ranks == 1 else (one,)
 
 
 def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
     """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
-    rank's share at a time from rank to rank, of which the gradients take one step more."""
+    rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms."""
     ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
@@ -144,7 +192,7 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
     elif config.context_comm == "ring":
         taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
-        returning = sent("message", "their gradients", keys * 4 / ranks, ranks)
+        returning = sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
     else:
         taken = passing = sent("all-gather", "keys and values", keys * e, 1)
         returning = sent("reduce-scatter", "their gradients", keys * 4, 1)
@@ -175,10 +223,12 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
         forward, backward = sent("all-reduce", leaving), sent("all-reduce", entering)
     if not again:
         return LayerTraffic(forward, backward, ())
-    # Recomputation stops before the last sum, which no gradient needs.
+    # Recomputation stops before the last sum, which no gradient needs. That may be one of experts.
+    ends_in_experts = layer.block is not None and layer.block.experts is not None
+    repeated = leaving - (0 if ends_in_experts and leaving == 1 else 1)
     if config.parallel.sequence_parallel:
-        return LayerTraffic(forward, backward, sent("all-gather", entering) + sent("reduce-scatter", leaving - 1))
-    return LayerTraffic(forward, backward, sent("all-reduce", leaving - 1))
+        return LayerTraffic(forward, backward, sent("all-gather", entering) + sent("reduce-scatter", repeated))
+    return LayerTraffic(forward, backward, sent("all-reduce", repeated))
 
 
 def beside_message(config: ResolvedConfig) -> Sent:
@@ -222,21 +272,30 @@ class ReplicaTraffic:
     gradients: Sent | None
     parameters: Sent | None
 
+    @property
+    def in_order(self) -> list[Sent]:
+        """Those that there are."""
+        return [sent for sent in (self.gradients, self.parameters) if sent is not None]
 
-def replica_traffic(config: ResolvedConfig, parameters: int, *, used_twice: int = 0) -> ReplicaTraffic:
+
+def replica_traffic(
+    config: ResolvedConfig, parameters: int, *, used_twice: int = 0, of_experts: bool = False
+) -> ReplicaTraffic:
     """Reductions of gradients and gatherings of parameters in a step.
 
     Args:
         config: a resolved configuration.
         parameters: that the rank holds.
         used_twice: how many of them two of its layers use; stage 3 gathers them for each.
+        of_experts: whether they are those of experts, of which fewer ranks hold copies.
     """
-    d, stage = ranks_of_role("replicas", config.parallel), config.parallel.zero_stage
-    if d == 1:
+    parallel, stage = config.parallel, zero_stage(config)
+    d = expert_copies(parallel) if of_experts else ranks_of_role("replicas", parallel)
+    if d == 1 or not parameters:
         return ReplicaTraffic(gradients=None, parameters=None)
     e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
     summed = 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
-    stride = ranks_of_role("layer", config.parallel)
+    stride = parallel.ep * parallel.expert_split if of_experts else ranks_of_role("layer", parallel)
 
     def sent(pattern: Pattern, what: str, size: float, count: int) -> Sent:
         return Sent(role="replicas", pattern=pattern, what=what, bytes=size, count=count, ranks=d, stride=stride)
@@ -271,11 +330,13 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
             transfers.append(replace(stage_message(config), count=neighbours * m))
         if number < len(stages) - 1 and parallel.pp > 1 and config.beside_hidden_states:
             transfers.append(replace(beside_message(config), count=m * len(config.beside_hidden_states)))
-    held_here = held_parameters(layers, stages[rank :: parallel.pp])
+    on_rank = stages[rank :: parallel.pp]
+    held_here, routed = held_parameters(layers, on_rank), held_experts(config, layers, on_rank)
     both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
-    replicas = replica_traffic(config, held_here, used_twice=(layers[0].held or 0) if both else 0)
-    transfers += [sent for sent in (replicas.gradients, replicas.parameters) if sent is not None]
-    transfers += _further_sums(config, layers, [i for numbers in stages[rank :: parallel.pp] for i in numbers])
+    replicas = replica_traffic(config, held_here - routed, used_twice=(layers[0].held or 0) if both else 0)
+    of_experts = replica_traffic(config, routed, of_experts=True)
+    transfers += [sent for traffic in (replicas, of_experts) for sent in traffic.in_order]
+    transfers += _further_sums(config, layers, [i for numbers in on_rank for i in numbers])
     return list(_joined(transfers))
 
 
@@ -296,6 +357,11 @@ def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: 
     if tied is not None and (0 in held) != (len(layers) - 1 in held):
         transfers.append(tied)
     t, d = ranks_of_role("layer", config.parallel), ranks_of_role("replicas", config.parallel)
+    blocks = [block for i in held if (block := layers[i].block) is not None and block.experts is not None]
+    if blocks and config.model.experts is not None:  # how often each expert was chosen
+        size = 8.0 * len(blocks) * config.model.experts.num_experts
+        transfers += _sent("replicas", "all-reduce", "choices", size, d, t)
+        transfers += _sent("layer", "all-reduce", "choices", size, t if config.parallel.sequence_parallel else 1, 1)
     if t > 1 and config.parallel.sequence_parallel:
         count = sum(_replicated(config.model, layers[i]) for i in held)
         size = 4.0 * count / (d if config.parallel.zero_stage else 1)
@@ -312,6 +378,9 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     norm = norm_parameters(model)
     if layer.block is not None:
         biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
+        if layer.block.experts is not None:  # the router, and the gate of a shared expert
+            experts = layer.block.experts
+            biases += model.hidden_size * (experts.num_experts + experts.moe_shared_expert_gate)
         return 2 * norm + biases + (2 * norm_parameters(model, model.head_size) if model.qk_layernorm else 0)
     if layer.name == "head":
         return norm

@@ -126,7 +126,10 @@ def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator
     """
     if problems := list(_unfit(config)):
         raise ConfigError(problems)
-    config = config.for_device(on_cpu=on_cpu)
+    return _reports(config.for_device(on_cpu=on_cpu), on_cpu=on_cpu, workers=workers)
+
+
+def _reports(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[RankReport]:
     kinds = rank_kinds(config)
     run, firsts = partial(run_rank, config, on_cpu=on_cpu), [kind[0] for kind in kinds]
     with ExitStack() as stack:

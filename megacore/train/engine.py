@@ -67,7 +67,7 @@ from megacore.train.plain_task import (
 from megacore.train.profiling import StepProfiler
 from megacore.train.replicas import ReplicaCheck
 from megacore.train.same_run import refuse_different_ranks
-from megacore.train.step import TrainStep
+from megacore.train.step import StepResult, TrainStep
 from megacore.train.task import DTYPES
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
@@ -285,8 +285,30 @@ class PipelineEngine:
             )
         with self._step():
             self.train_steps.compute_gradients(self._prepare(microbatches))
-            result = self.train_steps.update_weights(votes=[int(self._request is not None)])
-            self._replicas.after_step(result.step)
+            result = self._update_weights()
+        self._report(result)
+        return result.loss
+
+    def update_weights(self) -> StepResult:
+        """Update the weights from gradients that the caller has computed through `train_steps`, which is the second
+        half of a step; all ranks call this together.
+
+        Raises:
+            TrainingStopped: losses or gradients of many steps in a row were not finite.
+            SilentCorruption: replicas differ; on every rank.
+        """
+        with self._step():
+            result = self._update_weights()
+        self._report(result)
+        return result
+
+    def _update_weights(self) -> StepResult:
+        result = self.train_steps.update_weights(votes=[int(self._request is not None)])
+        self._replicas.after_step(result.step)
+        return result
+
+    def _report(self, result: StepResult) -> None:
+        """Keep what a step resulted in, and warn of a skipped one."""
         if result.votes[0]:
             self.stop_reason = self._request or "a callback of another rank"
         if result.skipped is not None and self.mesh.world.rank == 0:
@@ -296,7 +318,6 @@ class PipelineEngine:
             warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         self._callbacks.on_step_end(result)
-        return result.loss
 
     def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:
         """The mean loss, or another mean, over the microbatches of all replicas; in evaluation mode.

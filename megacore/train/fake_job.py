@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,10 @@ from torch.utils import backend_registration
 
 from megacore import ops
 from megacore.config import ParallelConfig
+from megacore.layers import moe
 from megacore.models.initialize import InitialWeights
-from megacore.parallel.mesh import Mesh, fake_mesh, leave_fake_mesh
+from megacore.parallel.experts import Assignment
+from megacore.parallel.mesh import Group, Mesh, fake_mesh, leave_fake_mesh
 from megacore.parallel.sharding import ShardedParameter
 
 CPU = torch.device("cpu")
@@ -147,13 +149,40 @@ def _fused(
     return _efficient(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
 
 
+def _balanced(indices: Tensor, experts: int, group: Group) -> Assignment:
+    """`experts.assign` where no token's experts are known: all have equally many rows, to one."""
+    rows, held = indices.numel(), experts // group.size
+    counts = [rows * (number + 1) // experts - rows * number // experts for number in range(experts)]
+    pairs = partial(
+        Assignment, chosen=indices.shape[1], order=indices.new_empty(rows), positions=indices.new_empty(rows)
+    )
+    if group.size == 1:
+        return pairs(counts=counts)
+    send = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(group.size)]
+    mine = counts[group.rank * held : (group.rank + 1) * held]
+    received = sum(mine) * group.size
+    return pairs(
+        counts=[count * group.size for count in mine],
+        send=send,
+        receive=[sum(mine)] * group.size,
+        grouped=indices.new_empty(received),
+        arrival=indices.new_empty(received),
+    )
+
+
+def _zeros_of_counts(x: Tensor, *, minlength: int) -> Tensor:
+    return x.new_zeros(minlength)
+
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
 # What is replaced for any device: sends are done at once, where torch's never are and their tensors would be kept. On a
-# CPU, torch has attention with dropout on fake tensors only without the dropout.
+# CPU, torch has attention with dropout on fake tensors only without the dropout. Which experts tokens use are values.
 _REPLACED: dict[tuple[Any, str], Any] = {
     (FakeWork, "is_completed"): lambda _: True,
     (F, "scaled_dot_product_attention"): _without_dropout(F.scaled_dot_product_attention),
+    (moe, "assign"): _balanced,
+    (torch, "bincount"): _zeros_of_counts,
 }
 # What an absent accelerator has besides tensors.
 _ABSENT: dict[tuple[Any, str], Any] = {

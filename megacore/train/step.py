@@ -118,6 +118,7 @@ class TrainStep:
         update: the optimizer, and the checks before its step.
         balance: of the experts; None: the model has none.
         source: where microbatches come from, if it is known.
+        rate: learning rate of the next step, where the caller sets it; None: that of the configuration.
     """
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -133,6 +134,7 @@ class TrainStep:
         self.step = 0
         self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
+        self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
         self._summed_loss: Tensor | None = None
@@ -150,16 +152,40 @@ class TrainStep:
             SilentCorruption: a microbatch that was computed again gave other numbers.
         """
         self._microbatches = microbatches = [self.task.of_rank(microbatch) for microbatch in microbatches]
-        counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
-        scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
+        weight = self.begin(torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0))
+        if self._replay is not None and self._replay.is_due(self.step + 1):
+            self._summed_loss = self._replay.train_step(microbatches, weight, step=self.step + 1)
+        else:
+            self._summed_loss = self.model.runtime.train_step(microbatches, weight, self.model.data_parallel)
+
+    def begin(self, counts: Tensor) -> BatchWeight:
+        """Begin a step: drop the gradients of the last one.
+
+        Args:
+            counts: of this rank's microbatches of the step together, fp64 of the loss's shape; replaced by the global
+                batch's.
+        """
+        scale = self.update.scaler.scale
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
-        data_parallel.begin_step(scale)
+        self.model.data_parallel.begin_step(scale)
         if self.balance is not None:
             self.balance.begin_step(scale)
-        if self._replay is not None and self._replay.is_due(self.step + 1):
-            self._summed_loss = self._replay.train_step(microbatches, self._weight, step=self.step + 1)
-        else:
-            self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
+        return self._weight
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Backward of a microbatch whose forward the caller has run, between `begin` and `update_weights`; of a model
+        without pipeline.
+
+        Args:
+            loss: summed over what `begin` counts, a scalar.
+            is_last: whether it is the step's last microbatch.
+        """
+        assert self._weight is not None, "begin comes first"
+        data_parallel, summed = self.model.data_parallel, loss.detach().double()
+        data_parallel.begin_backward(0, last=is_last, all_weights=True)
+        (loss.float() * self._weight.value()).backward()
+        data_parallel.end_backward(0)
+        self._summed_loss = summed if self._summed_loss is None else self._summed_loss + summed
 
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.
@@ -191,9 +217,12 @@ class TrainStep:
         means = outcome.loss * per_count
         diagnosis = None
         if outcome.is_unexpected:
-            with section(Phase.EVALUATE):
-                diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
-            self._end_if_hopeless(outcome.stop, diagnosis)
+            if microbatches:
+                with section(Phase.EVALUATE):
+                    diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+                self._end_if_hopeless(outcome.stop, diagnosis)
+            elif outcome.stop is not None:  # what the caller has computed cannot be computed again
+                raise TrainingStopped(outcome.stop)
         return StepResult(
             step=self.step,
             loss=means.sum(),
@@ -233,6 +262,8 @@ class TrainStep:
 
     def lr(self) -> float:
         """The learning rate of the last step."""
+        if self.rate is not None:
+            return self.rate
         return learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
 
     @section(Phase.EVALUATE)

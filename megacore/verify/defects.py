@@ -28,6 +28,7 @@ from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.train import step
 from megacore.train.step import TrainStep
+from megacore.verify import context_defects
 from megacore.verify.masks import replaced
 from megacore.zero import bucket as buckets
 from megacore.zero.bucket import Bucket
@@ -340,6 +341,24 @@ def _any(config: ResolvedConfig) -> bool:
     return True
 
 
+def _cp(config: ResolvedConfig) -> bool:
+    return config.parallel.cp > 1
+
+
+def _has_ring(config: ResolvedConfig) -> bool:
+    return _cp(config) and config.context_comm == "ring"
+
+
+def _has_order(config: ResolvedConfig) -> bool:
+    return _cp(config) and config.context_comm != "ring"
+
+
+def _has_later_keys(config: ResolvedConfig) -> bool:
+    """Whether causality, and nothing else, hides keys of other ranks."""
+    hides_more = config.model.window_size is not None or "documents" in config.beside_hidden_states
+    return _cp(config) and config.context_comm != "ulysses" and config.is_causal and not hides_more
+
+
 def _has_stale(config: ResolvedConfig) -> bool:
     return _dp(config) and config.parallel.zero_stage > 0
 
@@ -381,7 +400,8 @@ def _defect(
     return Defect(name=name, what=what, needs=needs, possible=possible, plant=plant, kinds=kinds)
 
 
-_TP, _PP, _DP = "--tp 2 or more", "--pp 2 or more", "--dp 2 or more"
+_TP, _PP, _CP = "--tp 2 or more", "--pp 2 or more", "--cp 2 or more"
+_DP = "--dp times --cp of 2 or more"
 
 DEFECTS: tuple[Defect, ...] = (
     _defect(
@@ -420,11 +440,59 @@ DEFECTS: tuple[Defect, ...] = (
         possible=_dp,
     ),
     _defect(
+        "missing-cp-sum",
+        "gradients are summed over the ranks with other samples, and not over those with other positions",
+        context_defects.gradients_without_sequence_sum,
+        "gradient",
+        needs=_CP,
+        possible=_cp,
+    ),
+    _defect(
+        "loss-times-cp",
+        "each rank multiplies its loss by the number of ranks that divide a sequence",
+        context_defects.loss_times_ranks,
+        "loss",
+        needs=_CP,
+        possible=_cp,
+    ),
+    _defect(
+        "rank-order",
+        "positions of other ranks are put together in the order of the ranks",
+        context_defects.rank_order,
+        "output",
+        needs=f"{_CP} and --cp-comm allgather or ulysses",
+        possible=_has_order,
+    ),
+    _defect(
+        "first-keys-again",
+        "each step of a ring computes with the keys and values of the first",
+        context_defects.first_keys_again,
+        "output",
+        needs=f"{_CP} and --cp-comm ring",
+        possible=_has_ring,
+    ),
+    _defect(
+        "skipped-keys",
+        "a ring leaves out the keys and values that it gets last",
+        context_defects.skipped_keys,
+        "output",
+        needs=f"{_CP} and --cp-comm ring",
+        possible=_has_ring,
+    ),
+    _defect(
+        "leaked-keys",
+        "queries see keys of other ranks that come later",
+        context_defects.leaked_keys,
+        "output",
+        needs=f"{_CP} with --cp-comm ring or allgather, causal attention without windows and documents",
+        possible=_has_later_keys,
+    ),
+    _defect(
         "stale-parameters",
         "parameters updated by other ranks are not gathered again",
         _stale_parameters,
         "output",
-        needs="--zero-stage 1 or more and --dp 2 or more",
+        needs=f"--zero-stage 1 or more and {_DP}",
         possible=_has_stale,
     ),
     _defect(

@@ -87,6 +87,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
             min_lr=0.0,
             lr_decay_style="constant",
             lr_warmup_iters=0,
+            lr_warmup_style="linear",
             lr_wsd_decay_iters=None,
             lr_decay_iters=WARMUP_STEPS + STEPS,
             clip_grad=min(config.optimizer.clip_grad, _CLIP),

@@ -134,6 +134,22 @@ def test_ranks_that_divide_sequences_wait_as_often(tmp_path: Path) -> None:
     run_distributed(count, 2, (1, 1, 1), str(tmp_path), variants, backend="pretend")
 
 
+def with_experts(rank: int, world_size: int, output_dir: str) -> list[list[str]]:
+    """Causes of the synchronisations of steps of two microbatches, in two layers with experts."""
+    experts = {"num_experts": 4, "ep": world_size, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01}
+    options = {**experts, "micro_batch_size": 4 // world_size}
+    return [step.sync_causes for step in steps_of(trainer_of((1, 1, world_size), output_dir, None, options))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_with_experts_waits_once_for_the_counts_of_its_rows(ranks: int, tmp_path: Path) -> None:
+    for steps in run_distributed(with_experts, ranks, str(tmp_path), backend="pretend", init=ranks > 1):
+        for causes in steps:
+            assert [("in assign" in cause, "in to_host" in cause) for cause in causes] == [(True, False)] * 4 + [
+                (False, True)
+            ], causes
+
+
 def skipping(rank: int, world_size: int, output_dir: str) -> list[list[int]]:
     """Host synchronisations of steps whose gradients overflow, of one block, and of four without and with offload."""
     scale = {"precision": "fp16", "initial_loss_scale": 2.0**120, "hysteresis": STEPS + 1}

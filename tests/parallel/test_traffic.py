@@ -10,11 +10,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.config import ResolvedExperts
+from megacore.layers import moe
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group, build_mesh
+from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.traffic import rank_traffic
 from tests.distributed import run_distributed
@@ -23,6 +27,7 @@ from tests.parity.runs import make_config, make_trainer
 FEW = 200
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 2}
 INTERLEAVED: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "activation": "swiglu", "disable_bias_linear": True}
 Counts = Counter[int]  # bytes sent by the distance of a group's ranks
 
 
@@ -32,6 +37,7 @@ class Counting:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent: Counts = Counter()
         reduce, exchange, batch = dist.all_reduce, direct._exchange, dist.batch_isend_irecv
+        exchange_rows = dist.all_to_all_single
         start_sum, sums = direct.start_sum, list[Tensor]()  # those of a few numbers that are begun
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -59,7 +65,16 @@ class Counting:
                     self._add(ranks[1] - ranks[0], _bytes(operation.tensor), _bytes(operation.tensor))
             return batch(operations)
 
+        def rows_exchanged(
+            received: Tensor, rows: Tensor, receive: list[int], send: list[int], group: Any, async_op: bool
+        ) -> Any:
+            ranks = dist.get_process_group_ranks(group)
+            others = sum(send) - send[ranks.index(dist.get_rank())]
+            self._add(ranks[1] - ranks[0], others * _bytes(rows) // len(rows), _bytes(rows))
+            return exchange_rows(received, rows, receive, send, group=group, async_op=async_op)
+
         patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(dist, "all_to_all_single", rows_exchanged)
         patch.setattr(direct, "_exchange", exchanged)
         patch.setattr(direct, "start_sum", summed)
         patch.setattr(dist, "batch_isend_irecv", batched)
@@ -73,18 +88,29 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) -> list[Counts]:
-    """Of the second step, by case."""
+def evenly(logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None) -> moe.Choice:
+    """Chooses each expert equally often, as is planned."""
+    b, s, number = logits.shape
+    chosen = experts.moe_router_topk
+    indices = ((torch.arange(b * s).view(b, s, 1) * chosen + torch.arange(chosen)) % number).sort(-1).values
+    scores = logits.softmax(-1)
+    return moe.Choice(indices, scores.gather(-1, indices), scores)
+
+
+def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) -> list[tuple[int, Counts]]:
+    """The rank's parameters, and what it sends in the second step, by case."""
     found = []
     for case in cases:
         layout, changes = CASES[case]
         config = make_config(layout, directory, **(SIZES | changes), train_iters=2)
         trainer = make_trainer(config, build_mesh(config.parallel))
-        trainer.train_step(next(trainer.batches))
+        held = sum(parameter.numel() for parameter in trainer.model.data_parallel.parameters)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moe, "choose", evenly)
+            trainer.train_step(next(trainer.batches))
             counting = Counting(patch)
             trainer.train_step(next(trainer.batches))
-            found.append(counting.sent)
+            found.append((held, counting.sent))
     return found
 
 
@@ -121,6 +147,31 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
             "num_query_groups": 2,
         },
     ),
+    "dp 2, ep 2": ((1, 1, 2), EXPERTS | {"ep": 2}),
+    "dp 2, ep 2, recomputed, balanced, ZeRO 3": (
+        (1, 1, 2),
+        EXPERTS | {"ep": 2, "zero_stage": 3, "recompute": "full", "moe_aux_loss_coeff": 0.01, "num_experts": 64},
+    ),
+    "tp 2, shared expert, dense first block": (
+        (2, 1, 1),
+        EXPERTS | {"moe_shared_expert_size": 64, "moe_shared_expert_gate": True, "moe_first_dense_layers": 1},
+    ),
+    "tp 2, sequence parallel, ep 2, whole experts": (
+        (2, 1, 1),
+        EXPERTS | {"sequence_parallel": True, "ep": 2, "etp": 1, "recompute": "full"},
+    ),
+    "dp 4, ep 2, ZeRO 1": ((1, 1, 4), EXPERTS | {"ep": 2, "zero_stage": 1, "micro_batch_size": 1}),
+    "dp 4, ep 2, ZeRO 3": ((1, 1, 4), EXPERTS | {"ep": 2, "zero_stage": 3, "micro_batch_size": 1}),
+    # With four experts per token their weights are more than a few numbers.
+    "tp 2, dp 2, sequence parallel, ep 2, shared expert": (
+        (2, 1, 2),
+        EXPERTS | {"sequence_parallel": True, "ep": 2, "moe_router_topk": 4, "moe_shared_expert_size": 64},
+    ),
+    "tp 2, dp 2, sequence parallel, whole experts, recomputed": (
+        (2, 1, 2),
+        EXPERTS | {"sequence_parallel": True, "ep": 2, "etp": 1, "recompute": "full"},
+    ),
+    "pp 2, dp 2, ep 2, zero-bubble": ((1, 2, 2), EXPERTS | {"ep": 2, "schedule": "zero-bubble"}),
     "cp 4, ring": ((1, 1, 1), {"num_layers": 4, "cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
     "cp 2, tp 2, ulysses, copied keys": (
         (2, 1, 1),
@@ -137,10 +188,12 @@ def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
         (tp, pp, dp), changes = CASES[case]
         config = make_config((tp, pp, dp), tmp_path, **(SIZES | changes))
         layers = outline(config)
+        memory = plan_memory(config, layers, on_cpu=True)
         for rank, found in enumerate(counted):
             planned: Counts = Counter()
             for sent in rank_traffic(config, layers, rank // (ranks // pp)):
                 distance = ranks // pp if sent.role == "pipeline" else sent.stride
                 planned[distance] += round(sent.sent_bytes) if sent.bytes >= FEW else 0
             expected = Counter({key: size for key, size in planned.items() if size})
-            assert found[number] == expected, f"{case}, rank {rank}"
+            assert found[number][1] == expected, f"{case}, rank {rank}"
+            assert found[number][0] == memory[rank // (ranks // pp)].parameters, f"{case}, rank {rank}"

@@ -89,6 +89,9 @@ LAYOUTS = {
     "gpt: cp 2, tp 2, sequence parallel, ring": (
         f"{GPT} --cp 2 --tp 2 --sequence-parallel --cp-comm ring --hidden-dropout 0.1"
     ),
+    "gpt: cp 2, dp 2, ZeRO 1, allgather": f"{GPT} --cp 2 --dp 2 --zero-stage 1 --cp-comm allgather",
+    "gpt: cp 2, dp 2, ZeRO 3, ulysses": f"{GPT} --cp 2 --dp 2 --zero-stage 3 --cp-comm ulysses",
+    "gpt: cp 2, dp 2, ring": f"{GPT} --cp 2 --dp 2 --cp-comm ring",
     "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
     "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
 }
@@ -252,7 +255,7 @@ def test_slices_are_put_together_and_copies_that_differ_are_noted() -> None:
         ("train.py", "not 'train.py'"),
         ("pretrain_gpt.py --self-test --defect qkv-order", "keep one of the two"),
         ("pretrain_gpt.py --defect qkv-ordre", "did you mean qkv-order?"),
-        ("pretrain_gpt.py --defect missing-dp-sum", "it needs --dp 2 or more"),
+        ("pretrain_gpt.py --defect missing-dp-sum", "it needs --dp times --cp of 2 or more"),
         ("pretrain_gpt.py --json /nowhere/result.json", "must be a file in a directory that exists"),
         ("pretrain_gpt.py --tp 5 --num-attention-heads 12", "--tp 5 must divide --num-attention-heads 12"),
         ("pretrain_gpt.py --tp two", "--tp 'two' is not a whole number"),

@@ -17,8 +17,14 @@ LATE_IMPORTS = {
 }
 # Operators load their kernel when they first run it.
 TRITON = "Triton is optional, and takes a second to load"
-OPERATORS = ("activation", "adamw", "block_attention", "dropout", "loss", "norm", "position", "softmax")
-LATE_IMPORTS |= {(f"megacore/ops/{name}.py", "megacore.kernels"): TRITON for name in OPERATORS}
+KERNELS_OF = {
+    "activation": ("gelu", "swiglu"), "adamw": ("adamw",), "block_attention": ("attention",), "dropout": ("dropout",),
+    "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",), "softmax": ("softmax",),
+}  # fmt: skip
+LATE_IMPORTS |= {
+    (f"megacore/ops/{name}.py", f"megacore.kernels.{kernel}"): TRITON
+    for name, kernels in KERNELS_OF.items() for kernel in kernels
+}  # fmt: skip
 # Who besides megacore.ops may import kernels: what compiles them without running them.
 KERNEL_USERS = {"tools/kernel_cases.py"}
 # Who locks and replaces files: one module, and those that replace a file of another kind, with the reason.

@@ -112,6 +112,21 @@ def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
     assert build_datasets(config(eval_interval=0, **given)).valid is None
 
 
+@pytest.mark.parametrize("packing", ["none", "best-fit"])
+def test_a_validation_split_with_nothing_to_predict_is_none(packing: Any, tmp_path: Path) -> None:
+    """Documents of one token have no next one: a run without validation, and not no run at all."""
+    prefixes = []
+    for first, length in ((0, 1), (20, 5)):
+        texts = [*documents(16, 5, first), *documents(4, length, first + 16)]
+        prefixes.append(str(data_bytes.write(tmp_path / f"d{first}", texts)))
+    given: dict[str, Any] = {"split": "80,20,0", "packing": packing}
+    assert build_datasets(config(data_path=(prefixes[0],), **given)).valid is None
+    both = build_datasets(config(data_path=tuple(prefixes), **given)).valid
+    assert both is not None and seen(both) - {0} == set(range(36, 40))
+    with pytest.raises(DataError, match="none of the 3 documents of this split has two tokens"):
+        build_datasets(config(data_path=(str(data_bytes.write(tmp_path / "e", documents(4, 1))),), **given))
+
+
 def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", documents(10, 30))
     build_datasets(config(data_path=(str(tmp_path / "d"),), data_cache_path=str(tmp_path / "elsewhere" / "cache")))

@@ -37,6 +37,11 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+WITHOUT_REPLIES = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+NOTHING_OF_REPLIES = "{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
+TRIMMED = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 LAST_ONE_DIFFERS = "{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}"
 CONVERSATIONS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello, world!"}],
@@ -129,6 +134,25 @@ def test_a_template_that_does_not_render_turn_by_turn_is_refused(directory: Path
     template = TokenizerTemplate(with_template(directory, tmp_path / "chat", LAST_ONE_DIFFERS))
     with pytest.raises(ValueError, match=r"message 3 when later ones follow, .* use --chat-template plain"):
         template.render(CONVERSATIONS[1])
+
+
+@pytest.mark.parametrize("template", [WITHOUT_REPLIES, NOTHING_OF_REPLIES], ids=["header", "nothing"])
+def test_a_template_without_replies_is_refused_with_the_lines(
+    directory: Path, tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_template(directory, tmp_path / "chat", template)
+    source = lines(tmp_path / "a.jsonl", [{"messages": each} for each in CONVERSATIONS[:2]])
+    assert run(folder, source, tmp_path / "out") == 2
+    told = capsys.readouterr().err
+    for line, message in ((1, 2), (2, 3)):
+        assert f"{source}:{line}: the chat template leaves out the reply of message {message}" in told
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_template_may_trim_replies(directory: Path, tmp_path: Path) -> None:
+    template = TokenizerTemplate(with_template(directory, tmp_path / "chat", TRIMMED))
+    (passage,) = template.render(CONVERSATIONS[1])
+    assert "six ü 7\n" in passage.text[slice(*passage.predicted[-1])]
 
 
 def test_a_template_that_is_not_there_is_refused(directory: Path, tokenizer: Tokenizer) -> None:

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from benchmarks.host_time import BareBlock, calls, our_block, without_driver
 from benchmarks.operators import model_of
 
-# Calls of a block over those of straight code that launches the same operators: 1.98, 1.95 and 1.92 on Python 3.11.
-MOST = 2.1
+# Calls of a block over those of straight code that launches the same operators: 1.76, 1.73 and 1.73 on Python 3.11.
+MOST = 1.85
 
 
 @pytest.mark.parametrize("shape", ["Llama", "GPT-2", "GPT-2, dropout"])

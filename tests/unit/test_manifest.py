@@ -16,7 +16,7 @@ import pytest
 from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest, sealed
-from megacore.config import AdamWConfig, Config, ModelConfig, PrecisionConfig, TrainingConfig
+from megacore.config import AdamWConfig, Config, DataConfig, ModelConfig, PrecisionConfig, TrainingConfig
 from megacore.errors import CheckpointError
 from megacore.optim.update import LossScaler
 
@@ -51,6 +51,20 @@ def test_settings_of_optimizers_are_read_wherever_they_stand(settings: dict[str,
         model=ModelConfig(vocab_size=8), adamw=AdamWConfig(adam_beta2=0.999), training=TrainingConfig(train_iters=1)
     ).resolve(1)
     assert "--adam-beta2 0.95 -> 0.999" in changed_settings(config, manifest)
+
+
+def test_what_follows_from_the_packing_is_no_change() -> None:
+    data: dict[str, Any] = {"packing": "concat", "reset_attention_mask": None, "split": "1"}
+    config = Config(
+        model=ModelConfig(vocab_size=8, window_size=4),
+        data=DataConfig(reset_attention_mask=False, split="1"),
+        training=TrainingConfig(train_iters=1),
+    ).resolve(1)
+    settings = {"data": data, "model": {"window_size": None}}
+    assert changed_settings(config, dataclasses.replace(WRITTEN, config=settings)) == ["--window-size unset -> 4"]
+    data["packing"] = "best-fit"
+    changes = changed_settings(config, dataclasses.replace(WRITTEN, config=settings))
+    assert changes[-2:] == ["--packing best-fit -> concat", "--reset-attention-mask True -> False"]
 
 
 def places(value: Any, here: Place = ()) -> Iterator[Place]:

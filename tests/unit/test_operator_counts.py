@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from benchmarks.operators import count_block, count_head
+from benchmarks.operators import (
+    CONTEXT_COMMS,
+    MIXTRAL,
+    RANKS,
+    count_block,
+    count_divided,
+    count_experts,
+    count_head,
+    group_of,
+)
+from megacore.parallel.context import ContextComm
+from megacore.parallel.experts import ExpertRanks
 
 MOST = {"Llama": (10, 15), "GPT-2": (9, 18), "GPT-2, dropout": (10, 20)}
 
@@ -36,6 +47,36 @@ def test_a_split_block_adds_its_collectives_alone(shape: str) -> None:
     assert split.backward.total() == one.backward.total() + 2
     assert split.forward["c10d::allreduce_"] == split.backward["c10d::allreduce_"] == 2
     assert "aten::clone" not in split.forward + split.backward
+
+
+@pytest.mark.parametrize("shape", MOST)
+def test_a_split_backward_copies_nothing_before_its_sums(shape: str) -> None:
+    count = count_block(shape, RANKS, split_backward=True)
+    assert count.forward["c10d::allreduce_"] == count.backward["c10d::allreduce_"] == 2
+    assert "aten::clone" not in count.forward + count.backward
+
+
+@pytest.mark.parametrize(("comm", "most"), list(zip(CONTEXT_COMMS, [(16, 28), (89, 119), (17, 24)], strict=True)))
+def test_operators_of_a_block_whose_sequences_are_divided(comm: ContextComm, most: tuple[int, int]) -> None:
+    """Putting the sequence together, or taking it apart, is one copy whatever the number of ranks."""
+    count = count_divided(comm)
+    assert count.forward.total() <= most[0] and count.backward.total() <= most[1], f"{count.forward}, {count.backward}"
+
+
+def test_operators_of_a_block_with_experts() -> None:
+    """Each expert has its own products. The host waits for the numbers of rows alone."""
+    one, split = count_experts(1), count_experts(RANKS)
+    assert one.forward.total() <= 64 and one.backward.total() <= 91
+    assert split.forward.total() <= 57 and split.backward.total() <= 53
+    assert (one.waits, split.waits) == (1, 1)
+    for names in (split.forward, split.backward):
+        assert not {"aten::bincount", "aten::repeat_interleave", "aten::clone"}.intersection(names)
+
+
+def test_the_parts_of_split_experts_are_summed_in_place() -> None:
+    count = count_block(MIXTRAL, 1, experts=ExpertRanks(layer=group_of(RANKS)))
+    assert count.forward["c10d::allreduce_"] == 1 and count.backward["c10d::allreduce_"] == 2
+    assert "aten::clone" not in count.forward + count.backward
 
 
 def test_gate_and_up_are_one_product() -> None:

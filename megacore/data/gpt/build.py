@@ -184,13 +184,20 @@ def datasets_of(
 
 
 def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int) -> list[Part]:
-    """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens."""
+    """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens; for validation
+    on samples of whole documents, some with two tokens."""
     parts = []
     for number, indexed in enumerate(opened):
         documents = split_documents(indexed, config.data.split_shares())[stream]
-        if indexed.document_start(documents.stop) > indexed.document_start(documents.start):
-            parts.append(Part(indexed, documents, number, stream))
+        part = Part(indexed, documents, number, stream)
+        if _tokens(part) and (stream == 0 or config.data.packing == "concat" or _has_next_token(part)):
+            parts.append(part)
     return parts
+
+
+def _has_next_token(part: Part) -> bool:
+    """Whether some document has a token that follows another one."""
+    return bool(np.diff(part.indexed.document_offsets(part.documents.start, part.documents.stop)).max() > 1)
 
 
 class DocumentSplit(NamedTuple):

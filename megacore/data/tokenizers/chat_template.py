@@ -123,6 +123,12 @@ class TokenizerTemplate:
                             "follow, so that the reply cannot be told from the rest: use --chat-template plain, or a "
                             "template that renders turn by turn"
                         )
+                    if not _holds(text[len(before) : len(after)], message["content"]):
+                        raise ValueError(
+                            f"the chat template leaves out the reply of message {number + 1}, or changes it: there "
+                            "would be nothing to learn from it; use --chat-template plain, or a template that renders "
+                            "the content of the role 'assistant'"
+                        )
                     predicted.append((len(before), len(after)))
         except ValueError:
             raise
@@ -138,6 +144,11 @@ class TokenizerTemplate:
         """The text of messages, with the header of a reply."""
         text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
         return text
+
+
+def _holds(rendered: str, content: str) -> bool:
+    """Whether a reply is not empty, and has its content; templates may change white space."""
+    return bool(rendered) and "".join(content.split()) in "".join(rendered.split())
 
 
 def has_chat_template(path: str | Path) -> bool:

@@ -1,0 +1,145 @@
+"""Reads a DeepSpeed configuration: a JSON file or a dictionary. Every key is translated or refused by name.
+
+deepspeed_keys.py says what each key becomes. Nothing of DeepSpeed is needed. A value "auto" means what it means in
+transformers: the setting comes from the flags.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megacore.config.deepspeed_keys import ALIASES, KEYS, SWITCHED, Document, Key, Value, shown, value_at
+from megacore.config.megatron_values import ForeignSetting, Shape, Translation
+from megacore.config.messages import did_you_mean
+from megacore.config.toml import unreadable
+
+_DEEPEST = 32
+_FLAG = "--deepspeed-config"
+_REFERENCE = "docs/coming-from-deepspeed.md lists the keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedKeys:
+    """What a DeepSpeed configuration says.
+
+    Attributes:
+        settings: its keys, to be translated with the flags.
+        problems: what is wrong with the file, and the keys that do not exist.
+        unread: fields that it may set, where it could not be read.
+        notes: what to tell the user.
+        document: the configuration itself.
+    """
+
+    settings: list[ForeignSetting] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    document: Document = field(default_factory=dict)
+
+
+def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -> DeepSpeedKeys:
+    """Reads a configuration, and every problem in it.
+
+    Args:
+        source: a JSON file, or what one contains.
+        is_planned: the run is only planned, so that a search (autotuning) is what the caller does anyway.
+    """
+    if isinstance(source, Mapping):
+        return _read(source, "config", is_planned=is_planned)
+    every = {name for key in KEYS.values() for name in key.fields}
+    try:
+        if problem := unreadable(source):
+            return DeepSpeedKeys(problems=[f"{_FLAG} {source} {problem}: use an existing JSON file"], unread=every)
+        document = json.loads(Path(source).read_bytes().decode("utf-8-sig"), object_pairs_hook=_without_repeats)
+    except OSError as error:
+        text = f"{_FLAG} {source} cannot be read: {error.strerror}: use an existing JSON file"
+        return DeepSpeedKeys(problems=[text], unread=every)
+    except (ValueError, RecursionError) as error:
+        return DeepSpeedKeys(problems=[f"{_FLAG} {source} is not valid JSON: {error}"], unread=every)
+    if not isinstance(document, dict):
+        return DeepSpeedKeys(problems=[f"{_FLAG} {source} must hold an object, as in {{}}"], unread=every)
+    return _read(document, str(source), is_planned=is_planned)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for number, (name, _) in enumerate(pairs):
+        if any(name == other for other, _ in pairs[:number]):
+            raise ValueError(f"{name} is given twice: keep one of them")
+    return found
+
+
+def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
+    document = {ALIASES.get(key, key): value for key, value in document.items()}
+    if isinstance(stage := document.get("zero_optimization"), bool):  # the form of DeepSpeed's first versions
+        document["zero_optimization"] = {"stage": int(stage)}
+    read = DeepSpeedKeys(document=document)
+    left: list[str] = []
+    for path, value in _leaves(document, read.problems, name):
+        if value == "auto":
+            left.append(path)
+        elif not (is_planned and path == "autotuning.enabled"):
+            read.settings.append(_setting(path, value, document, name))
+    if not any(value_at(document, f"{form}.enabled") in (True, "auto") for form in ("fp16", "bf16")):
+        read.settings.append(_fp32(name))
+    if left:
+        read.notes.append(f'left to the flags by {name} ("auto"): {", ".join(left)}')
+    return read
+
+
+def _leaves(document: Document, problems: list[str], name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The known keys that have an effect, with their values. Unknown ones are noted as problems."""
+    for word, value in document.items():
+        path = f"{prefix}{word}"
+        if isinstance(value, Mapping) and _is_off(path, value):
+            continue
+        if path in KEYS:
+            yield path, value
+        elif not any(known.startswith(f"{path}.") for known in KEYS) or path.count(".") > _DEEPEST:
+            near = did_you_mean(path, KEYS)
+            problems.append(f"{name}: {path} is not a key of DeepSpeed 0.19{near}: leave it out; {_REFERENCE}")
+        elif not isinstance(value, Mapping):
+            if value is not None:
+                problems.append(f"{name}: {path} {shown(value)} must be an object, as in {{}}")
+        else:
+            yield from _leaves(value, problems, name, f"{path}.")
+
+
+def _is_off(path: str, section: Document) -> bool:
+    if path not in SWITCHED:
+        return False
+    switch, default = SWITCHED[path]
+    return section.get(switch, default) is False
+
+
+def _setting(path: str, value: Any, document: Document, name: str) -> ForeignSetting:
+    key = KEYS[path]
+    return ForeignSetting(
+        origin=name,
+        source=f"{path} {shown(value)}",
+        where=f"{name}: ",
+        fields=key.fields,
+        translate=partial(_translate, key, path, value, document),
+        is_idle=key.kind == "idle",
+        is_last=key.is_last,
+    )
+
+
+def _translate(key: Key, path: str, value: Any, document: Document, shape: Shape) -> Translation:
+    return key.translate(Value(path, value, document, shape))
+
+
+def _fp32(name: str) -> ForeignSetting:
+    """DeepSpeed trains in fp32 where the file enables neither 16-bit format."""
+    return ForeignSetting(
+        origin=name,
+        source="neither bf16 nor fp16",
+        where=f"{name}: ",
+        fields=(),
+        translate=lambda shape: Translation(implied={"precision": "fp32"}),
+    )

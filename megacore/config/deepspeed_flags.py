@@ -1,0 +1,137 @@
+"""Flags of DeepSpeed's launcher and of Megatron-DeepSpeed that mean the same in another form, or change nothing here.
+
+The mechanism is that of Megatron-LM's flags (megatron_values.py). The keys of a DeepSpeed configuration file are in
+deepspeed_keys.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.config.megatron_values import ForeignFlag, Shape, Translation
+
+MIB = 1 << 20
+BYTES_OF_GRADIENT = 4
+
+
+def bucket_mib(elements: float) -> float:
+    """The value of --bucket-size-mb for a bucket of so many gradients, which are 4 bytes each."""
+    return float(f"{elements * BYTES_OF_GRADIENT / MIB:.6g}")
+
+
+def _switch(becomes: str, **values: Any) -> ForeignFlag:
+    return ForeignFlag(becomes, tuple(values), lambda flag, text, shape: Translation(values), is_switch=True)
+
+
+def _idle(why: str, *, takes_value: bool = False) -> ForeignFlag:
+    return ForeignFlag(
+        f"nothing: {why}", (), lambda flag, text, shape: Translation(), is_switch=not takes_value, is_idle=True
+    )
+
+
+def _refused(why: str, harmless: str) -> ForeignFlag:
+    """A flag that is accepted with one value."""
+
+    def translate(flag: str, text: str, shape: Shape) -> Translation:
+        if text != harmless:
+            raise ValueError(f"{flag} {text}: {why}: leave it out")
+        return Translation()
+
+    return ForeignFlag(f"nothing with {harmless}; any other value is refused: {why}", (), translate, is_idle=True)
+
+
+def _ulysses(flag: str, text: str, shape: Shape) -> Translation:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 2")
+    ranks = int(text)
+    return Translation({"cp": ranks}, {"cp_comm": "ulysses"} if ranks > 1 else {})
+
+
+def _buckets(flag: str, text: str, shape: Shape) -> Translation:
+    try:
+        elements = float(text)
+    except ValueError:
+        elements = 0.0
+    if not 1 <= elements < 1e15:
+        raise ValueError(f"{flag} '{text}' is not a number of elements: use, for example, 500000000")
+    return Translation({"bucket_size_mb": bucket_mib(elements)})
+
+
+def _if_recomputed(flag: str, field: str, shape: Shape) -> Translation:
+    return Translation({field: True} if shape.settings.get("recompute") == "full" else {})
+
+
+def _saved(becomes: str, field: str) -> ForeignFlag:
+    """A switch about the inputs that full recomputation keeps, and without effect where there is none."""
+
+    def translate(flag: str, text: str, shape: Shape) -> Translation:
+        return _if_recomputed(flag, field, shape)
+
+    return ForeignFlag(f"{becomes}, beside --recompute full", (field,), translate, is_switch=True, is_last=True)
+
+
+def _without_pipeline(flag: str, shape: Shape) -> Translation:
+    if (shape.pp or 1) > 1:
+        raise ValueError(f"{flag} contradicts --pp {shape.pp}: leave one of them out")
+    return Translation()
+
+
+_FILE = "--deepspeed-config FILE.json is what counts"
+_ORDER = "the implementation of each operation is chosen and reported"
+
+DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
+    "--deepspeed": _idle(_FILE),
+    "--deepscale": _idle(_FILE),
+    "--local-rank": _idle("the launcher's LOCAL_RANK says it", takes_value=True),
+    "--deepspeed-mpi": _idle("start the ranks through torchrun"),
+    "--ds-sequence-parallel-size": ForeignFlag(
+        "--cp of its value, with --cp-comm ulysses", ("cp", "cp_comm"), _ulysses
+    ),
+    "--deepspeed-activation-checkpointing": _switch("--recompute full", recompute="full"),
+    "--partition-activations": _saved("--distribute-saved-activations", "distribute_saved_activations"),
+    "--checkpoint-in-cpu": _saved("--offload-activations", "offload_activations"),
+    "--contigious-checkpointing": _idle("the allocator keeps its memory"),
+    "--synchronize-each-layer": _idle("--trace and --profile-steps measure what takes time"),
+    "--profile-backward": _idle("--trace and --profile-steps measure what takes time"),
+    "--no-pipeline-parallel": ForeignFlag(
+        "nothing with --pp 1, and is refused with a pipeline",
+        (),
+        lambda flag, text, shape: _without_pipeline(flag, shape),
+        is_switch=True,
+        is_idle=True,
+        is_last=True,
+    ),
+    "--cpu-optimizer": _switch("--offload-optimizer", offload_optimizer=True),
+    "--cpu-torch-adam": _idle(_ORDER),
+    "--zero-contigious-gradients": _idle("gradients are always gathered in buckets"),
+    "--zero-reduce-scatter": _idle("gradients are always reduced to the rank that updates with them"),
+    "--zero-reduce-bucket-size": ForeignFlag(
+        "--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _buckets
+    ),
+    "--zero-allgather-bucket-size": _idle("--bucket-size-mb holds for both directions", takes_value=True),
+    "--remote-device": _refused("parameters stay on the devices", "none"),
+    "--use-pin-memory": _idle("what is copied to or from a device is always pinned"),
+    "--scattered-embeddings": _idle("the embedding is always divided over --tp ranks"),
+    "--split-transformers": _idle("the layers of a stage always exchange gradients one by one"),
+    "--memory-centric-tiled-linear": _idle("--zero-stage 3 gathers a layer at a time"),
+    "--tile-factor": _idle("--zero-stage 3 gathers a layer at a time", takes_value=True),
+    "--universal-checkpoint": _idle("every checkpoint is loaded on any layout"),
+    "--create-moe-param-group": _idle("experts always have groups of ranks of their own"),
+    "--force-ds-sequence-parallel": _idle("--cp decides"),
+    "--use-flash-attn-v1": _switch("--attention sdpa", attention="sdpa"),
+    "--use-flash-attn-v2": _switch("--attention sdpa", attention="sdpa"),
+    "--use-flash-attn-triton": _switch("--attention sdpa", attention="sdpa"),
+    "--no-query-key-layer-scaling": _idle("attention's softmax is computed in fp32"),
+    "--log-optimizer-states-to-tensorboard": _idle("metrics.jsonl has what is measured at each --log-interval"),
+    "--log-batch-size-to-tensorboard": _idle("metrics.jsonl has what is measured at each --log-interval"),
+    "--repeated-dataloader": _idle("the data are read for as many epochs as --train-iters needs"),
+    "--checkpoint-writer-decoupled": _switch("--async-save", async_save=True),
+    "--checkpoint-io-buffer-size": _idle("files are written as the disk takes them", takes_value=True),
+    "--checkpoint-data-parallel": _idle("every rank writes what it holds", takes_value=True),
+    "--aio-intra-op-parallelism": _idle("there is no offload to NVMe", takes_value=True),
+}
+"""The flags that are accepted and translated. `--zero-stage` is megacore's own name."""
+
+LAUNCHER = frozenset({"--deepspeed", "--deepscale", "--local-rank", "--deepspeed-mpi"})
+"""Those that say nothing about the script that is run."""

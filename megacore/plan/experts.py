@@ -1,0 +1,119 @@
+"""A block's experts on one rank, for the planner: how many rows they compute, what they keep, and what they send.
+
+Which experts a token uses is known only when it is there. Everything is planned as if all experts had the same number
+of tokens: a rank then computes as many rows as its tokens have choices. The busiest rank of a real step has more, by
+the `moe/max_violation` that a run logs.
+
+What is counted is what layers/moe.py and parallel/experts.py do. Legend: t tokens that a rank routes, k experts of a
+token, R = t k rows, h hidden size, f inner width of an expert on a rank, E experts, e bytes of an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacore.config import ParallelConfig, ResolvedConfig, ResolvedExperts, ResolvedModel
+from megacore.config.dimensions import ranks_of_role
+
+_INDEX, _FP32 = 8, 4  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShare:
+    """A rank's part of the experts of a block, in one microbatch.
+
+    Attributes:
+        experts: the section of the block.
+        scored: tokens whose router this rank computes.
+        tokens: t, those that it sends to experts.
+        held: experts that it holds, whole or in part.
+        inner: f.
+        hidden: h.
+        matrices: of an expert.
+    """
+
+    experts: ResolvedExperts
+    scored: float
+    tokens: float
+    held: int
+    inner: int
+    hidden: int
+    matrices: int
+
+    @property
+    def chosen(self) -> int:
+        """k."""
+        return self.experts.moe_router_topk
+
+    @property
+    def rows(self) -> float:
+        """R, of all experts together."""
+        return self.tokens * self.chosen
+
+    @property
+    def matrix(self) -> int:
+        """Weights of one of the layers of all experts that the rank holds."""
+        return self.held * self.hidden * self.inner
+
+
+def expert_share(config: ResolvedConfig, block: ResolvedModel) -> ExpertShare | None:
+    """The part of one rank; None where the block has no experts."""
+    experts, parallel = block.experts, config.parallel
+    if experts is None:
+        return None
+    tokens = float(config.training.micro_batch_size * config.rank_positions)
+    split = ranks_of_role("layer", parallel)
+    scored = tokens / (split if parallel.sequence_parallel else 1)
+    return ExpertShare(
+        experts=experts,
+        scored=scored,
+        # The ranks that split an expert gather each other's positions.
+        tokens=scored * (parallel.expert_split if parallel.sequence_parallel else 1),
+        held=experts.num_experts // parallel.ep,
+        inner=experts.moe_ffn_hidden_size // parallel.expert_split,
+        hidden=block.hidden_size,
+        matrices=3 if block.gated else 2,
+    )
+
+
+def expert_copies(parallel: ParallelConfig) -> int:
+    """The ranks that hold the same experts: dp x cp x tp / (ep x etp)."""
+    stage = ranks_of_role("replicas", parallel) * ranks_of_role("layer", parallel)
+    return stage // (parallel.ep * parallel.expert_split)
+
+
+def routed_parameters(config: ResolvedConfig, block: ResolvedModel | None) -> int:
+    """Parameters of experts that a rank holds of a block."""
+    share = None if block is None else expert_share(config, block)
+    return 0 if share is None else share.matrices * share.matrix
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def routing_bytes(share: ExpertShare, element: int, *, exchanges: bool, keeps_input: bool = True) -> float:
+    """What choosing experts and sending rows keeps for backward.
+
+    The router keeps its input in fp32, its scores and the weights of the chosen experts, which it divides by their sum;
+    in 16 bits also its weight in fp32. Rows are sorted by indices of 8 bytes, once more where they are exchanged.
+    Experts keep their rows, and each token's sum those that came back and their weights.
+
+    Args:
+        share: of the rank.
+        element: e.
+        exchanges: whether ranks hold different experts.
+        keeps_input: whether the router's input is not computed again.
+    """
+    experts, k = share.experts, share.chosen
+    sixteen = element < _FP32
+    router = _FP32 * share.hidden * ((share.scored if keeps_input else 0) + (experts.num_experts if sixteen else 0))
+    scores = _FP32 * share.scored * experts.num_experts * (2 if experts.moe_z_loss_coeff else 1)
+    choices = share.scored * (_INDEX * k + _FP32 * (k + 1)) + _FP32 * share.tokens * k
+    order = _INDEX * share.rows * (4 if exchanges else 2)
+    return router + scores + choices + order + 2 * element * share.rows * share.hidden
+
+
+def combining_bytes(share: ExpertShare, element: int) -> float:
+    """What exists for a moment in the backward of a token's sum: the gradients of its rows, and to get those of their
+    weights the rows and a product in fp32."""
+    return share.rows * share.hidden * (element + _FP32 + (_FP32 if element < _FP32 else element))

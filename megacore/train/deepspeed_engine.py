@@ -1,0 +1,585 @@
+"""`megacore.initialize`: the API of DeepSpeed for any model, on megacore's engine.
+
+    engine, optimizer, loader, scheduler = megacore.initialize(model=net, config="ds_config.json")
+    for x, y in batches:
+        loss = F.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+
+A `torch.nn.Module` is trained data-parallel: the program runs its forward and computes its loss. A list of `Layer` is
+trained in a pipeline too, by `train_batch`. docs/any-model.md is the manual.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from megacore.config.fields import LARGEST_INT
+from megacore.errors import ConfigError, UserError
+from megacore.files import read_bounded, replace_bytes
+from megacore.optim.lr_schedules import learning_rate
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train.deepspeed_settings import EngineSettings, check_parameters, engine_settings
+from megacore.train.engine import Layer, PipelineEngine
+from megacore.train.plain_task import LossFunction
+from megacore.train.step import StepResult
+
+__all__ = ["Engine", "EngineOptimizer", "Schedule", "initialize"]
+
+_MOST_STATE = 1 << 24
+_NAME = "module"
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | Sequence[Layer] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    config_params: Mapping[str, Any] | None = None,
+    *,
+    loss: LossFunction | None = None,
+    output_dir: str | Path = "output",
+    **engine: Any,
+) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Any]:
+    """An engine for a model, from a DeepSpeed configuration; all ranks call this together.
+
+    The arguments are those of `deepspeed.initialize`. The process group is made where there is none.
+
+    Args:
+        args: whose `deepspeed_config` is the configuration, where `config` is not given.
+        model: a module, whose values on rank 0 all ranks start from; or the layers of a pipeline.
+        optimizer: AdamW, Adam or SGD of torch's, or a function that makes one of the parameters; None: that of the
+            configuration, AdamW where it has none.
+        model_parameters: all that the model trains; None: them.
+        training_data: a dataset, for a data loader with this replica's samples.
+        lr_scheduler: of torch's, or a function that makes one of the returned optimizer; None: that of the
+            configuration. `step` steps it.
+        mpu: None, because the configuration has the degrees.
+        dist_init_required: has no effect.
+        collate_fn: of the data loader.
+        config: a JSON file, or what one contains.
+        config_params: an older name of `config`.
+        loss: (output, targets) -> a scalar mean, for `train_batch` and `eval_batch`; None: a module's output is its
+            loss.
+        output_dir: directory of metrics.csv, of the profile and of W&B's files.
+        engine: further arguments of `PipelineEngine`, such as `seed`, `watch` and `callbacks`.
+
+    Returns:
+        The engine, its optimizer, the data loader and the scheduler; the last two are None where there are none.
+
+    Raises:
+        ConfigError: everything in the configuration that has no counterpart.
+    """
+    source = next((one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one), None)
+    problems = [] if source is not None else ["config is missing: give a DeepSpeed configuration, a file or a dict"]
+    if model is None:
+        problems.append("model is missing: give a torch.nn.Module, or a list of megacore's Layer")
+    if mpu is not None:
+        problems.append("mpu is given: leave it out, and give the degrees in the configuration or to `parallel`")
+    if problems:
+        raise ConfigError(problems)
+    assert source is not None
+    assert model is not None
+    if isinstance(model, nn.Module) and model_parameters is not None:
+        check_parameters(model_parameters, model)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        taken = model_parameters or (model.parameters() if isinstance(model, nn.Module) else None)
+        optimizer = optimizer(taken)
+    made = Engine(
+        model,
+        engine_settings(source, optimizer, model),
+        loss=loss,
+        output_dir=output_dir,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        **engine,
+    )
+    return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Stands for the engine's optimizer: its learning rate is that of the next step, and may be set.
+
+    Args:
+        engine: whose optimizer it is.
+        lr: of the first step.
+    """
+
+    def __init__(self, engine: Engine, lr: float) -> None:
+        config = engine.pipeline.config.optimizer
+        parameters = [p for p in engine.pipeline.model.parameters.values() if p.requires_grad]
+        super().__init__(parameters, {"lr": lr, "weight_decay": config.weight_decay})
+        self._engine = engine
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Not for programs: engine.step() updates the weights.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("optimizer.step() is called: call engine.step(), which clips gradients and updates the weights")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: every step of the engine drops the gradients of the one before."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: `engine.save_checkpoint` saves the state of the optimizer."""
+        return {}
+
+
+class Schedule:
+    """The schedule of the configuration, as programs look at it; `engine.step` moves it on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of the next step."""
+        return [self.rate(self._engine.global_steps + 1)]
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of the next step."""
+        return self.get_last_lr()
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 1."""
+        return learning_rate(step, self._engine.pipeline.config.optimizer, train_iters=LARGEST_INT)
+
+    def step(self) -> None:
+        """Not for programs.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("scheduler.step() is called: leave it out, because engine.step() moves the schedule on")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the schedule is a function of the engine's step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+
+class Engine:
+    """Trains a model with the methods of DeepSpeed's engine; `initialize` makes it.
+
+    Attributes:
+        pipeline: megacore's engine.
+        module: the model.
+        optimizer: whose `param_groups` show the learning rate.
+        lr_scheduler: that of the caller, a `Schedule` of the configuration, or None.
+        training_dataloader: of the training data, or None.
+        device: where inputs belong.
+        micro_steps: microbatches whose backward has run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Layer],
+        settings: EngineSettings,
+        *,
+        loss: LossFunction | None,
+        output_dir: str | Path,
+        lr_scheduler: Any,
+        training_data: Dataset[Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        **engine: Any,
+    ) -> None:
+        self._settings, self._loss = settings, loss
+        self._is_module = isinstance(model, nn.Module)
+        mesh = engine.pop("mesh", None)
+        layers = model
+        if isinstance(model, nn.Module):
+            _require_plain(settings)
+            mesh = mesh or build_mesh(settings.parallel)
+            _take_values_of_first_rank(model, mesh)
+            layers = [Layer(_NAME, partial(_same, model))]
+        elif loss is None:
+            raise ConfigError(["loss is missing: layers of a pipeline need one, as in loss=F.cross_entropy"])
+        self.pipeline = PipelineEngine(
+            layers,  # type: ignore[arg-type]
+            loss=loss or F.mse_loss,
+            train_iters=LARGEST_INT,
+            num_microbatches=settings.accumulation,
+            parallel=settings.parallel,
+            optimizer=settings.optimizer,
+            optimizer_settings=settings.optimizer_settings,
+            precision=settings.precision,
+            recompute=settings.recompute,
+            compile=settings.compile,
+            logging=settings.logging,
+            output_dir=output_dir,
+            mesh=mesh,
+            **engine,
+        )
+        self.module = model if isinstance(model, nn.Module) else self.pipeline.model.chunks[0]
+        self.mesh, self.device = self.pipeline.mesh, self.pipeline.mesh.device
+        self.micro_steps = 0
+        self._pending = 0  # microbatches of the step that has begun
+        self._last: StepResult | None = None
+        self.optimizer = EngineOptimizer(self, settings.optimizer.lr)
+        self.lr_scheduler = lr_scheduler
+        if callable(lr_scheduler) and not hasattr(lr_scheduler, "get_last_lr"):
+            self.lr_scheduler = lr_scheduler(self.optimizer)
+        elif lr_scheduler is None and settings.scheduled:
+            self.lr_scheduler = Schedule(self)
+        if lr_scheduler is not None and settings.scheduled:
+            raise ConfigError(["lr_scheduler is given, and the configuration has a scheduler: keep one of them"])
+        self._set_rate()
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data, collate_fn)
+        self._samples: Iterator[Any] | None = None
+        if self.mesh.world.is_first:
+            for note in settings.notes:
+                print(f"megacore: note: {note}", file=sys.stderr)
+
+    # ---- a module: forward, backward, step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output. Inputs in fp32 are converted to the format of the parameters."""
+        self._require_module("forward")
+        steps, data_parallel = self.pipeline.train_steps, self.pipeline.model.data_parallel
+        readers = self.mesh.batch
+        steps.task.streams.microbatch = self.micro_steps * readers.size + readers.rank
+        convert = self.pipeline.task.in_training_format
+        data_parallel.hold_parameters(0, all_weights=True)
+        try:
+            return self.module(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
+        finally:
+            data_parallel.release_parameters(0)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Backward of a microbatch's mean loss. The step's gradient is the mean over its microbatches and replicas.
+
+        Args:
+            loss: a scalar.
+
+        Returns:
+            The loss.
+
+        Raises:
+            UserError: it is no scalar; or all microbatches of the step are there, and `step` was not called.
+        """
+        self._require_module("backward")
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise UserError("backward takes the loss of a microbatch, a scalar tensor")
+        accumulation = self._settings.accumulation
+        if self._pending == accumulation:
+            raise UserError(
+                f"backward is called for microbatch {accumulation + 1} of a step of {accumulation}: call step() after "
+                "every backward, or use other gradient_accumulation_steps"
+            )
+        steps = self.pipeline.train_steps
+        if self._pending == 0:
+            steps.begin(torch.full((), float(accumulation), dtype=torch.float64, device=self.device))
+        self._pending += 1
+        self.micro_steps += 1
+        steps.backward(loss, is_last=self._pending == accumulation)
+        return loss
+
+    def step(self) -> None:
+        """Update the weights after the last microbatch of a step; after the others it does nothing."""
+        self._require_module("step")
+        if self._pending == self._settings.accumulation:
+            self._pending = 0
+            self._use_rate()
+            self._finish(self.pipeline.update_weights())
+
+    def _finish(self, result: StepResult) -> None:
+        self._last = result
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn that it was not
+        if result.skipped is None and self.lr_scheduler is not None and not isinstance(self.lr_scheduler, Schedule):
+            self.lr_scheduler.step()
+        self._set_rate()
+        self._log(result.loss)
+
+    def _set_rate(self) -> None:
+        if isinstance(self.lr_scheduler, Schedule):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr_scheduler.get_last_lr()[0]
+
+    def _use_rate(self) -> None:
+        """Let the next step have the learning rate that the optimizer shows, which the program may have set."""
+        self.pipeline.train_steps.rate = float(self.optimizer.param_groups[0]["lr"])
+
+    def _log(self, loss: Tensor) -> None:
+        run, logging, every = self.pipeline, self._settings.logging, self._settings.log_interval
+        if logging.csv or logging.tensorboard_dir or logging.wandb_project:
+            run.log({"train/loss": float(loss), "train/lr": run.lr, "train/grad_norm": float(run.grad_norm)})
+        if every is not None and run.step % every == 0 and self.mesh.world.is_first:
+            print(f"step {run.step} loss {float(loss):.6g} lr {run.lr:.4g}", flush=True)
+
+    # ---- whole batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """A whole step, of gradient_accumulation_steps microbatches.
+
+        Args:
+            data_iter: gives (inputs, targets) of each; None: the training data, again and again.
+
+        Returns:
+            The mean loss over the global batch.
+        """
+        batches = list(islice(self._data(data_iter), self._settings.accumulation))
+        if len(batches) < self._settings.accumulation:
+            raise UserError(
+                f"train_batch got {len(batches)} microbatches of {self._settings.accumulation}: data_iter has ended"
+            )
+        if not self._is_module:
+            self._use_rate()
+            loss = self.pipeline.train_batch(batches)
+            self.micro_steps += len(batches)
+            self._set_rate()
+            self._log(loss)
+            return loss
+        self.module.train()
+        for batch in batches:
+            self.backward(self._loss_of(batch))
+            self.step()
+        assert self._last is not None
+        return self._last.loss
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
+        """The mean loss over gradient_accumulation_steps microbatches of every replica, in evaluation mode."""
+        batches = list(islice(data_iter, self._settings.accumulation))
+        if not self._is_module:
+            return torch.tensor(self.pipeline.evaluate(batches), dtype=torch.float64)
+        was_training = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            losses = [self._loss_of(batch).double() for batch in batches]
+        self.module.train(was_training)
+        sums = torch.stack([torch.stack(losses).sum(), torch.full_like(losses[0], len(losses))])
+        total, count = all_reduce_(sums, self.mesh.batch)
+        return total / count
+
+    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise UserError("train_batch needs data: give data_iter, or training_data to initialize")
+        if self._samples is None:
+            self._samples = _again_and_again(self.training_dataloader)
+        return self._samples
+
+    def _loss_of(self, batch: Any) -> Any:
+        inputs, targets = batch if self._loss is not None else (batch, None)
+        taken = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        output = self(*(value.to(self.device) if isinstance(value, Tensor) else value for value in taken))
+        if self._loss is None:
+            return output
+        targets = targets.to(self.device) if isinstance(targets, Tensor) else targets
+        return self._loss(output.float() if isinstance(output, Tensor) else output, targets)
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> DataLoader[Any]:
+        """A data loader with this replica's samples, in microbatches."""
+        readers = self.mesh.batch
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=readers.size, rank=readers.rank)
+        return DataLoader(
+            dataset,
+            batch_size=self._settings.micro_batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=self._settings.drop_last,
+        )
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Publish a checkpoint of megacore's in a directory; all ranks call this together.
+
+        Args:
+            save_dir: the directory, in which the checkpoint becomes step_NNNNNNNN.
+            tag: a directory in it; None: none.
+            client_state: what JSON can hold, to be returned by `load_checkpoint`.
+        """
+        directory = Path(save_dir) / (tag or "")
+        path = self.pipeline.save(directory)
+        if self.mesh.world.is_first:
+            state = {"micro_steps": self.micro_steps, "client_state": dict(client_state or {})}
+            if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, Schedule):
+                state["lr_scheduler"] = self.lr_scheduler.state_dict()
+            replace_bytes(_beside(path), json.dumps(state).encode())
+        return True
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
+        """Continue from a checkpoint of any layout; all ranks call this together.
+
+        Args:
+            load_dir: as given to `save_checkpoint`, whose newest checkpoint is loaded.
+            tag: likewise.
+
+        Returns:
+            The checkpoint's directory and the client's state; (None, {}) where there is no such directory.
+        """
+        directory = Path(load_dir) / (tag or "")
+        if not directory.is_dir():
+            return None, {}
+        self.pipeline.load(directory)
+        found = [path for path in sorted(directory.glob(f"step_{self.pipeline.step:08d}*")) if path.is_dir()]
+        path = found[-1] if found else directory
+        state: dict[str, Any] = {}
+        if _beside(path).is_file():
+            state = json.loads(read_bounded(_beside(path), _MOST_STATE))
+        self.micro_steps = state.get("micro_steps", self.pipeline.step * self._settings.accumulation)
+        if "lr_scheduler" in state and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        self._pending = 0
+        self._set_rate()
+        return str(path), state.get("client_state", {})
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """Every weight and buffer, whole and on the CPU, by the model's own names; all ranks call this together."""
+        prefix = f"{_NAME}." if self._is_module else ""
+        return {name.removeprefix(prefix): value for name, value in self.pipeline.state_dict().items()}
+
+    def load_module_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take weights and buffers from what `module_state_dict` returned."""
+        prefix = f"{_NAME}." if self._is_module else ""
+        self.pipeline.load_state_dict({f"{prefix}{name}": value for name, value in state.items()})
+
+    # ---- what programs ask
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training mode of the model; of a pipeline, `train_batch` and `eval_batch` set it."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Evaluation mode of the model."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Nothing: every step drops the gradients of the one before."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next backward is the last of a step; after it, until `step`, whether it was."""
+        return self._pending in (self._settings.accumulation - 1, self._settings.accumulation)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self._settings.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a microbatch."""
+        return self._settings.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Samples of a step on all replicas."""
+        return self._settings.micro_batch_size * self._settings.accumulation * self.mesh.batch.size
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float:
+        """The gradient norm of the last step, before clipping."""
+        return float(self.pipeline.grad_norm)
+
+    @property
+    def global_steps(self) -> int:
+        """Steps taken."""
+        return self.pipeline.step
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return self.mesh.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.mesh.world.size
+
+    def close(self) -> None:
+        """Close the trackers, wait for all ranks and leave the job; the last thing to do."""
+        self.pipeline.close()
+
+    def _require_module(self, method: str) -> None:
+        if not self._is_module:
+            raise UserError(f"{method} is not for the layers of a pipeline: use train_batch and eval_batch")
+
+
+def _require_plain(settings: EngineSettings) -> None:
+    parallel, problems = settings.parallel, list[str]()
+    for name, value in (("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.cp)):
+        if value > 1:
+            problems.append(
+                f"{name} {value} needs to know the layers of the model: give a list of megacore's Layer "
+                "(docs/any-model.md), or leave it out"
+            )
+    if settings.recompute != "none":
+        problems.append("recompute full is for a list of Layer: use torch.utils.checkpoint in the model")
+    if problems:
+        raise ConfigError(problems)
+
+
+@torch.no_grad()
+def _take_values_of_first_rank(model: nn.Module, mesh: Mesh) -> None:
+    """Give every rank the values that the model has on rank 0."""
+    if mesh.world.size == 1:
+        return
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, Tensor):
+            value = tensor.detach().to(mesh.device, copy=True)
+            wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+            if not value.is_floating_point():
+                wide = value.to(torch.int64)
+            tensor.detach().copy_(all_reduce_(wide if mesh.world.is_first else torch.zeros_like(wide), mesh.world))
+
+
+def _same(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _again_and_again(loader: DataLoader[Any]) -> Iterator[Any]:
+    epoch = 0
+    while True:
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        yield from _some(loader)
+        epoch += 1
+
+
+def _some(loader: Iterable[Any]) -> Iterator[Any]:
+    empty = True
+    for batch in loader:
+        empty = False
+        yield batch
+    if empty:
+        raise UserError("training_data has no batch for this replica: use a smaller micro batch, or more data")
+
+
+def _beside(checkpoint: Path) -> Path:
+    """The file with the client's state, beside a checkpoint: the checkpoint itself holds only what its manifest
+    lists."""
+    return checkpoint.with_name(f"{checkpoint.name}.client.json")

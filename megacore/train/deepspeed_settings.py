@@ -1,0 +1,196 @@
+"""From a DeepSpeed configuration, and an optimizer of torch's, to the settings of an engine (deepspeed_engine.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacore.config import Config, LoggingConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megacore.config.deepspeed import read_deepspeed
+from megacore.config.deepspeed_keys import Document, value_at
+from megacore.config.dimensions import fill_degrees, size_of_role
+from megacore.config.fields import LARGEST_INT, field_infos, flag_and_value
+from megacore.config.flags import Given, translate_foreign
+from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
+from megacore.errors import ConfigError
+from megacore.parallel.mesh import world_size
+
+# What an engine has, besides the sections parallel, precision, optimizer and those of the optimizers.
+_OF_LOGGING = ("csv", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_group", "profile_steps")
+_OF_TRAINING = ("micro_batch_size", "global_batch_size", "recompute", "compile")
+_EITHER = "train_batch_size and train_micro_batch_size_per_gpu are both left out: give one of them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine is made from.
+
+    Attributes:
+        parallel, precision, optimizer, optimizer_settings, logging: sections of its configuration.
+        micro_batch_size: samples of a microbatch.
+        accumulation: microbatches of a step on each replica.
+        recompute, compile: as `PipelineEngine` takes them.
+        scheduled: whether the file has a scheduler.
+        log_interval: steps between lines of the log; None: no lines.
+        drop_last: whether the data loader drops a last batch that is incomplete.
+        notes: what was translated.
+    """
+
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    optimizer: OptimizerConfig
+    optimizer_settings: OptimizerSettings
+    logging: LoggingConfig
+    micro_batch_size: int
+    accumulation: int
+    recompute: Any
+    compile: bool
+    scheduled: bool
+    log_interval: int | None
+    drop_last: bool
+    notes: Sequence[str]
+
+
+def engine_settings(
+    source: str | Path | Document, optimizer: torch.optim.Optimizer | None, model: Any
+) -> EngineSettings:
+    """Translates a configuration for an engine.
+
+    Args:
+        source: a JSON file, or what one contains.
+        optimizer: of torch's, whose settings hold where the configuration has none.
+        model: for the sizes of its parameters.
+
+    Raises:
+        ConfigError: everything that has no counterpart.
+    """
+    keys = read_deepspeed(source)
+    document = keys.document
+    given = Given(foreign=keys.settings, problems=keys.problems)
+    from_client = {} if optimizer is None else _of_torch(optimizer, document, given.problems)
+    base = Config(training=TrainingConfig(train_iters=LARGEST_INT))
+    translate_foreign(given, from_client, base, world_size())
+    values = {"lr_decay_style": "constant", **from_client, **given.values}
+    sections = {"parallel": ParallelConfig, "precision": PrecisionConfig, "optimizer": OptimizerConfig, **OPTIMIZERS}
+    of_sections = {name for section in sections.values() for name in field_infos(section)}
+    for name, value in values.items():
+        if name not in of_sections and name not in (*_OF_LOGGING, *_OF_TRAINING, "log_interval"):
+            given.problems.append(f"{flag_and_value(name, value)} is of the training programs, not of an engine")
+    if not values.keys() & {"micro_batch_size", "global_batch_size"} and not given.problems:
+        given.problems.append(_EITHER)
+    if given.problems:
+        raise ConfigError(given.problems)
+
+    def section(kind: Any) -> Any:
+        return kind(**{name: values[name] for name in field_infos(kind) if name in values})
+
+    parallel, chosen = section(ParallelConfig), section(OptimizerConfig)
+    micro = values.get("micro_batch_size", 1)
+    replicas = max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
+    total = values.get("global_batch_size", micro * replicas)
+    if total % (micro * replicas):
+        raise ConfigError(
+            [
+                f"train_batch_size {total} must be a multiple of train_micro_batch_size_per_gpu {micro} x {replicas} "
+                "data-parallel ranks: change one of them"
+            ]
+        )
+    return EngineSettings(
+        parallel=parallel,
+        precision=section(PrecisionConfig),
+        optimizer=chosen,
+        optimizer_settings=section(OPTIMIZERS[chosen.optimizer]),
+        logging=LoggingConfig(**{name: values[name] for name in _OF_LOGGING if name in values}),
+        micro_batch_size=micro,
+        accumulation=total // (micro * replicas),
+        recompute=values.get("recompute", "none"),
+        compile=values.get("compile", False),
+        scheduled=value_at(document, "scheduler.type") is not None,
+        log_interval=values.get("log_interval"),
+        drop_last=value_at(document, "dataloader_drop_last") is True,
+        notes=[*keys.notes, *given.translation_notes()],
+    )
+
+
+# ---- an optimizer of torch's -----------------------------------------------------------------------------------------
+
+_ADAM_KINDS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _of_torch(optimizer: torch.optim.Optimizer, document: Document, problems: list[str]) -> dict[str, Any]:
+    """The fields that say what an optimizer of torch's does."""
+    kind = type(optimizer).__name__
+    if value_at(document, "optimizer") is not None:
+        problems.append(f"optimizer {kind} is given, and the configuration has one too: keep one of them")
+        return {}
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    decay = _decay(groups, kind, problems)
+    shared = {name: [group[name] for group in groups] for name in groups[0] if name not in ("params", "weight_decay")}
+    for name, each in shared.items():
+        if any(value != each[0] for value in each):
+            problems.append(f"optimizer {kind}: its parameter groups differ in {name}: use one value for all")
+    first = {name: each[0] for name, each in shared.items()}
+    for name in ("amsgrad", "maximize", "nesterov", "dampening"):
+        if first.get(name):
+            problems.append(f"optimizer {kind}: {name} {first[name]} is not in megacore: leave it out")
+    if isinstance(optimizer, _ADAM_KINDS):
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or first.get("decoupled_weight_decay", False)
+        if decay and not decoupled:
+            problems.append(f"optimizer {kind} adds weight_decay {decay} to the gradient: use AdamW, or weight_decay 0")
+        names = {"adam_beta1": first["betas"][0], "adam_beta2": first["betas"][1], "adam_eps": first["eps"]}
+        return {"optimizer": "adamw", "lr": float(first["lr"]), "weight_decay": decay, **names}
+    if isinstance(optimizer, torch.optim.SGD):
+        names = {"sgd_momentum": first["momentum"]}
+        return {"optimizer": "sgd", "lr": float(first["lr"]), "weight_decay": decay, **names}
+    problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extending.md)")
+    return {}
+
+
+def _decay(groups: Iterable[Mapping[str, Any]], what: str, problems: list[str]) -> float:
+    """The weight decay of matrices, where groups decay as megacore does: matrices alike, and vectors not."""
+    of_matrices, of_vectors = set[float](), set[float]()
+    for group in groups:
+        for parameter in group["params"]:
+            (of_matrices if parameter.dim() >= 2 else of_vectors).add(float(group.get("weight_decay", 0.0)))
+    decay = max(of_matrices, default=0.0)
+    if len(of_matrices) > 1 or of_vectors - {0.0}:
+        problems.append(
+            f"{what}: weight decay is {sorted(of_matrices)} for matrices and {sorted(of_vectors)} for vectors, but "
+            "megacore decays all matrices alike and no vectors: give vectors a group with weight_decay 0, and the "
+            "matrices one value"
+        )
+    return decay
+
+
+def check_parameters(parameters: Any, model: nn.Module) -> None:
+    """Checks that the parameters to train are those of the model.
+
+    Args:
+        parameters: tensors, or groups of them, as an optimizer of torch's takes them.
+        model: whose parameters with gradients are trained.
+
+    Raises:
+        ConfigError: some are left out, or groups have settings of their own.
+    """
+    items = list(parameters)
+    groups = [item for item in items if isinstance(item, dict)] or [{"params": items}]
+    given = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+    problems = []
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    if left:
+        problems.append(
+            f"model_parameters leaves out {', '.join(left[:3])} ({len(left)} in all), which have gradients: set their "
+            "requires_grad to False"
+        )
+    others = sorted({name for group in groups for name in group if name not in ("params", "weight_decay", "name")})
+    if others:
+        problems.append(f"model_parameters: groups with {', '.join(others)} of their own are not in megacore")
+    if any("weight_decay" in group for group in groups):
+        _decay([{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems)
+    if problems:
+        raise ConfigError(problems)

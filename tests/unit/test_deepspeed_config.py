@@ -1,0 +1,314 @@
+"""DeepSpeed's configuration files and Megatron-DeepSpeed's flags: what they give here, and what each refusal names."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import OptimizerConfig
+from megacore.config.bert import BertConfig
+from megacore.config.cli import flag_names
+from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.config.deepspeed_keys import ALIASES, KEYS
+from megacore.config.flags import all_fields
+from megacore.config.megatron_values import FOREIGN
+from megacore.optim.lr_schedules import learning_rate
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, Refuse, parse, problems
+from tools import deepspeed_reference
+
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coming-from-deepspeed.md"
+FP32 = ["--precision", "fp32"]
+
+
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def written(path: Path, document: Any) -> list[str]:
+    """The flags that name a file with this content."""
+    file = path / "ds_config.json"
+    file.write_text(document if isinstance(document, str) else json.dumps(document))
+    return ["--deepspeed_config", str(file)]
+
+
+# ---- the table
+
+
+def test_every_key_of_deepspeed_is_in_the_table() -> None:
+    known = json.loads((Path(__file__).parent / "deepspeed_keys.json").read_text())
+    assert len(known) > 300
+    assert set(known) - ALIASES.keys() == KEYS.keys()
+
+
+def test_the_tables_in_the_documentation_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert deepspeed_reference.main(["--check", str(PAGE)]) == 0, capsys.readouterr().out
+
+
+def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
+    fields = all_fields(BertConfig).keys()
+    ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
+    planned = {"--search", "--world-size", "--cluster", "--max-micro-batch-size", "--max-zero-stage", "--to"}
+    for path, key in KEYS.items():
+        assert set(key.fields) <= fields, path
+        assert set(re.findall(r"--[a-z][a-z0-9-]+", key.becomes)) <= ours | planned, path
+    for name, flag in DEEPSPEED_FLAGS.items():
+        assert set(flag.fields) <= fields, name
+        assert set(re.findall(r"--[a-z][a-z0-9-]+", flag.becomes)) <= ours, name
+    assert not DEEPSPEED_FLAGS.keys() & (ours | FOREIGN.keys())
+
+
+# ---- what files give
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("document", "ours"),
+    [
+        ({}, FP32),
+        ({"train_batch_size": 16}, [*FP32, "--global-batch-size", "16", "--micro-batch-size", "4"]),
+        (
+            {"train_batch_size": 16, "gradient_accumulation_steps": 2},
+            [*FP32, "--global-batch-size", "16", "--micro-batch-size", "2"],
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "pipeline": {"stages": 2}},
+            [*FP32, "--micro-batch-size", "2", "--global-batch-size", "12", "--pp", "2"],
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 4}},
+            [*FP32, "--micro-batch-size", "2", "--tp", "4"],
+        ),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 3}}, ["--precision", "bf16"]),
+        ({"bfloat16": {"enabled": True}}, ["--precision", "bf16"]),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 16, "hysteresis": 2}},
+            ["--precision", "fp16", "--loss-scale", "128"],
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 2, "loss_scale_window": 7}},
+            words("--precision fp16 --initial-loss-scale 64 --min-loss-scale 2 --loss-scale-window 7"),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7}},
+            [*FP32, "--zero-stage", "3", "--bucket-size-mb", "1907.35"],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False}},
+            [*FP32, *words("--zero-stage 2 --offload-optimizer --no-overlap-grad-reduce --no-overlap-param-gather")],
+        ),
+        ({"zero_optimization": True}, [*FP32, "--zero-stage", "1"]),
+        ({"gradient_clipping": 0.5, "communication_data_type": "bf16"},
+         [*FP32, "--clip-grad", "0.5", "--grad-reduce-dtype", "bf16"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.8, 0.98], "eps": 1e-6}}},
+            [*FP32, *words("--lr 2e-4 --adam-beta1 0.8 --adam-beta2 0.98 --adam-eps 1e-6 --weight-decay 0"),
+             "--lr-decay-style", "constant"],
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0.1}}},
+            [*FP32, *words("--lr 1e-3 --adam-beta2 0.999 --weight-decay 0.1 --lr-decay-style constant")],
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}},
+            [*FP32, *words("--optimizer sgd --lr 0.1 --sgd-momentum 0.5 --weight-decay 0 --lr-decay-style constant")],
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 5,
+                                                               "warmup_type": "linear", "total_num_steps": 10}}},
+            [*FP32, *words("--lr 3e-3 --lr-warmup-iters 5 --lr-decay-iters 10 --lr-decay-style linear --min-lr 0")],
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
+             "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5, "total_num_steps": 9,
+                                                                "cos_min_ratio": 0.5}}},
+            [*FP32, *words("--lr 2e-4 --adam-beta2 0.999 --weight-decay 0 --lr-warmup-iters 5 --lr-warmup-style log"),
+             *words("--lr-decay-iters 9 --lr-decay-style cosine --min-lr 1e-4")],
+        ),
+        (
+            {"pipeline": {"stages": 4, "partition": "uniform", "activation_checkpoint_interval": 1}},
+            [*FP32, *words("--pp 4 --pipeline-balance uniform --recompute full")],
+        ),
+        (
+            {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+            FP32,
+        ),
+        (
+            {"tensorboard": {"enabled": True, "output_path": "logs", "job_name": "a"}, "steps_per_print": 3,
+             "wandb": {"enabled": True, "team": "t"}, "csv_monitor": {"enabled": True}},
+            [*FP32, *words("--tensorboard-dir logs/a --log-interval 3 --wandb-project deepspeed --wandb-entity t"),
+             "--csv"],
+        ),
+        (
+            {"flops_profiler": {"enabled": True, "profile_step": 4}, "wall_clock_breakdown": True,
+             "checkpoint": {"writer": {"type": "fast", "decoupled": True}}, "compile": {"deepcompile": True}},
+            [*FP32, *words("--profile-steps 4:4 --trace --async-save --compile")],
+        ),
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": "auto"},
+             "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto",
+             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+             "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}}},
+            words("--zero-stage 1 --lr 1e-3 --adam-beta2 0.999 --weight-decay 0 --lr-decay-style constant"),
+        ),
+        (
+            {"elasticity": {"enabled": False}, "sparse_gradients": False, "autotuning": {"enabled": False, "x": 1},
+             "data_efficiency": {"enabled": False, "anything": {}}, "comet": {"enabled": False}},
+            FP32,
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_gives_what_the_flags_give(document: Any, ours: list[str], tmp_path: Path) -> None:
+    given = [*GOOD, "--num-layers", "4"]
+    assert parse(*given, *written(tmp_path, document)) == parse(*given, *ours)
+
+
+def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = {"gradient_clipping": 0.5, "aio": {"queue_depth": 8}, "zero_optimization": {"stage": "auto"}}
+    flags = written(tmp_path, document)
+    parse(*GOOD, "--deepspeed", *flags, "--clip-grad", "0.5")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
+        f'megacore: note: left to the flags by {flags[1]} ("auto"): zero_optimization.stage',
+        f"megacore: note: translated from {flags[1]}: gradient_clipping 0.5 is --clip-grad 0.5; neither bf16 nor fp16 "
+        "is --precision fp32",
+        "megacore: note: Megatron-DeepSpeed's, and without effect here: --deepspeed",
+        f"megacore: note: {flags[1]}'s, and without effect here: aio.queue_depth 8",
+    ]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (
+            {"zero_optimization": {"stag": 2}},
+            "zero_optimization.stag is not a key of DeepSpeed 0.19 (did you mean zero_o",
+        ),
+        ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 must be at least 0 and at most 3"),
+        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage two is not a whole number of 0 or more"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "parameters stay on the devices"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "use cpu, or more --dp ranks"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "is not quantised: leave it out"),
+        ({"zero_optimization": 3}, "zero_optimization 3 must be an object"),
+        ({"zero_optimization": {"mics_shard_size": 4}}, "DeepSpeed 0.19 has removed it"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled true is given as well: keep one"),
+        ({"torch_autocast": {"enabled": True}}, "use bf16 or fp16, with fp32 masters"),
+        ({"gradient_allreduce_op": "sum"}, "the loss is the mean over the global batch: use mean"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not in megacore: use AdamW or SGD"),
+        ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "AdamW has no maximum of moments"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "use weight_decay 0"),
+        ({"scheduler": {"type": "OneCycle"}}, "use WarmupLR, WarmupDecayLR or WarmupCosineLR"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "needs total_num_steps"),
+        ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "every sample of the data"),
+        ({"hybrid_engine": {"enabled": True}}, "training and generation are separate programs"),
+        ({"autotuning": {"enabled": True}}, "use python tools/plan.py pretrain_gpt.py --search"),
+        ({"comet": {"enabled": True}}, "use tensorboard, wandb or csv_monitor"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "accumulated and reduced in fp32 or bf16"),
+        ({"amp": {"enabled": True}}, "megacore has no such feature: leave it out"),
+        ({"gradient_accumulation_steps": 4}, "needs the size of a microbatch"),
+        ("{", "is not valid JSON"),
+        ('{"fp16": {}, "fp16": {}}', "fp16 is given twice"),
+        ("[1]", "must hold an object"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(document: Any, said: str, refuse: Refuse, tmp_path: Path) -> None:
+    (problem,) = problems(refuse(*GOOD, *written(tmp_path, document)))
+    assert said in problem
+
+
+def test_all_problems_come_at_once(refuse: Refuse, tmp_path: Path) -> None:
+    document = {
+        "train_batch_size": 17,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "zero_optimization": {"zero_quantized_weights": True, "stagee": 1},
+        "gradient_clipping": 1.0,
+    }
+    flags = written(tmp_path, document)
+    found = problems(refuse(*GOOD, *flags, "--clip-grad", "2", "--tp", "0"))
+    assert [problem.removeprefix(f"{flags[1]}: ").split(":")[0][:40] for problem in found] == [
+        "zero_optimization.stagee is not a key of",
+        "zero_optimization.zero_quantized_weights",
+        "gradient_clipping 1 is --clip-grad 1, an",
+        "--tp 0 must be at least 1",
+    ]
+
+
+def test_the_three_batch_sizes_must_agree(refuse: Refuse, tmp_path: Path) -> None:
+    document = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    (problem,) = problems(refuse(*GOOD, *written(tmp_path, document)))
+    assert problem.endswith(
+        "train_batch_size 12 must be train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 1 "
+        "data-parallel ranks = 8: use train_batch_size 8, or change one of the others"
+    )
+
+
+def test_a_file_that_does_not_exist_is_named(refuse: Refuse, tmp_path: Path) -> None:
+    (problem,) = problems(refuse(*GOOD, "--deepspeed_config", str(tmp_path / "none.json")))
+    assert problem == f"--deepspeed-config {tmp_path}/none.json cannot be read: No such file or directory: " + (
+        "use an existing JSON file"
+    )
+
+
+# ---- flags
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("--ds-sequence-parallel-size 2", "--cp 2 --cp-comm ulysses"),
+        ("--ds-sequence-parallel-size 1", ""),
+        ("--deepspeed-activation-checkpointing --partition-activations --tp 2",
+         "--recompute full --distribute-saved-activations --tp 2"),
+        ("--partition-activations --checkpoint-in-cpu", ""),
+        ("--checkpoint-in-cpu --deepspeed-activation-checkpointing", "--recompute full --offload-activations"),
+        ("--cpu-optimizer --zero-stage 2", "--offload-optimizer --zero-stage 2"),
+        ("--zero-reduce-bucket-size 500000000 --zero-contigious-gradients", "--bucket-size-mb 1907.35"),
+        ("--local_rank=0 --deepspeed --no-pipeline-parallel --remote-device none", ""),
+    ],
+)  # fmt: skip
+def test_a_flag_of_megatron_deepspeed_is_ours(given: str, ours: str) -> None:
+    base = [*GOOD, "--attention-dropout", "0", "--num-attention-heads", "4"]
+    assert parse(*base, *given.split()) == parse(*base, *ours.split())
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--no-pipeline-parallel --pp 2", "--no-pipeline-parallel contradicts --pp 2"),
+        ("--remote-device cpu", "--remote-device cpu: parameters stay on the devices"),
+        ("--ds-sequence-parallel-size 0", "'0' is not a whole number of 1 or more"),
+        ("--zero-reduce-bucket-size x", "'x' is not a number of elements"),
+    ],
+)
+def test_flags_without_counterpart_are_refused(given: str, said: str, refuse: Refuse) -> None:
+    (problem,) = problems(refuse(*GOOD, *given.split()))
+    assert said in problem
+
+
+# ---- the logarithmic warm-up
+
+
+def test_the_logarithmic_warm_up_is_that_of_warmup_lr() -> None:
+    config = OptimizerConfig(lr=2e-3, lr_warmup_iters=7, lr_warmup_style="log", lr_decay_style="constant")
+    rates = [learning_rate(step, config, train_iters=20) for step in range(1, 10)]
+    expected = [2e-3 * math.log(step) / math.log(7) if step < 7 else 2e-3 for step in range(1, 10)]
+    assert rates == pytest.approx(expected, rel=1e-12)

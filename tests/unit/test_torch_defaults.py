@@ -1,0 +1,48 @@
+"""What a run tells torch before torch is loaded, and leaves to the user."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megacore.train.torch_defaults import DEFAULTS, set_torch_defaults
+from tests.unit.packaging_builds import ROOT
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "TORCH_NCCL_HIGH_PRIORITY": "0"}
+    before = dict(environment)
+    set_torch_defaults(environment)
+    assert environment == before
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py"])
+def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found: dict[str, str] = {}
+
+    class Launch(ModuleType):
+        """Stands for the module that imports torch."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "launch":
+                found.update(os.environ)
+                return lambda config, train: 0
+            raise AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "megacore.train.launch", Launch("launch"))
+    flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
+    flags += f" --hang-timeout-minutes 0 --device cpu --output-dir {tmp_path}"
+    assert runpy.run_path(str(ROOT / script))["main"](flags.split()) == 0
+    assert {name: found[name] for name in DEFAULTS} == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
+    }

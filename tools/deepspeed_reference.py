@@ -1,0 +1,67 @@
+"""Prints what megacore makes of every key of a DeepSpeed configuration, and of Megatron-DeepSpeed's flags, as Markdown.
+
+python tools/deepspeed_reference.py                                         # print it
+python tools/deepspeed_reference.py --write docs/coming-from-deepspeed.md   # bring the document up to date
+python tools/deepspeed_reference.py --check docs/coming-from-deepspeed.md   # exit status 1 if it is not
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.config.deepspeed_keys import KEYS
+from tools.flag_reference import bring_up_to_date
+
+MARKERS = (
+    "<!-- keys: begin (written by tools/deepspeed_reference.py) -->",
+    "<!-- keys: end -->",
+)
+_KINDS = {"sets": "{}", "idle": "accepted, no effect: {}", "some": "accepted only as {}"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints, writes or checks the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Print what becomes of DeepSpeed's keys and flags as Markdown.")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in FILE")
+    action.add_argument("--check", type=Path, metavar="FILE", help="compare the tables in FILE without changing it")
+    options = parser.parse_args(argv)
+    if options.write or options.check:
+        return bring_up_to_date(options.write or options.check, reference(), MARKERS, writes=bool(options.write))
+    print(reference(), end="")
+    return 0
+
+
+def reference() -> str:
+    """The keys by section, then the flags."""
+    lines = ["### Keys of the file", "", "| key | becomes |", "|---|---|"]
+    lines += (f"| `{name}` | {_cell(text)} |" for name, text in _rows())
+    lines += ["", "### Flags of Megatron-DeepSpeed", "", "| flag | becomes |", "|---|---|"]
+    lines += (f"| `{name}` | {_cell(flag.becomes)} |" for name, flag in sorted(DEEPSPEED_FLAGS.items()))
+    return "\n".join(lines) + "\n"
+
+
+def _rows() -> Iterator[tuple[str, str]]:
+    """Keys of a section that become the same share a row."""
+    by_section = sorted(KEYS, key=lambda path: ("." in path, path.rpartition(".")[0], KEYS[path].kind == "idle"))
+    for (section, _, text), paths in groupby(by_section, key=lambda path: _described(path)):
+        names = [path.removeprefix(f"{section}.") if section else path for path in paths]
+        yield "`, `".join([f"{section}.{names[0]}" if section else names[0], *names[1:]]), text
+
+
+def _described(path: str) -> tuple[str, str, str]:
+    key = KEYS[path]
+    return path.rpartition(".")[0], key.kind, _KINDS[key.kind].format(key.becomes)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
