@@ -10,8 +10,10 @@ and read the same tokens, and pipelines are cut at the same layers; losses are c
 in memory together, and their rounds alternate: while one computes, the others wait. With them alternate as many
 processes that only multiply matrices: the machine's limit at that moment. From 1 to N ranks, in powers of two.
 
-Writes results.json, results.md, results.svg and, with matplotlib, results.png into --output. A framework that is not
-installed, does not offer a layout or fails is named, and the others are measured.
+Writes results.json, results.md, results.svg and, with matplotlib, results.png into --output, after every layout what
+is measured so far: a run that is ended early leaves its table. A framework that is not installed, does not offer a
+layout, fails, or does not answer within --patience seconds is named, and the others are measured. What takes longest is
+printed: DeepSpeed compiles its extension once, when it is first started.
 
 Exit status: 0 done, 1 the losses of two frameworks differ or megacore failed, 2 refused.
 """
@@ -27,6 +29,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -52,6 +55,7 @@ MEASURED = ROOT / "docs" / "measured.md"
 LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
 LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)
 _PROBES = 5  # models that are tried
+_LONG_START = 20.0  # seconds, of a framework's ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,10 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.missing[kind] = f"takes 4 ranks or more, and --ranks is {arguments.ranks}"
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
-        comparison = Comparison(results, pythons, Path(directory), arguments.output / "ranks.log")
+        comparison = Comparison(
+            results, pythons, Path(directory), arguments.output / "ranks.log", patience=arguments.patience
+        )
         for ranks in rank_counts(arguments.ranks):
             for layout in layouts(arguments.modes, ranks):
                 comparison.measure(layout, rounds=arguments.rounds, steps=arguments.steps)
+                _keep(results, arguments.output)
         if arguments.memory_limit_mib:
             results.limit_bytes = arguments.memory_limit_mib * MIB
             comparison.find_largest([kind for kind in arguments.modes if kind in LARGEST_KINDS], arguments.ranks)
@@ -92,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--modes", type=_names(tuple(KINDS)), default=list(KINDS), help=f"from {','.join(KINDS)}. Default: all")
     add("--rounds", type=_positive, default=6, metavar="N", help="rounds of each framework. Default: 6")
     add("--steps", type=_positive, default=2, metavar="N", help="steps of a round. Default: 2")
+    add("--patience", type=_positive, default=300, metavar="S",
+        help="seconds that a framework has to start, and for each turn; else it is left out. Default: 300")  # fmt: skip
     add("--memory-limit-mib", type=int, default=1024, metavar="N",
         help="memory per rank of the largest model; 0: do not seek it. Default: 1024")  # fmt: skip
     add("--output", type=Path, default=ROOT / "output" / "compare", metavar="DIR", help="Default: output/compare")
@@ -159,10 +168,14 @@ class Comparison:
         pythons: the interpreter of each framework.
         directory: for inputs and what runs write.
         log: what the ranks print.
+        patience: seconds to wait for a framework's start and for each of its turns.
     """
 
-    def __init__(self, results: Results, pythons: dict[str, Path], directory: Path, log: Path) -> None:
+    def __init__(
+        self, results: Results, pythons: dict[str, Path], directory: Path, log: Path, *, patience: float = 300.0
+    ) -> None:
         self.results, self._pythons, self._directory, self._log = results, pythons, directory, log
+        self._patience = patience
         self._inputs = write_inputs(results.sizes, directory)
         log.unlink(missing_ok=True)
 
@@ -175,6 +188,7 @@ class Comparison:
             steps: of a round; one more after each change is not timed.
         """
         self._say(f"{layout.kind} on {layout.ranks} ranks")
+        begin = time.monotonic()
         try:
             self._require_divisible(layout)
             stages = cut(self.results.sizes, layout)
@@ -185,10 +199,13 @@ class Comparison:
             sides: dict[str, Side] = {}
             for name, python in self._pythons.items():
                 job = self._job(name, self.results.sizes, layout, stages=stages, inputs=self._inputs)
+                start = time.monotonic()
                 try:
-                    sides[name] = stack.enter_context(Side(job, python, self._log))
+                    sides[name] = stack.enter_context(Side(job, python, self._log, patience=self._patience))
                 except SideFailed as error:
                     self._miss(name, layout, error)
+                if (seconds := time.monotonic() - start) > _LONG_START:
+                    self._say(f"  {name}: {seconds:.0f} s to start")
             turns = self._turns(sides, layout, rounds=rounds, steps=steps)
             if PRODUCTS not in turns:
                 return  # without the machine's limit a row says little; `missing` has the reason
@@ -207,6 +224,7 @@ class Comparison:
                         losses=[loss for turn in taken for loss in turn.losses],
                     )
                 )
+            self._say(f"  measured in {time.monotonic() - begin:.0f} s")
 
     def _require_divisible(self, layout: Layout) -> None:
         pieces, batch = layout.dp * layout.microbatches, self.results.sizes.batch
@@ -264,7 +282,7 @@ class Comparison:
     def _peak(self, name: str, python: Path, layout: Layout, layers: int) -> int:
         sizes = dataclasses.replace(LARGEST_SIZES, layers=layers)
         job = self._job(name, sizes, layout, stages=cut(sizes, layout), inputs=(self._tokens(sizes), None))
-        with Side(job, python, self._log) as side:
+        with Side(job, python, self._log, patience=self._patience) as side:
             return side.run(2).peak
 
     def _tokens(self, sizes: Sizes) -> Path:
@@ -315,10 +333,16 @@ def next_layers(peaks: dict[int, int], limit: int, unit: int) -> int | None:
     return guess if over is None else min(guess, over - unit)
 
 
-def _write(results: Results, output: Path, *, measured: bool) -> None:
+def _keep(results: Results, output: Path) -> str:
+    """Write the figures so far as JSON and as tables; returns the tables."""
     (output / "results.json").write_text(json.dumps(results.to_json(), indent=1), encoding="utf-8")
     text = markdown(results)
     (output / "results.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def _write(results: Results, output: Path, *, measured: bool) -> None:
+    text = _keep(results, output)
     print(text)
     if results.rows:
         for path in _pictures(output):

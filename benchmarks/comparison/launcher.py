@@ -18,6 +18,7 @@ from typing import Any, Self
 from benchmarks.comparison.job import Job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+EXTENSIONS = ROOT / ".venv-peers" / "torch_extensions"
 
 
 class SideFailed(Exception):
@@ -60,6 +61,7 @@ class Side:
         self._answers: list[Any] = []
         path = job.directory / f"{job.side}.json"
         path.write_text(job.to_json(), encoding="utf-8")
+        remove_stale_locks(EXTENSIONS)
         environment = _environment(job)
         with log.open("ab") as out:
             for rank in range(job.layout.ranks):
@@ -137,6 +139,17 @@ class Side:
         self.close()
 
 
+def remove_stale_locks(extensions: Path) -> None:
+    """Remove the locks of compilations that were ended: torch waits for a lock for as long as its file is there. The
+    sides of a comparison start one after the other, so that none compiles now.
+
+    Args:
+        extensions: where torch puts what it compiles.
+    """
+    for lock in extensions.glob("*/lock"):
+        lock.unlink(missing_ok=True)
+
+
 def _mean(values: tuple[float, ...]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
@@ -156,5 +169,5 @@ def _environment(job: Job) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(ROOT / ".venv-peers" / "torch_extensions"),
+        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
     }

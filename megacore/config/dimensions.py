@@ -68,12 +68,18 @@ def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DI
         parallel: the resolved section of the configuration with the degrees.
         dimensions: the table.
     """
-    divided = ROLES[role]  # a loop over what counts, as the planner asks millions of times
     size = 1
-    for d in dimensions:
-        if d.divides in divided:
-            size *= d.degree if isinstance(d.degree, int) else getattr(parallel, d.degree)
+    # Of the usual table it is known before, as the planner asks millions of times.
+    for degree in _DEGREES[role] if dimensions is DIMENSIONS else _degrees_of_role(role, dimensions):
+        size *= degree if isinstance(degree, int) else getattr(parallel, degree)
     return size
+
+
+def _degrees_of_role(role: str, dimensions: Sequence[Dimension]) -> list[str | int]:
+    return [d.degree for d in dimensions if d.divides in ROLES[role]]
+
+
+_DEGREES: Mapping[str, list[str | int]] = {role: _degrees_of_role(role, DIMENSIONS) for role in ROLES}
 
 
 def size_of_role(role: str, degrees: Mapping[str, int], dimensions: Sequence[Dimension] = DIMENSIONS) -> int:

@@ -33,6 +33,7 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
     model, length = config.model, config.data.seq_length
     if count == 1:
         return
+    yield from _uncut(config)
     heads, inner = model.num_attention_heads, model.inner_size
     if heads % count:
         yield f"--num-attention-heads {heads}"
@@ -46,6 +47,17 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
         yield f"the {(heads + 2 * model.query_groups) * model.head_size} rows of the projection of all heads"
     if length < count:
         yield f"--seq-length {length}"
+
+
+def _uncut(config: Config) -> Iterator[str]:
+    """What computes sums that are not divided into blocks yet, by its flag."""
+    model = config.model
+    flags = {
+        "--num-experts": getattr(config, "experts", None) is not None and config.experts.num_experts is not None,
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
+    }
+    yield from (flag for flag, given in flags.items() if given)
 
 
 def _blocks(config: Config, world_size: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ configuration is refused before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_type_hints
@@ -20,22 +21,32 @@ from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, 
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
-from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
+from megacore.config.optimizers import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
+from megacore.config.rampup import BatchSizes, RampupConfig
 from megacore.config.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.watch import WatchConfig
 
 
@@ -50,9 +61,16 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lion: LionConfig = field(default_factory=LionConfig)
+    lamb: LambConfig = field(default_factory=LambConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     training: TrainingConfig
+    rampup: RampupConfig = field(default_factory=RampupConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
@@ -96,8 +114,16 @@ class Config:
 
     @property
     def lr_decay_iters(self) -> int:
-        """The step at which the learning rate's decay ends."""
-        return self.optimizer.lr_decay_iters or self.training.train_iters
+        """The step at which the learning rate's decay ends; with a batch-size ramp in steps of --global-batch-size."""
+        return self.optimizer.lr_decay_iters or self._full_steps
+
+    @property
+    def _full_steps(self) -> int:
+        """--train-iters, in steps of --global-batch-size."""
+        training, full = self.training, self.training.global_batch_size
+        if not self.rampup.rampup_batch_size or full is None or self.rampup.problems():
+            return training.train_iters
+        return max(1, int(BatchSizes(full, self.rampup.ramp()).full_steps(training.train_iters)))
 
     @property
     def eval_iters(self) -> int:
@@ -190,32 +216,47 @@ class ResolvedConfig(Config):
     training: ResolvedTraining = field()
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size of every step."""
+        return BatchSizes(self.training.global_batch_size, self.rampup.ramp())
+
+    @property
     def replica_batch_size(self) -> int:
         """Samples of one microbatch on all replicas together."""
         return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step on each replica."""
+        """Microbatches of a step on each replica, once the batch has its full size."""
         return self.training.global_batch_size // self.replica_batch_size
 
-    @property
+    @functools.cached_property  # the planner asks millions of times
     def rank_positions(self) -> int:
         """Positions of each sequence that a rank computes."""
         return self.data.seq_length // ranks_of_role("sequence", self.parallel)
 
     @property
     def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
-        """How the ranks that divide sequences exchange keys and values, once that is chosen."""
+        """How the ranks that divide sequences exchange keys and values, once that is chosen.
+
+        Of n query and g key heads on a tensor-parallel rank, N ranks send less as `ulysses` if N > n/g + 1 and N
+        divides g. It waits for what it sends: a ring, which computes meanwhile, is left only for a fast link.
+        """
+        tp, cp = self.parallel.tp, self.parallel.cp
         if self.parallel.cp_comm != "auto":
             return self.parallel.cp_comm
-        return "ring" if self.is_causal else "allgather"
+        if not self.is_causal:
+            return "allgather"
+        heads, groups = self.model.num_attention_heads // tp, max(self.model.query_groups // tp, 1)
+        sends_less = groups % cp == 0 and heads % cp == 0 and cp > heads / groups + 1
+        return "ulysses" if sends_less and tp * cp <= RANKS_OF_FAST_LINK else "ring"
 
     @property
     def beside_hidden_states(self) -> tuple[str, ...]:
         """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
-        position's document, and `positions` within it."""
-        return self.data.beside_tokens
+        position's document, `positions` within it, and `padding`, 1 for positions that experts must leave out."""
+        pads = self.model.experts is not None and self.data.packing != "concat"
+        return (*self.data.beside_tokens, *(("padding",) if pads else ()))
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
@@ -251,6 +292,8 @@ _SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
 SECTIONS = sections_of(Config)
 """The sections that every entry point has."""
 
+RANKS_OF_FAST_LINK = 8
+"""Ranks that are taken to share a node, whose links are fast; neighbours, as --tp and --cp ranks are."""
 UNKNOWN_VOCAB_SIZE = 0
 """The size of a vocabulary that could not be read. Only the checks of input files ever see it, in a run that is about
 to be refused (`parse_config`)."""

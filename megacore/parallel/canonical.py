@@ -27,7 +27,7 @@ from megacore.ops.dispatch import Node
 from megacore.parallel.collectives import PartsExchanged, all_gather
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, Products, with_gradient
-from megacore.parallel.sharding import ShardedParameter, split_evenly
+from megacore.parallel.sharding import ShardedParameter, separate_term, split_evenly
 
 _ALIGNMENT = 64  # bytes; matrix products may round differently at other addresses
 
@@ -124,10 +124,10 @@ class Blocks:
             number: of views.
             gathered: every rank gets the terms of all ranks; otherwise the ranks' sums are added later.
         """
-        if not parameter.requires_grad or not torch.is_grad_enabled():
-            return [parameter] * number
-        views: tuple[Tensor, ...] = _Terms.apply(parameter, number, self.group if gathered else ALONE)
-        return list(views)
+        if gathered and self.group.size > 1 and parameter.requires_grad and torch.is_grad_enabled():
+            views: tuple[Tensor, ...] = _TermsOfRanks.apply(parameter, number, self.group)
+            return list(views)
+        return [parameter, *(separate_term(parameter) for _ in range(number - 1))]
 
     def columns(self, x: Tensor, parameters: Parameters, products: Products) -> tuple[Tensor, ...]:
         """Column-parallel layers that share an input.
@@ -377,9 +377,9 @@ class _Copies(Node):
         return tree_sum(grad.float().unflatten(2, (-1, ctx.number)).unbind(3)), None, None
 
 
-class _Terms(Node):
-    """Views of a parameter. Backward hands all gradients but the last to the parameter's `add_term`, which adds them
-    exactly, and the last to autograd; a parameter without it gets their sum."""
+class _TermsOfRanks(Node):
+    """Views of a parameter, whose gradients every rank gets from all ranks. Backward gives all but the last to
+    `take_term` of the parameter, and the last to autograd."""
 
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter, number: int, group: Group) -> tuple[Tensor, ...]:
@@ -388,10 +388,10 @@ class _Terms(Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        terms = all_gather(torch.stack(grads), ctx.group).flatten(0, 1).unbind() if ctx.group.size > 1 else grads
-        add_term = ctx.parameter.add_term
-        if add_term is None:
+        terms = all_gather(torch.stack(grads), ctx.group).flatten(0, 1).unbind()
+        take = ctx.parameter.take_term
+        if take is None:
             return tree_sum(terms), None, None
         for term in terms[:-1]:
-            add_term(ctx.parameter, term)
+            take(ctx.parameter, term)
         return terms[-1], None, None

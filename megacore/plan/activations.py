@@ -17,7 +17,8 @@ from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.reproducible import canonical_blocks
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
-from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.plan.once import once_per_config
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
@@ -35,12 +36,14 @@ projections and its output, `product of the activation` the input of `down`, `ro
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
 
+@once_per_config
 def residual_bytes(config: ResolvedConfig) -> float:
     """One tensor [b, s/p, h] of the residual stream: all that `--recompute full` keeps of a block."""
     split = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
 
+@once_per_config
 def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """What one block keeps: the sum of `kept_by_operator`, whose arguments these are."""
     return sum(kept_by_operator(config, block, on_cpu=on_cpu, recompute=recompute).values())
@@ -82,11 +85,12 @@ def kept_by_operator(
     if on_cpu and block.activation.startswith("geglu"):
         of_activation += 1  # the activated gate
     attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
-    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    norms = block.block_norms * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    # What the second norm of a parallel block reads is the input of the first.
     return {
-        "norms": residual * (1 if block.parallel_residual else 2) + norms,
+        "norms": residual * (block.block_norms - block.parallel_residual) + norms,
         "products of norms": residual * outputs,
-        "attention": attention + e * tokens * block.num_attention_heads * block.head_size / t,
+        "attention": attention + e * tokens * block.num_attention_heads * block.value_size / t,
         "activation": inner * of_activation,
         "product of the activation": inner * (0 if light else activated),
         "dropout": residual * masks,
@@ -94,6 +98,7 @@ def kept_by_operator(
     }
 
 
+@once_per_config
 def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Gradients of activations in the backward of a block, when they take most beside what the block keeps: of the
     output and the input of `down`, when the block has freed nothing; or in attention of its weights, as far as these
@@ -110,10 +115,18 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     )
 
 
+def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """One tensor of the MLP's inner width, of all experts where the block has them."""
+    share = expert_share(config, block)
+    inner = _tokens(config) * block.inner_size / _layer_ranks(config) if share is None else share.rows * share.inner
+    return _element(config) * inner
+
+
+@once_per_config
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included."""
-    split = (block.num_attention_heads + 2 * block.query_groups) * block.head_size  # of qkv
+    split = sum(rows for rows, _ in attention_matrices(block)[:-1])  # of qkv, or those from short vectors
     share, of_experts = expert_share(config, block), 0.0
     gated, mlps = 2 if block.gated else 1, 1
     inner = block.inner_size
@@ -122,12 +135,15 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
         inner = share.experts.moe_shared_expert_size or 0
         mlps = min(inner, 1)
     split += inner * gated  # of gate and up
-    norms = 1 if block.parallel_residual else 2
+    norms = block.block_norms - block.parallel_residual
     whole = _element(config) * _tokens(config)
+    here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
+    short = sum(rows for rows, _ in short_matrices(block)) / here
     residuals = norms * residual_bytes(config) + of_experts
-    return whole * (split / _layer_ranks(config) + (1 + mlps) * block.hidden_size) + residuals
+    return whole * (split / _layer_ranks(config) + short + (1 + mlps) * block.hidden_size) + residuals
 
 
+@once_per_config
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
     whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
@@ -140,9 +156,18 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
     queries, keys = n * d / t, d * max(g / t, 1)
     normed = 0.0
-    if block.qk_layernorm:
-        heads = n / t + max(g / t, 1)
-        normed = tokens * (e * (queries + keys) + heads * _norm_bytes(config, block, d, on_cpu=on_cpu))
+    if block.multi_latent_attention:
+        normed, width = _short_bytes(config, block, on_cpu=on_cpu), n * max(d, block.v_head_dim) / t
+        queries = keys = width
+        if width * t > n * block.v_head_dim:  # the result, of which the output layer keeps the part that counts
+            normed += e * tokens * width
+    elif block.qk_layernorm:
+        # The rows that norms take: each head, or the queries and the keys.
+        rows = [(n / t, d), (max(g / t, 1), d)]
+        if block.qk_layernorm_all_heads:
+            rows = [(1, n * d // t), (1, max(g * d // t, d))]
+        kept = sum(number * _norm_bytes(config, block, size, on_cpu=on_cpu) for number, size in rows)
+        normed = tokens * (e * (queries + keys) + kept)
     if block.qk_layernorm or block.position_embedding_type == "rope":
         taken = e * tokens * (queries + 2 * keys)
     else:  # views of the projection, but grouped queries are copied; ranks that share a group exchange theirs
@@ -165,11 +190,20 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
 
 
+def _short_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What latent attention keeps of its short vectors: as they are, normalised, and what the norms keep."""
+    e = _element(config)
+    tokens = _tokens(config) / (_layer_ranks(config) if config.parallel.sequence_parallel else 1)
+    sizes = [block.kv_lora_rank, *filter(None, [block.q_lora_rank])]
+    normed = sum(e * size + _norm_bytes(config, block, size, on_cpu=on_cpu) for size in sizes)
+    return tokens * (e * sum(sizes) + (normed if block.qk_layernorm else 0))
+
+
 def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
     sequence is long; and where ranks divide sequences."""
     s = config.data.seq_length
-    if config.rank_positions < s and config.context_comm != "ulysses":
+    if config.rank_positions < s and (config.context_comm != "ulysses" or copies_keys(config, block)):
         return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
@@ -209,13 +243,22 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
     gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
     these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
     ranks = config.data.seq_length // config.rank_positions
-    if ranks == 1 or config.context_comm == "ulysses":
+    queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
+    if config.context_comm == "ulysses":  # gradients of copied keys in fp32: of whole sequences, and as they are sent
+        copied = 2.0 * config.training.micro_batch_size * config.data.seq_length * block.head_size
+        return 4 * (2 * copied + queries) if copies_keys(config, block) else 0.0
+    if ranks == 1:
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
     if config.context_comm == "ring":
-        queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
         return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
     return keys * (e + 2 * 4 + returned)
+
+
+def copies_keys(config: ResolvedConfig, block: ResolvedModel) -> bool:
+    """Whether ranks that exchange positions for heads get copies of a key head, because there are fewer than ranks."""
+    held = max(block.query_groups // _layer_ranks(config), 1)
+    return config.context_comm == "ulysses" and held < config.parallel.cp
 
 
 def gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:
@@ -238,6 +281,7 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
     return 4 + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
 
 
+@once_per_config
 def shared_bytes(config: ResolvedConfig) -> float:
     """What all blocks of a rank share: the cosines and sines of rotary positions, [s, r/2] fp32 each; and where the
     sequence is short, ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
@@ -267,6 +311,7 @@ def loss_chunks(config: ResolvedConfig) -> int:
     return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
 
 
+@once_per_config
 def head_bytes(config: ResolvedConfig) -> float:
     """What exists in the head while its gradients are computed: its input, the norm's output, and a chunk of logits;
     with several chunks also the sum of the input's gradient in fp32."""

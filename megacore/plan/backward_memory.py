@@ -12,12 +12,13 @@ from megacore.plan.activations import (
     activation_gradient_bytes,
     attention_core_bytes,
     block_bytes,
+    inner_bytes,
     kept_gradient_bytes,
     residual_bytes,
 )
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
-from megacore.plan.model_size import largest_product, vocabulary_rows
+from megacore.plan.model_size import largest_product, projection, vocabulary_rows
 from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
 
 
@@ -90,6 +91,7 @@ def passing_bytes(
     head: float,
     again: float,
     working: float,
+    kept: Sequence[Sequence[float]],
     on_cpu: bool,
     is_first: bool = False,
 ) -> Backward:
@@ -97,8 +99,11 @@ def passing_bytes(
 
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
-    - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it;
-    - stage 3: these of two layers, and the parameters of two, or with a split backward of all.
+    - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it.
+      While a layer's first bucket is filled, one of the layer after it is reduced; while its second one is filled, the
+      tensors of the inner width are freed. The few parameters of a head share a bucket with the layer before it;
+    - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
+      for its first gradient, when the input of the product that gave it is freed.
 
     A first backward of ranks without replicas, whose gradients do not outlive a step, makes those of the layers that it
     has passed, and on an accelerator copies those of the layer itself into their buffer.
@@ -109,6 +114,7 @@ def passing_bytes(
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         working: as much of this as the rank's memory counts already.
+        kept: what each layer keeps of a microbatch, as `kept_by_layer` has it.
         on_cpu: whether the ranks compute in host memory.
         is_first: whether it is a stage's first backward, with no gradients before it.
     """
@@ -125,33 +131,43 @@ def passing_bytes(
         ]
     found = [(0.0, 0.0)]
     beside: dict[int, float] = {}  # blocks that are alike are one object
-    for chunk, sizes in zip(chunks, sizes_by_chunk, strict=True):
+    for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
-        kept = kept_by_layer(chunk, config, on_cpu=on_cpu)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
-        freed, made, later_size, later_bucket = 0.0, 0.0, 0, limit
+        freed, made, later_size, later_bucket = 0.0, 0.0, 0, 0.0
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
             if (key := id(layer.block or layer)) not in beside:
                 beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
             matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
-            moment, reducing, bucket = beside[key], 0.0, limit + term * matrix
+            moment, reducing = beside[key], 0.0
+            inner = 0.0 if layer.block is None else inner_bytes(config, layer.block)
+            if stage == 3 and not splits:
+                moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
             if is_first:
                 moment += made + (0.0 if on_cpu else term * matrix)
                 made += term * size
             if stage == 2:
-                if layer.block is not None:
-                    later_bucket = max(later_bucket, bucket)  # of the same block
-                reducing = later_bucket / replicas
+                is_joined = layer.block is None and term * size < limit and number > 0
+                before = chunk[number - 1] if is_joined else layer
+                bucket = limit + term * (_largest_gradient(config, before) if is_joined else matrix)
+                both = bucket - (0.0 if splits else 2 * inner)  # of the same block, when its first product is done
+                if layer.block is not None and both > later_bucket:
+                    later_bucket = both
+                reducing = max(later_bucket, 0.0) / replicas
                 moment += bucket + later_bucket
+                first = (
+                    term * projection(layer.block, ranks_of_role("layer", config.parallel)) if layer.block else matrix
+                )
+                later_bucket = 0.0 if is_joined else limit + first
             if stage == 3:
                 gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                 reducing = term * later_size / replicas
                 moment += e * gathered + term * (size + later_size)
             found.append((moment - freed - working, reducing))
-            freed += kept[number] + waiting[number]
+            freed += kept_here[number] + waiting[number]
             # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
-            later_size, later_bucket = size - (routed_parameters(config, layer.block) if has_copies else 0), bucket
+            later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
 
@@ -162,8 +178,7 @@ def _beside(
     """What exists beside activations while backward is at a layer: gradients of activations, the largest gradient that
     one operator gives, and of a `table` that the head shares with the embedding the head's gradient, which autograd
     keeps until it has both; it then has both and their sum."""
-    e = ELEMENT_BYTES[config.precision.precision]
-    gradient = 0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else e * _largest_gradient(config, layer)
+    e, gradient = ELEMENT_BYTES[config.precision.precision], gradient_bytes(config, layer, table, on_cpu=on_cpu)
     if layer.block is not None and config.parallel.may_split_backward:
         # The half for weights has no gradients of activations but those that wait for it, which are counted apart; the
         # half for inputs, at its end, the gradient of the stage's input.
@@ -175,6 +190,13 @@ def _beside(
     whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
     # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
     return head + gradient + whole * (2 if config.parallel.sequence_parallel else 1)
+
+
+def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:
+    """The largest gradient that one operator of a layer gives autograd."""
+    if _sums_take_products(config, layer, table, on_cpu=on_cpu):
+        return 0.0
+    return float(ELEMENT_BYTES[config.precision.precision] * _largest_gradient(config, layer))
 
 
 def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:

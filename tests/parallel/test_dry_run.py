@@ -86,6 +86,13 @@ def test_peak_of_zero_1_with_few_activations() -> None:
     assert first.peak == pytest.approx(first.planned.expected_tensors, rel=0.02)
 
 
+def test_on_a_cpu_neither_side_has_attentions_dropout() -> None:
+    cases = [{"attention_dropout": 0.1, "seq_length": 128, "on_cpu": True}]
+    (reports,) = in_a_process((1, 1, 1), *cases)
+    assert [report.result for report in reports] == ["OK"]
+    assert reports[0].planned.expected_tensors == pytest.approx(reports[0].peak, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -233,6 +240,6 @@ def test_the_command_of_bert() -> None:
 
 
 def test_what_cannot_run_on_fake_tensors_is_refused() -> None:
-    status, _, err = run_distributed(command, 1, "pretrain_gpt", f"{TINY} {SHORT} --compile", init=False)[0]
-    assert status == 2
+    status, out, err = run_distributed(command, 1, "pretrain_gpt", f"{TINY} {SHORT} --compile", init=False)[0]
+    assert (status, out) == (2, "")
     assert "--compile: compiled code does not run on fake tensors" in err

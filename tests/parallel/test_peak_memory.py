@@ -21,9 +21,17 @@ from tests.parallel.test_traffic import CASES
 from tests.parity.runs import make_config
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "num_layers": 4}
-QUICK = ("pp 2, GPipe", "dp 2, ZeRO 2", "tp 2, dp 2, ZeRO 3", "pp 2, dp 2, ZeRO 1")
+QUICK = ("pp 2, GPipe", "dp 2, ZeRO 2", "tp 2, dp 2, ZeRO 3", "pp 2, dp 2, ZeRO 1", "dp 4, ep 2, ZeRO 1")
 # A length at which activations outweigh gradients and parameters; the weights of attention would be an eighth of them.
 LONG = 128
+SHARDED = (
+    "dp 2, ZeRO 2",
+    "dp 4, ZeRO 2",
+    "dp 2, ZeRO 3",
+    "tp 2, dp 2, ZeRO 3",
+    "pp 2, zero-bubble",
+    "pp 2, dp 2, ZeRO 3, zero-bubble",
+)
 AT_LENGTH = ("pp 2, GPipe", "dp 2", "dp 2, ZeRO 1", "tp 2", "tp 2, sequence parallel", "tp 2, recomputed", "tp 2, pp 2")
 
 
@@ -58,10 +66,14 @@ def test_peak_of_memory_of_long_sequences() -> None:
 
 
 @pytest.mark.slow
-def test_peak_of_memory_of_long_sequences_in_other_layouts() -> None:
-    require_peaks(AT_LENGTH, seq_length=LONG)
+@pytest.mark.parametrize(
+    "case", [*AT_LENGTH, *SHARDED, *(case for case in CASES if "expert" in case or "ep 2" in case)]
+)
+def test_peak_of_memory_of_long_sequences_in_other_layouts(case: str) -> None:
+    require_peaks([case], seq_length=LONG)
 
 
 @pytest.mark.slow
-def test_peak_of_memory_of_all_layouts() -> None:
-    require_peaks([case for case in CASES if case not in QUICK])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+def test_peak_of_memory_of_all_layouts(case: str) -> None:
+    require_peaks([case])

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.compare import Comparison, main, next_layers
 from benchmarks.comparison.inputs import write_inputs
 from benchmarks.comparison.job import KINDS, ONE, Job, Layout, Sizes, layouts, rank_counts
-from benchmarks.comparison.launcher import SideFailed, Turn
+from benchmarks.comparison.launcher import SideFailed, Turn, remove_stale_locks
 from benchmarks.comparison.picture import picture
 from benchmarks.comparison.results import Largest, Results, Row, difference, markdown, replace_section
 from benchmarks.comparison.stages import cut
@@ -126,6 +126,29 @@ def test_rounds_alternate_and_no_side_always_follows_the_same_one(results: Resul
     assert said == ["first", "fails", "last", "last", "fails", "first", "first", "last"]
     assert {name: len(taken) for name, taken in turns.items()} == {"first": 6, "last": 6}
     assert results.missing["fails, one on 1 ranks"] == "it fails"
+
+
+def test_a_run_that_is_ended_early_leaves_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def measure(self: Comparison, layout: Layout, **_: int) -> None:
+        found.append((tmp_path / "results.md").read_text() if (tmp_path / "results.md").exists() else "")
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        self.results.rows.append(row("megacore", layout, [1.0], [1.0]))
+
+    monkeypatch.setattr(Comparison, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--ranks", "4", "--peers", "", "--modes", "dp", "--output", str(tmp_path)])
+    assert found[0] == "" and "one process" in found[1] and "data parallel | 2" in found[2]
+
+
+def test_a_compilation_that_was_ended_holds_up_no_later_run(tmp_path: Path) -> None:
+    (tmp_path / "extension").mkdir()
+    for name in ("lock", "extension.so"):
+        (tmp_path / "extension" / name).touch()
+    remove_stale_locks(tmp_path)
+    assert [path.name for path in (tmp_path / "extension").iterdir()] == ["extension.so"]
 
 
 def test_the_picture_has_a_bar_for_every_figure(results: Results) -> None:

@@ -30,6 +30,35 @@ def test_the_degree_counts_and_has_megatrons_name() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        ("--cp 2", "ring"),  # 2 ranks send as much with each
+        ("--cp 4", "ulysses"),  # heads of their own for keys: half of a ring's bytes
+        ("--cp 4 --tp 2", "ring"),  # 12 heads / 2 are not divided by 4
+        ("--cp 4 --num-attention-heads 16 --num-query-groups 4", "ring"),  # as much: 4 is not above 16/4 + 1
+        ("--cp 4 --num-attention-heads 8 --num-query-groups 4", "ulysses"),
+        ("--cp 4 --num-attention-heads 8 --num-query-groups 2", "ring"),  # key heads would be copied
+        ("--cp 4 --cp-comm ring", "ring"),
+    ],
+)
+def test_the_communication_that_sends_least_is_chosen(flags: str, expected: str) -> None:
+    given = {"--num-attention-heads": "12"} | dict(zip(flags.split()[::2], flags.split()[1::2], strict=True))
+    words = [word for pair in given.items() for word in pair]
+    shape = ["--seq-length", "64", "--hidden-size", "96", "--global-batch-size", "8"]
+    assert parse(*GOOD, *shape, *words).context_comm == expected
+
+
+def test_beyond_a_node_keys_travel_while_attention_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    words = [*GOOD, "--seq-length", "64", "--hidden-size", "128", "--num-attention-heads", "16", "--cp", "4"]
+    for tp, expected in ((2, "ulysses"), (4, "ring")):
+        assert parse(*words, "--tp", str(tp)).context_comm == expected
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
         ("--cp 4 --seq-length 1028", "--cp 4 needs a multiple of 8 as --seq-length, not 1028"),
         ("--cp 4 --seq-length 1028", "use --seq-length 1024 or 1032, or --cp 1 or 2"),
         ("--cp 2 --seq-length 33", "not 33: use --seq-length 32 or 36, or --cp 1"),

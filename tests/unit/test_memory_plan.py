@@ -401,6 +401,16 @@ def test_the_optimizers_moments() -> None:
         assert state_bytes(100, own)["optimizer"] == 4 * 100 * moments
 
 
+def test_muon_keeps_one_number_for_the_matrices_of_blocks() -> None:
+    """By hand: GPT-2's blocks have 12 h^2 + 13 h parameters, of which the vectors are 0.2%."""
+    config = parse(*MOCK, "--preset", "gpt2-small", "--optimizer", "muon", "--precision", "fp32")
+    (rank,) = plan_memory(config, outline(config), on_cpu=True)
+    blocks = 12 * (12 * 768**2 + 13 * 768)
+    assert rank.state["optimizer"] == pytest.approx(4 * blocks + 8 * (rank.parameters - blocks), rel=1e-12)
+    matrices = 12 * 12 * 768**2
+    assert rank.state["optimizer"] == pytest.approx(4 * matrices + 8 * (rank.parameters - matrices), rel=0.002)
+
+
 def test_offloaded_state_lies_in_host_memory() -> None:
     """ZeRO-Offload by hand: the device keeps 2 + 4 bytes a parameter, the host 12 and 4 for gradients on their way."""
     config = parse(*MOCK, "--preset", "gpt2-small", "--precision", "bf16", "--offload-optimizer")
@@ -479,3 +489,15 @@ def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:
     room = host_room(root)
     assert room is not None
     assert room.available == 200_000 + 80_000
+
+
+def test_a_million_positions_take_a_rank_what_its_share_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 ranks of 2^20 positions hold the activations of one rank with 8,192, beside the keys that travel."""
+    words = (*MOCK, "--preset", "llama-3-8b-128k", "--device", "cpu", "--no-memory-check", "--global-batch-size", "1")
+    ranks_of(1, monkeypatch)
+    (one,) = plan_memory(share := parse(*words, "--seq-length", "8192"), outline(share), on_cpu=False)
+    ranks_of(128, monkeypatch)
+    length = ("--seq-length", "1048576", "--max-position-embeddings", "1048576", "--cp", "128")
+    (rank,) = plan_memory(whole := parse(*words, *length), outline(whole), on_cpu=False)
+    assert whole.context_comm == "ring" and whole.rank_positions == share.rank_positions
+    assert rank.activations == pytest.approx(one.activations, rel=0.01)

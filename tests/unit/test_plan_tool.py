@@ -120,6 +120,10 @@ def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: p
         ("--cluster moon --goodput 2 --tp 5", ["--cluster moon", "--goodput 2 must be", "--tp 5 must divide"]),
         ("--tokens many --world-size x --search", ["--tokens many", "--world-size 'x' is not", "--cluster is missing"]),
         ("--cluster h100 --search --world-size 8 --min-tp 4 --max-tp 2", ["--min-tp 4 must be at most --max-tp 2"]),
+        ("--cluster h100 --search --world-size 8 --tp 4 --max-tp 2", ["--tp 4 must be at most --max-tp 2"]),
+        ("--cluster h100 --search --world-size 8 --schedule 1f1p", ["--schedule 1f1p is not known"]),
+        ("--cluster h100 --search --world-size 8 --ep 2", ["--ep 2 has no effect without experts"]),
+        ("--cluster h100 --search --world-size 8 --pipeline-layout E|H", ["--pipeline-layout E|H is for one layout"]),
         ("--cluster h100 --max-pp 2 --max-memory-gb 9", ["--max-pp 2 limits --search", "--max-memory-gb 9.0 limits"]),
         ("--cluster h100 --pp 99 --nonsense 3 --top 0", ["--pp 99 must be at most", "--nonsense", "--top 0 must be"]),
     ],
@@ -189,6 +193,15 @@ def test_efficiencies_are_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('based_on = "h900"\nmemory_gb = -1', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    assert len(refused.value.problems) == 2
+    assert "based_on = 'h900' is not known" in refused.value.problems[0]
+
+
 @pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
 def test_a_cluster_file_of_wrong_types_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -213,6 +226,54 @@ def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[s
     plan = planned(capsys, f"{flags} {best['flags']}")
     assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"])
     assert picture.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_a_search_keeps_the_layout_flags_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
+    given = "--tensor_model_parallel_size 2 --pp 2 --dp 2 --micro-batch-size 3 --schedule interleaved --zero-stage 1"
+    found = planned(capsys, f"{flags} {given} --recompute light --sequence-parallel --top 100000")
+    assert {(row["tp"], row["pp"], row["dp"], row["micro_batch_size"]) for row in found["layouts"]} == {(2, 2, 2, 3)}
+    assert all("--schedule interleaved" in row["flags"] for row in found["layouts"])
+    assert all(
+        row["flags"].endswith("--zero-stage 1 --sequence-parallel --recompute light") for row in found["layouts"]
+    )
+    assert main([*flags.split(), "--tp", "2", "--max-pp", "1"]) == 0
+    assert "As given, and not searched for: `--tp 2`." in capsys.readouterr().out
+
+
+def test_a_search_has_no_two_equal_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages that are balanced by time and by parameters are listed once where they hold the same layers."""
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
+    found = planned(capsys, f"{flags} --search --min-pp 2 --max-micro-batch-size 1 --top 100000")
+    said = [
+        (row["step_seconds"], row["memory_bytes"], row["flags"].split("--schedule")[1][:9]) for row in found["layouts"]
+    ]
+    assert len(set(said)) == len(said)
+
+
+def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
+    found = planned(capsys, f"{flags} --search --tp 2 --max-pp 1 --max-micro-batch-size 1 --top 100000")
+    assert {(row["ep"], row["etp"]) for row in found["layouts"]} >= {(1, 2), (2, 2), (4, 2), (2, 1), (8, 1)}
+    best = found["layouts"][0]
+    plan = planned(capsys, f"{flags} {best['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"])
+    assert plan["active_parameters"]["value"] < plan["parameters"]["value"]
+    assert plan["step_parts"]["experts"]["value"] > 0 or best["ep"] == 1
+
+
+def test_the_published_sizes_of_mixtures(capsys: pytest.CaptureFixture[str]) -> None:
+    for preset, total, active in (("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.35)):
+        plan = planned(capsys, f"pretrain_gpt.py --preset {preset} --dp 8 --ep 8 --zero-stage 1 --cluster b200")
+        assert plan["parameters"]["value"] / 1e9 == pytest.approx(total, rel=3e-3)
+        assert plan["active_parameters"]["value"] / 1e9 == pytest.approx(active, rel=3e-3)
+
+
+def test_devices_have_the_memory_that_drivers_report() -> None:
+    """What CUDA tells a program of devices whose names have round numbers; an MI250X is two devices of 64 GiB."""
+    reported = {"a100-40g": 42_298_834_944, "h100": 79.11 * GIB, "mi250x": 67_092_480 * 1024}
+    for name, size in reported.items():
+        assert CLUSTERS[name].device.memory_bytes == pytest.approx(size, rel=5e-4), name
 
 
 def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,12 +25,14 @@ LAYOUTS = [
     "--dp 4 --zero-stage 3",
     "--tp 4 --pp 2 --dp 2 --zero-stage 1 --micro-batch-size 4 --global-batch-size 64",
     "--tp 2 --dp 3 --recompute full --recompute-num-layers 5",
+    "--cp 4 --cp-comm ulysses --attention-dropout 0",
+    "--tp 2 --cp 4 --dp 2 --attention-dropout 0",
 ]
 
 
 def resolved(words: str, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = Config) -> ResolvedConfig:
     given = words.split()
-    ranks = math.prod(int(given[given.index(name) + 1]) for name in ("--tp", "--pp", "--dp") if name in given)
+    ranks = math.prod(int(given[given.index(name) + 1]) for name in ("--tp", "--cp", "--pp", "--dp") if name in given)
     for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     config: ResolvedConfig = parse_config(
@@ -47,6 +49,7 @@ def check(config: ResolvedConfig) -> None:
     small = copy.model
     for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero_stage"):
         assert getattr(copy.parallel, name) == getattr(config.parallel, name)
+    assert copy.parallel.cp == 1 or copy.context_comm == config.context_comm
     assert copy.parallel.sequence_parallel is bool(config.parallel.sequence_parallel)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         assert getattr(small, name) <= getattr(model, name), name
@@ -70,8 +73,9 @@ DENSE = {name: shape for name, shape in Config.presets.items() if "num_experts" 
 def test_every_preset_narrows_to_a_valid_model(preset: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Config.presets[preset]
     words = layout.split()
-    tp = int(words[words.index("--tp") + 1]) if "--tp" in words else 1
-    if int(shape["num_attention_heads"]) % tp or int(shape["num_layers"]) < 5:
+    dividing = "--cp" if "ulysses" in words else "--tp"
+    ranks = int(words[words.index(dividing) + 1]) if dividing in words else 1
+    if int(shape["num_attention_heads"]) % ranks or int(shape["num_layers"]) < 5:
         pytest.skip("the layout is refused for this preset")
     check(resolved(f"{layout} --preset {preset}", monkeypatch))
 
