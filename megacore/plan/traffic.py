@@ -4,7 +4,8 @@ Counted from the configuration and the layers, in the order of megacore's code: 
 parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
 pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
 counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
-than 32 elements per parameter and 32 per rank and bucket.
+than 32 elements per parameter and 32 per rank and bucket. With ZeRO and sequence parallelism the sum of `replicated
+gradients` is the mean over the replicas: it depends on which parameters lie in a rank's shard.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
@@ -23,7 +24,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
 from megacore.plan.experts import expert_copies, expert_share
-from megacore.plan.model_size import norm_parameters, vocabulary_rows
+from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters, zero_stage
 
@@ -173,7 +174,8 @@ def _sent(
 
 def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
     """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
-    rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms."""
+    rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms.
+    Or positions for heads, and back."""
     ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
@@ -183,22 +185,27 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
         return (one,)
 
-    returning: tuple[Sent, ...] = ()
     if config.context_comm == "ulysses":
         t, block = ranks_of_role("layer", config.parallel), layer.block
         tokens, queries = config.training.micro_batch_size * config.rank_positions, block.num_attention_heads / t
-        copied = max(block.query_groups / t, 1, ranks)  # key heads; at least one for each rank
-        taken = sent("all-to-all", "queries, keys and values", e * tokens * block.head_size * (queries + 2 * copied), 1)
-        passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
+        held = max(block.query_groups / t, 1)
+        copied = max(held, ranks)  # key heads; at least one for each rank
+        sizes = tokens * block.head_size * queries, tokens * block.head_size * 2 * copied
+        taken = sent("all-to-all", "queries, keys and values", e * sum(sizes), 1)
+        results = sent("all-to-all", "attention's results", e * sizes[0], 1)
+        passing, returning = taken + results, taken + results
+        if held < copied:  # the gradients of copies are summed in fp32
+            returning = results + sent("all-to-all", "gradients of queries", e * sizes[0], 1)
+            returning += sent("all-to-all", "gradients of keys and values", 4 * sizes[1], 1)
     elif config.context_comm == "ring":
         taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
-        returning = sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
+        returning = passing + sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
     else:
         taken = passing = sent("all-gather", "keys and values", keys * e, 1)
-        returning = sent("reduce-scatter", "their gradients", keys * 4, 1)
+        returning = passing + sent("reduce-scatter", "their gradients", keys * 4, 1)
     # Recomputation of attention stops before its results, which backward does not need, are exchanged.
     repeated = passing if again else taken if config.training.recompute == "selective" else ()
-    return LayerTraffic(passing, passing + returning, repeated)
+    return LayerTraffic(passing, returning, repeated)
 
 
 def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
@@ -377,11 +384,11 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     """Parameters that every rank of the layer group holds whole."""
     norm = norm_parameters(model)
     if layer.block is not None:
-        biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
+        biases = (layer.block.mlp_bias + layer.block.attention_output_bias) * model.hidden_size
         if layer.block.experts is not None:  # the router, and the gate of a shared expert
             experts = layer.block.experts
             biases += model.hidden_size * (experts.num_experts + experts.moe_shared_expert_gate)
-        return 2 * norm + biases + (2 * norm_parameters(model, model.head_size) if model.qk_layernorm else 0)
+        return model.block_norms * norm + biases + whole_attention_parameters(model)
     if layer.name == "head":
         return norm
     positions = model.max_position_embeddings * model.hidden_size
