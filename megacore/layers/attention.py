@@ -91,7 +91,7 @@ class Attention(nn.Module):
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        parts = self.blocks.held if dropout and self.blocks else range(self.layer_group.rank, self.layer_group.rank + 1)
+        parts = self.blocks.held if dropout and self.blocks.divide else range(self.layer_group.rank, self.layer_group.rank + 1)
         alibi = [self.alibi] * len(parts)
         if self.alibi is not None and len(parts) > 1:
             alibi = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
@@ -136,7 +136,7 @@ class SelfAttention(Attention):
         self.query_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
         self.key_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
         # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
-        ranks = ALONE if context.sequence_parallel or context.blocks else context.layer_group
+        ranks = ALONE if context.sequence_parallel or context.blocks.divide else context.layer_group
         if config.qk_layernorm_all_heads:
             joint = partial(JointHeadNorm, config, ranks=context.layer_group, group=ranks, device=context.device)
             self.query_norm, self.key_norm = joint(n), joint(self.groups)
@@ -161,7 +161,7 @@ class SelfAttention(Attention):
             Like x.
         """
         projected = self.qkv(x)
-        whole_groups = self.layer_group.size <= self.groups and not self.blocks
+        whole_groups = self.layer_group.size <= self.groups and not self.blocks.divide
         if self.rotary is not None and self.query_norm is None and whole_groups:
             packed = projected.unflatten(-1, (-1, self.head_size))
             groups = self.groups // self.layer_group.size
@@ -176,7 +176,7 @@ class SelfAttention(Attention):
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d], queries and keys
         normalised if configured; otherwise views where they can be."""
-        if self.blocks:
+        if self.blocks.divide:
             return self._heads_of_blocks(projected)
         if self.layer_group.size > self.groups:
             return self._heads_of_shared_groups(projected)

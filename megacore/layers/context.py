@@ -128,7 +128,7 @@ class BuildContext:
     @property
     def loss_in_parts(self) -> bool:
         """Whether the output layer computes the loss, a part of the vocabulary at a time."""
-        return self.loss_chunks > 1 or bool(self.blocks)
+        return self.loss_chunks > 1 or self.blocks.divide
 
     def chunked_loss(self, vocab_size: int) -> ChunkedLoss:
         """How the output layer computes its loss with the logits."""

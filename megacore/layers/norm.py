@@ -212,10 +212,10 @@ def build_norm(
     length, plus_one = size or config.hidden_size, config.layernorm_1p
     norm: LayerNorm | RMSNorm
     if config.normalization == "RMSNorm":
-        kind = RMSNormOfBlocks if blocks else RMSNorm
+        kind = RMSNormOfBlocks if blocks.divide else RMSNorm
         norm = kind(length, config.norm_epsilon, plus_one=plus_one, group=group, device=device)
     else:
-        of_layer = LayerNormOfBlocks if blocks else LayerNorm
+        of_layer = LayerNormOfBlocks if blocks.divide else LayerNorm
         norm = of_layer(
             length, config.norm_epsilon, bias=config.norm_bias, plus_one=plus_one, group=group, device=device
         )

@@ -46,7 +46,9 @@ class Blocks:
     group: Group = ALONE
     sequence_parallel: bool = False
 
-    def __bool__(self) -> bool:
+    @property
+    def divide(self) -> bool:
+        """Whether sums are divided at all."""
         return self.count > 1
 
     @property
@@ -96,7 +98,7 @@ class Blocks:
         Returns:
             The results, joined along positions.
         """
-        if not self:
+        if not self.divide:
             return function(*tensors, *parameters)
         number = len(self.held_positions)
         views = [[None] * number if p is None else self.terms(p, number) for p in parameters]

@@ -28,7 +28,7 @@ def vocabulary_share(vocab_size: int, group: Group = ALONE, blocks: Blocks = ONE
         group: the tensor-parallel group.
         blocks: that the ranks have statistics of, in place of one set for all their columns.
     """
-    if blocks:
+    if blocks.divide:
         return VocabularyShare(
             bounds=tuple(split_evenly(vocab_size, number, blocks.count) for number in range(blocks.count)),
             exchange=lambda parts: all_gather(parts, group).flatten(0, 1),

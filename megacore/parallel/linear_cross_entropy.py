@@ -63,7 +63,7 @@ class ChunkedLoss:
     @property
     def in_parts(self) -> bool:
         """Whether the loss is computed a part of the vocabulary at a time, without all logits."""
-        return self.chunks > 1 or bool(self.blocks)
+        return self.chunks > 1 or self.blocks.divide
 
     def losses(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: CrossEntropyOptions
@@ -109,7 +109,7 @@ class ChunkedLoss:
         """All of the input, [b, s, h]."""
         if self.group.size == 1:
             return x
-        if self.blocks:
+        if self.blocks.divide:
             return self.blocks.entered(x)
         return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group, in_place=True)
 
@@ -128,7 +128,7 @@ class _Setting:
     def parts(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
         """The chunks of a rank's rows; the last one includes the padding, which a rank without columns has at
         least one row of."""
-        if self.layer.blocks:
+        if self.layer.blocks.divide:
             yield from self._blocks(weight, bias)
             return
         columns, rows = self.share.columns, weight.shape[0]
@@ -174,7 +174,7 @@ class _Setting:
             del logits
         vocab_size = self.share.vocab_size
         local = torch.stack(partial_sums)
-        if not self.layer.blocks:  # the exchange merges those of all blocks
+        if not self.layer.blocks.divide:  # the exchange merges those of all blocks
             local = merged(local, ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
         loss, sums = losses(local, ids, share=self.share, options=self.options)
         return _Forward(loss, sums, best)
@@ -232,11 +232,11 @@ class _Gradients(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
         gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
         blocks = setting.layer.blocks
-        grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x and not blocks else None
+        grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x and not blocks.divide else None
         terms = list[Tensor]()
         added = ctx.sum if wants_weight else None
         total, has_terms = (None, False) if added is None else added.buffer()
-        empty = torch.zeros_like if blocks else torch.empty_like  # blocks leave the padding out
+        empty = torch.zeros_like if blocks.divide else torch.empty_like  # blocks leave the padding out
         grad_weight = empty(weight) if wants_weight and total is None else None
         grad_bias = empty(bias) if wants_bias else None
         for part in setting.parts(weight, bias):

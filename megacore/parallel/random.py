@@ -162,7 +162,7 @@ class Dropout(nn.Module):
     ) -> None:
         super().__init__()
         self.probability, self.streams, self.site, self.shard = probability, streams, site, shard
-        self.blocks = blocks or None
+        self.blocks = blocks if blocks is not None and blocks.divide else None
         self._scale = float(np.float32(1.0) / np.float32(1.0 - probability))
         self._seed = torch.zeros((), dtype=torch.int64)
 

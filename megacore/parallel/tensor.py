@@ -124,7 +124,7 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
-        if self.blocks:
+        if self.blocks.divide:
             return self.blocks.columns(x, (self.weight, self.bias if with_bias else None), self.products)[0]
         return _linears(
             x,
@@ -184,7 +184,7 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
-        if self.blocks:
+        if self.blocks.divide:
             return self.blocks.row(x, self.weight, self.bias, self.products)
         saved = self.ends_recomputed and self._is_one_node(x)
         saved = saved and (self.group.size > 1 or gradient_sum(self.weight) is not None)
@@ -266,7 +266,7 @@ def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple
     """
     first = layers[0]
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    if first.blocks:
+    if first.blocks.divide:
         return first.blocks.columns(x, parameters, first.products)
     return _linears(
         x,
@@ -309,7 +309,7 @@ def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
         that is split, or where the weights do not lie one after the other in memory.
     """
     first = layers[0]
-    if first.blocks or first.split_backward or not torch.is_grad_enabled():
+    if first.blocks.divide or first.split_backward or not torch.is_grad_enabled():
         return None
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     weights = [weight for weight in parameters[::2] if weight is not None]
