@@ -91,7 +91,8 @@ class Attention(nn.Module):
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        parts = self.blocks.held if dropout and self.blocks.divide else range(self.layer_group.rank, self.layer_group.rank + 1)
+        rank = self.layer_group.rank
+        parts = self.blocks.held if dropout and self.blocks.divide else range(rank, rank + 1)
         alibi = [self.alibi] * len(parts)
         if self.alibi is not None and len(parts) > 1:
             alibi = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]

@@ -67,6 +67,7 @@ def kept_by_operator(
     split = t if config.parallel.sequence_parallel else 1
     # A kernel draws its dropout mask again in backward; plain torch keeps two, and compiled code may.
     draws_again = not on_cpu and config.training.kernels != "torch" and not config.training.compile
+    draws_again = draws_again and canonical_blocks(config) == 1  # each block of positions has a mask of its number
     masks = 2 / e if block.hidden_dropout and not draws_again else 0.0
     light = recompute == "light" and not config.training.compile
     # The output of BERT's second norm is the residual stream, which the next block keeps.
@@ -79,7 +80,7 @@ def kept_by_operator(
         inner = e * (share.rows * share.inner + tokens * (of_shared or 0) / t)
         routing = routing_bytes(share, e, exchanges=config.parallel.ep > 1, keeps_input=not light or e < 4)
     if config.parallel.sequence_parallel and (config.training.reproducible or config.parallel.may_split_backward):
-        outputs *= t  # gathered, where the gradients of weights are computed apart
+        outputs = (2 if share is None else outputs) * t  # gathered, where the gradients of weights are computed apart
     activated = 0 if block.activation == "relu" else 1  # ReLU keeps its output itself
     of_activation = _INNER_TENSORS[block.activation] - activated
     if on_cpu and block.activation.startswith("geglu"):
@@ -154,7 +155,8 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     """Queries, keys and values, and what mixing them keeps; with norms of queries and keys also what these keep."""
     e, t, s, tokens = _element(config), _layer_ranks(config), config.data.seq_length, _tokens(config)
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
-    queries, keys = n * d / t, d * max(g / t, 1)
+    copies = canonical_blocks(config)  # each block of queries has a copy of its key and value
+    queries, keys = n * d / t, d * max(g / t, copies / t, 1)
     normed = 0.0
     if block.multi_latent_attention:
         normed, width = _short_bytes(config, block, on_cpu=on_cpu), n * max(d, block.v_head_dim) / t
