@@ -92,6 +92,7 @@ LAYOUTS = {
     "gpt: cp 2, dp 2, ZeRO 1, allgather": f"{GPT} --cp 2 --dp 2 --zero-stage 1 --cp-comm allgather",
     "gpt: cp 2, dp 2, ZeRO 3, ulysses": f"{GPT} --cp 2 --dp 2 --zero-stage 3 --cp-comm ulysses",
     "gpt: cp 2, dp 2, ring": f"{GPT} --cp 2 --dp 2 --cp-comm ring",
+    "gpt: cp 4, ulysses, copied keys": f"{GPT} --cp 4 --cp-comm ulysses --num-query-groups 2",
     "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
     "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
 }
