@@ -198,14 +198,19 @@ def _enabled(precision: str) -> Callable[[Value], Translation]:
     return translate
 
 
+def _without_fp16(value: Value) -> bool:
+    """Whether "auto" leaves the format to the flags, which choose another one than fp16."""
+    return value_at(value.document, "fp16.enabled") == "auto" and value.shape.settings.get("precision") != "fp16"
+
+
 def _loss_scale(value: Value) -> Translation:
     scale = _real(value)
-    return Translation({"loss_scale": scale} if scale else {})
+    return Translation({"loss_scale": scale} if scale and not _without_fp16(value) else {})
 
 
 def _initial_scale(value: Value) -> Translation:
     power, replicas = _whole(value), value.shape.replicas
-    if value.other("fp16.loss_scale") or replicas is None:
+    if value.other("fp16.loss_scale") or replicas is None or _without_fp16(value):
         return Translation()
     if power > 126:
         raise ValueError(f"{value} is above 126, whose power of two fp32 does not hold: use 16")
@@ -215,7 +220,7 @@ def _initial_scale(value: Value) -> Translation:
 def _of_dynamic_scale(name: str, read: Callable[[Value], Any]) -> Key:
     def translate(value: Value) -> Translation:
         given = read(value)
-        return Translation({} if value.other("fp16.loss_scale") else {name: given})
+        return Translation({} if value.other("fp16.loss_scale") or _without_fp16(value) else {name: given})
 
     return _custom(f"--{name.replace('_', '-')}; nothing with a fixed loss_scale", (name,), translate)
 
@@ -357,7 +362,7 @@ def _optimizer(value: Value) -> Translation:
         if not adam_w and decay:
             raise ValueError(
                 f"{value} with adam_w_mode false adds weight decay to the gradient, which megacore's AdamW does not: "
-                "use weight_decay 0, or adam_w_mode true"
+                "use weight_decay 0 or adam_w_mode true, or leave the optimizer out and use --optimizer adam"
             )
         defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": torch_default}
         return Translation({"optimizer": "adamw"}, {"lr": 1e-3, **defaults, **_constant(value)})
@@ -365,7 +370,7 @@ def _optimizer(value: Value) -> Translation:
         return Translation(
             {"optimizer": "sgd"}, {"lr": 1e-3, "sgd_momentum": 0.0, "weight_decay": 0.0, **_constant(value)}
         )
-    raise ValueError(f"{value} is not in megacore: use AdamW or SGD, or write one (docs/extending.md)")
+    raise ValueError(f"{value} is not translated: use AdamW or SGD, or leave it out and use --optimizer")
 
 
 def _constant(value: Value) -> dict[str, Any]:
@@ -652,7 +657,7 @@ def _print_interval(value: Value) -> Translation:
     given = value.value
     if given is None or given == math.inf:
         return Translation()
-    return Translation({"log_interval": _whole(value, low=1)})
+    return Translation(implied={"log_interval": _whole(value, low=1)})  # of DeepSpeed's lines, beside those of a script
 
 
 def _decoupled(value: Value) -> Translation:
@@ -666,7 +671,11 @@ _OUTPUT_DIR = "the file is OUTPUT_DIR/metrics.csv"
 
 def _measurements() -> dict[str, Key]:
     keys = {
-        "steps_per_print": _custom("--log-interval; nothing with null or Infinity", ("log_interval",), _print_interval),
+        "steps_per_print": _custom(
+            "--log-interval, where the flag is not given; nothing with null or Infinity",
+            ("log_interval",),
+            _print_interval,
+        ),
         "wall_clock_breakdown": _if_true("--trace", trace=True),
         "memory_breakdown": _idle("metrics.jsonl has the memory of the ranks"),
         "dump_state": _idle("the launch prints its configuration, and OUTPUT_DIR/config.toml has all of it"),

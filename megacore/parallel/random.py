@@ -5,6 +5,7 @@ rank's history.
   generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than its slice and one block.
 - Dropout: the mask of a site is a pure function of (seed, site name, global microbatch index, shard). Two pipelines,
   two data layouts or a recomputation therefore see the same mask, and no generator state is ever saved or restored.
+- Noise of a position is a pure function of (seed, site name, global sample number, position): also of no shard.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
+from megacore.ops.dropout import philox
 from megacore.parallel.sharding import ShardSpec
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -88,12 +90,15 @@ class RandomStreams:
     Attributes:
         microbatch: global index of the microbatch that is being computed. Who computes one sets it first: the runtime
             before a forward, recomputation before the second one.
+        decided: what layers have decided in the first pass of what is computed again, by layer, and must not decide
+            anew in the second; None: nothing is computed again.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generator = torch.Generator(device=device)
         self.microbatch = 0
+        self.decided: dict[nn.Module, Any] | None = None
 
     def key(self, site: str, shard: int) -> int:
         """The seed of a site's mask, for operators that draw it themselves."""
@@ -107,6 +112,25 @@ class RandomStreams:
         """A generator at the start of the site's stream; valid until the next call."""
         self._generator.manual_seed(self.seed(site, shard))
         return self._generator
+
+    def uniform(self, site: str, positions: Tensor, *, samples: int, width: int) -> Tensor:
+        """Random numbers in [0, 1) of each position, the same bits whichever ranks hold which of them.
+
+        Args:
+            site: what they are for.
+            positions: [s] int64, in the sequence.
+            samples: b, of the microbatch.
+            width: how many there are of each position.
+
+        Returns:
+            [b, s, width] fp32
+        """
+        columns = torch.arange(-(-width // 4), device=positions.device)
+        numbers = torch.arange(samples, device=positions.device) + self.microbatch * samples  # in the run
+        sample, position, column = numbers[:, None, None], positions[:, None], columns
+        counter = column, position, sample & 0xFFFFFFFF, sample >> 32
+        words = torch.stack(philox(stable_hash(self._seed, site), counter), dim=-1).flatten(-2)[..., :width]
+        return (words >> 8).float().mul_(2.0**-24)
 
 
 @torch.library.custom_op("megacore::kept", mutates_args=())

@@ -4,7 +4,8 @@ Counted from the configuration and the layers, in the order of megacore's code: 
 parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
 pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
 counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
-than 32 elements per parameter and 32 per rank and bucket.
+than 32 elements per parameter and 32 per rank and bucket. With ZeRO and sequence parallelism the sum of `replicated
+gradients` is the mean over the replicas: it depends on which parameters lie in a rank's shard.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
@@ -23,7 +24,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
 from megacore.plan.experts import expert_copies, expert_share
-from megacore.plan.model_size import norm_parameters, vocabulary_rows
+from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters, zero_stage
 
@@ -383,11 +384,11 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     """Parameters that every rank of the layer group holds whole."""
     norm = norm_parameters(model)
     if layer.block is not None:
-        biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
+        biases = (layer.block.mlp_bias + layer.block.attention_output_bias) * model.hidden_size
         if layer.block.experts is not None:  # the router, and the gate of a shared expert
             experts = layer.block.experts
             biases += model.hidden_size * (experts.num_experts + experts.moe_shared_expert_gate)
-        return 2 * norm + biases + (2 * norm_parameters(model, model.head_size) if model.qk_layernorm else 0)
+        return model.block_norms * norm + biases + whole_attention_parameters(model)
     if layer.name == "head":
         return norm
     positions = model.max_position_embeddings * model.hidden_size

@@ -120,6 +120,7 @@ def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
     if isinstance(config, BertConfig):
         return "; ".join(parts)
     said = {"documents": "attention stays within documents", "positions": "positions restart at each document"}
+    said["padding"] = "experts leave padding out"
     return "; ".join([*parts, *(said[name] for name in config.beside_hidden_states)])
 
 
