@@ -359,18 +359,20 @@ def _optimizer(value: Value) -> Translation:
         adam_w = kind != "adam" or value.other("optimizer.params.adam_w_mode", True) is not False
         torch_default = 0.01 if value.other("optimizer.params.torch_adam") and adam_w else 0.0
         decay = value.other("optimizer.params.weight_decay", torch_default)
-        if not adam_w and decay:
-            raise ValueError(
-                f"{value} with adam_w_mode false adds weight decay to the gradient, which megacore's AdamW does not: "
-                "use weight_decay 0 or adam_w_mode true, or leave the optimizer out and use --optimizer adam"
-            )
         defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": torch_default}
-        return Translation({"optimizer": "adamw"}, {"lr": 1e-3, **defaults, **_constant(value)})
+        kind = "adamw" if adam_w or not decay else "adam"  # which are one without weight decay
+        return Translation({"optimizer": kind}, {"lr": 1e-3, **defaults, **_constant(value)})
     if kind == "sgd":
         return Translation(
             {"optimizer": "sgd"}, {"lr": 1e-3, "sgd_momentum": 0.0, "weight_decay": 0.0, **_constant(value)}
         )
-    raise ValueError(f"{value} is not translated: use AdamW or SGD, or leave it out and use --optimizer")
+    if kind == "lion":
+        defaults = {"lr": 1e-4, "lion_beta1": 0.9, "lion_beta2": 0.99, "weight_decay": 0.0}
+        return Translation({"optimizer": "lion"}, {**defaults, **_constant(value)})
+    raise ValueError(
+        f"{value} is not in megacore as DeepSpeed has it: use AdamW, Adam, SGD or Lion, or leave it out and choose one "
+        "of megacore's with --optimizer"
+    )
 
 
 def _constant(value: Value) -> dict[str, Any]:
@@ -391,7 +393,8 @@ def _betas(value: Value) -> Translation:
     if _of_type(value) == "sgd":
         raise ValueError(f"{value} has no effect with SGD: leave it out")
     first, second = (_real(Value(value.path, beta, value.document, value.shape)) for beta in betas)
-    return Translation({"adam_beta1": first, "adam_beta2": second})
+    name = "lion" if _of_type(value) == "lion" else "adam"
+    return Translation({f"{name}_beta1": first, f"{name}_beta2": second})
 
 
 _WITH_MAX_LR = ("WarmupLR", "WarmupDecayLR")
@@ -424,6 +427,11 @@ def _scheduler(value: Value) -> Translation:
     return Translation({**values, "min_lr": float(f"{ratio * lr:.12g}")}, implied)
 
 
+def _first_lr(value: Value) -> Translation:
+    first = _real(value)
+    return Translation({"lr_warmup_init": first} if first else {})
+
+
 def _other(value: Value, path: str, default: Any) -> Value:
     """Another key of the same file."""
     return Value(path, value.other(path, default), value.document, value.shape)
@@ -450,24 +458,28 @@ def _checked(becomes: str, read: Callable[[Value], object]) -> Key:
 
 _OPTIMIZER: dict[str, Key] = {
     "optimizer.type": _custom(
-        "--optimizer: Adam, AdamW or SGD, with DeepSpeed's defaults for what params leaves out; without a scheduler "
-        "--lr-decay-style constant",
+        "--optimizer: Adam, AdamW, SGD or Lion, with DeepSpeed's defaults for what params leaves out; without a "
+        "scheduler --lr-decay-style constant",
         ("optimizer", "lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "sgd_momentum", "lr_decay_style"),
         _optimizer,
     ),
     "optimizer.legacy_fusion": _idle("the implementation of each operation is chosen and reported"),
     "optimizer.params.lr": _custom("--lr, unless the scheduler has warmup_max_lr", ("lr",), _lr),
-    "optimizer.params.betas": _custom("--adam-beta1 and --adam-beta2", ("adam_beta1", "adam_beta2"), _betas),
+    "optimizer.params.betas": _custom(
+        "--adam-beta1 and --adam-beta2, with Lion --lion-beta1 and --lion-beta2",
+        ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"),
+        _betas,
+    ),
     "optimizer.params.eps": _sets("adam_eps", _real),
     "optimizer.params.weight_decay": _sets("weight_decay", _real, f"--weight-decay; {_MATRICES}"),
     "optimizer.params.momentum": _sets("sgd_momentum", _real),
     "optimizer.params.bias_correction": _some((True,), "AdamW corrects its moments' bias", "leave it out"),
-    "optimizer.params.adam_w_mode": _checked("true; false with weight_decay 0, where it means the same", _switch),
+    "optimizer.params.adam_w_mode": _checked("--optimizer adam for false with weight decay, else adamw", _switch),
     "optimizer.params.torch_adam": _checked("nothing but the default of weight_decay, 0.01 with AdamW", _switch),
     "optimizer.params.amsgrad": _some((False,), "AdamW has no maximum of moments", "leave it out"),
     "optimizer.params.fp32_optimizer_states": _some((True,), "moments are fp32", "leave it out"),
     "optimizer.params.dampening": _some((0, 0.0), "SGD's momentum has no dampening", "leave it out"),
-    "optimizer.params.nesterov": _some((False,), "SGD's momentum is the classical one", "leave it out"),
+    "optimizer.params.nesterov": _if_true("--sgd-nesterov", sgd_nesterov=True),
     "optimizer.params.max_grad_norm": _some((0, 0.0), "DeepSpeed refuses it too", "use gradient_clipping"),
     **{
         f"optimizer.params.{name}": _idle("the implementation of each operation is chosen and reported")
@@ -481,7 +493,7 @@ _SCHEDULER: dict[str, Key] = {
         _scheduler,
         is_last=True,
     ),
-    "scheduler.params.warmup_min_lr": _some((0, 0.0), "the warm-up starts at 0", "use 0"),
+    "scheduler.params.warmup_min_lr": _custom("--lr-warmup-init", ("lr_warmup_init",), _first_lr),
     "scheduler.params.warmup_min_ratio": _some((0, 0.0), "the warm-up starts at 0", "use 0"),
     "scheduler.params.warmup_max_lr": _checked(f"--lr; {_PART_OF_SCHEDULER}", _real),
     "scheduler.params.warmup_num_steps": _checked(

@@ -454,8 +454,12 @@ class TrainingConfig(Section):
     """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
     CPUs; on cuda only with --reproducible."""
     reproducible: bool = False
-    """Makes losses and weights bitwise equal for every --pp, --dp, --zero-stage and schedule, with the same
-    --micro-batch-size and --tp. Slower; a gradient takes 8 bytes while it is summed."""
+    """Makes losses and weights bitwise equal for every --tp, --pp, --dp, --zero-stage and schedule, with the same
+    --micro-batch-size. Slower; a gradient takes 8 bytes while it is summed (docs/numerics.md)."""
+    reproducible_blocks: Annotated[int | None, Range(1)] = None
+    """Number of blocks in which --reproducible computes every sum that tensor parallelism would cut: a power of two
+    that --tp divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
+    differently. Default: the largest of 8, 4, 2 and 1 into which the model can be divided."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Number of steps between evaluations on the validation split. 0: no evaluation."""
     eval_iters: Annotated[int | None, Range(1)] = None

@@ -17,6 +17,7 @@ from megacore.config.messages import counted, divisors, nearest_multiples, numbe
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.rampup import ramp_problems
+from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import Config, sections_of
 from megacore.config.sections import AUTO, ParallelConfig
 
@@ -50,7 +51,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES]
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES, *REPRODUCIBLE_RULES]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.sequence
         self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
-        self.padded = context.padded_documents
+        self.padded, self.blocks = context.padded_documents, context.blocks
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
@@ -91,20 +91,29 @@ class Attention(nn.Module):
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        draws = seeded(self.streams.key(self.site, self.layer_group.rank), query.device) if dropout else nullcontext()
-        with draws:  # torch's fused operator draws from the default generator only
-            return ops.attention(
-                query,
-                key,
-                value,
-                causal=self.causal,
-                window=self.window,
-                documents=documents,
-                padded=self.padded,
-                alibi=self.alibi,
-                dropout=dropout,
-                implementation=self.implementation,
-            )
+        parts = self.blocks.held if dropout and self.blocks else range(self.layer_group.rank, self.layer_group.rank + 1)
+        alibi = [self.alibi] * len(parts)
+        if self.alibi is not None and len(parts) > 1:
+            alibi = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
+        operands = zip(parts, alibi, *(x.chunk(len(parts), 1) for x in (query, key, value)), strict=True)
+        mixed = []
+        for part, slopes, *heads in operands:
+            # torch's fused operator draws from the default generator only
+            draws = seeded(self.streams.key(self.site, part), query.device) if dropout else nullcontext()
+            with draws:
+                mixed.append(
+                    ops.attention(
+                        *heads,
+                        causal=self.causal,
+                        window=self.window,
+                        documents=documents,
+                        padded=self.padded,
+                        alibi=slopes,
+                        dropout=dropout,
+                        implementation=self.implementation,
+                    )
+                )
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
 
 class SelfAttention(Attention):
@@ -127,13 +136,13 @@ class SelfAttention(Attention):
         self.query_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
         self.key_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
         # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
-        ranks = ALONE if context.sequence_parallel else context.layer_group
+        ranks = ALONE if context.sequence_parallel or context.blocks else context.layer_group
         if config.qk_layernorm_all_heads:
             joint = partial(JointHeadNorm, config, ranks=context.layer_group, group=ranks, device=context.device)
             self.query_norm, self.key_norm = joint(n), joint(self.groups)
         elif config.qk_layernorm:
-            self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
-            self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
+            norm = partial(build_norm, config, device=context.device, size=d, group=ranks, blocks=context.blocks)
+            self.query_norm, self.key_norm = norm(), norm()
         self.output = RowParallelLinear(n * d, h, bias=config.attention_output_bias, **context.linear_arguments)
         self.query_factor: float | None = None  # what queries are multiplied by, beside the 1 / sqrt(d) of scores
         if config.attention_multiplier is not None:
@@ -152,7 +161,8 @@ class SelfAttention(Attention):
             Like x.
         """
         projected = self.qkv(x)
-        if self.rotary is not None and self.query_norm is None and self.layer_group.size <= self.groups:
+        whole_groups = self.layer_group.size <= self.groups and not self.blocks
+        if self.rotary is not None and self.query_norm is None and whole_groups:
             packed = projected.unflatten(-1, (-1, self.head_size))
             groups = self.groups // self.layer_group.size
             query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
@@ -166,6 +176,8 @@ class SelfAttention(Attention):
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d], queries and keys
         normalised if configured; otherwise views where they can be."""
+        if self.blocks:
+            return self._heads_of_blocks(projected)
         if self.layer_group.size > self.groups:
             return self._heads_of_shared_groups(projected)
         groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
@@ -181,10 +193,29 @@ class SelfAttention(Attention):
             queries, keys, values = groups.split([self.shared_by, 1, 1], dim=3)
             normed = self._normalized(queries.flatten(2, 3), keys.flatten(2, 3), values)
             groups = torch.cat([one.view_as(of) for one, of in zip(normed, (queries, keys, values), strict=True)], 3)
+        query, key, value = self._share_of_group(groups)
+        return (query, key, value) if is_joint else self._normalized(query, key, value)
+
+    def _share_of_group(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All groups [b, s, g, q + 2, d] -> this rank's queries, and the key and value they read."""
         ranks = self.layer_group.size // self.groups  # per query group
         queries, key, value = groups[:, :, self.layer_group.rank // ranks].split([self.shared_by, 1, 1], dim=2)
-        query = queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks]
-        return (query, key, value) if is_joint else self._normalized(query, key, value)
+        return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
+
+    def _heads_of_blocks(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_heads`, with a copy of key and value for each block of query heads that shares them: the copies'
+        gradients are then added in the order of the blocks."""
+        dtype, wide, shares = projected.dtype, projected.float(), self.layer_group.size > self.groups
+        groups = (self.blocks.gathered_features(wide) if shares else wide).unflatten(
+            -1, (-1, self.shared_by + 2, self.head_size)
+        )
+        if shares:
+            query, key, value = self._share_of_group(groups)
+        else:
+            query, key, value = (part.flatten(2, 3) for part in groups.split([self.shared_by, 1, 1], dim=3))
+        copies = max(1, len(self.blocks.held) // key.shape[2])
+        key, value = (self.blocks.copies(part, copies, dtype) for part in (key, value))
+        return self._normalized(query.to(dtype), key, value)
 
     def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised if configured. The values are then copied, so that the projection that they are

@@ -133,8 +133,9 @@ class TransformerBlock(nn.Module):
         self.parallel, self.light = config.parallel_residual, context.recompute_light
         self.placement, self.multiplier = config.norm_placement, config.residual_multiplier
         self.beside = context.beside
+        norm = partial(build_norm, config, device=context.device, blocks=context.blocks)
         attention_norm = attention_norm and self.placement != "after"
-        self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
+        self.attention_norm = norm() if attention_norm else nn.Identity()
         self.attention_post_norm: LayerNorm | RMSNorm | None = None
         self.mlp_post_norm: LayerNorm | RMSNorm | None = None
         kind = LatentAttention if config.multi_latent_attention else SelfAttention
@@ -143,11 +144,11 @@ class TransformerBlock(nn.Module):
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         if self.placement != "before":
-            self.attention_post_norm = build_norm(config, device=context.device)
-        self.mlp_norm = nn.Identity() if self.placement == "after" else build_norm(config, device=context.device)
+            self.attention_post_norm = norm()
+        self.mlp_norm = nn.Identity() if self.placement == "after" else norm()
         self.mlp = mlp(config, context)
         if self.placement != "before":
-            self.mlp_post_norm = build_norm(config, device=context.device)
+            self.mlp_post_norm = norm()
         self.leaves_padding_out: bool = getattr(self.mlp, "leaves_padding_out", False)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
@@ -225,10 +226,10 @@ class PostNormBlock(nn.Module):
         self.light = context.recompute_light
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        self.attention_norm = build_norm(config, device=context.device)
+        self.attention_norm = build_norm(config, device=context.device, blocks=context.blocks)
         self.mlp = MLP(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
-        self.mlp_norm = build_norm(config, device=context.device)
+        self.mlp_norm = build_norm(config, device=context.device, blocks=context.blocks)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""

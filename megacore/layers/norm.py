@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -150,8 +151,54 @@ class JointHeadNorm(ShardedModule):
         return copy_to_group(reduce_from_group(x.sum(-1, keepdim=True), self.ranks), self.ranks) / self.size
 
 
+class _OfBlocks:
+    """A norm that is computed a block at a time, so that no layout changes a bit of its parameters' gradients.
+
+    Attributes:
+        blocks: of positions, or of heads.
+        of_heads: the vectors are those of this rank's heads, [b, s, heads, d].
+    """
+
+    blocks: Blocks
+    of_heads: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        over = self.blocks.over_heads if self.of_heads else self.blocks.over_positions
+        return over(self._normed, [x], [self.weight, getattr(self, "bias", None)])  # type: ignore[attr-defined]
+
+    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight + 1.0 if self.plus_one else weight  # type: ignore[attr-defined]
+        epsilon: float = self.epsilon  # type: ignore[attr-defined]
+        if isinstance(self, RMSNorm):
+            return ops.rms_norm(x, weight, epsilon)
+        return ops.layer_norm(x, weight, bias, epsilon)
+
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, and x."""
+        return self.forward(x), x
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of two tensors [..., h], and the sum."""
+        total = x + residual
+        return self.forward(total), total
+
+
+class LayerNormOfBlocks(_OfBlocks, LayerNorm):
+    """LayerNorm for --reproducible."""
+
+
+class RMSNormOfBlocks(_OfBlocks, RMSNorm):
+    """RMSNorm for --reproducible."""
+
+
 def build_norm(
-    config: ResolvedModel, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
+    config: ResolvedModel,
+    *,
+    device: torch.device | None,
+    size: int | None = None,
+    group: Group = ALONE,
+    blocks: Blocks = ONE_BLOCK,
 ) -> LayerNorm | RMSNorm:
     """The norm that the configuration asks for.
 
@@ -160,8 +207,18 @@ def build_norm(
         device: where its parameters live.
         size: of the last dimension. None: the hidden size.
         group: as for LayerNorm.
+        blocks: where sums over positions, or, with a size, over heads, are cut.
     """
-    size, plus_one = size or config.hidden_size, config.layernorm_1p
+    length, plus_one = size or config.hidden_size, config.layernorm_1p
+    norm: LayerNorm | RMSNorm
     if config.normalization == "RMSNorm":
-        return RMSNorm(size, config.norm_epsilon, plus_one=plus_one, group=group, device=device)
-    return LayerNorm(size, config.norm_epsilon, bias=config.norm_bias, plus_one=plus_one, group=group, device=device)
+        kind = RMSNormOfBlocks if blocks else RMSNorm
+        norm = kind(length, config.norm_epsilon, plus_one=plus_one, group=group, device=device)
+    else:
+        of_layer = LayerNormOfBlocks if blocks else LayerNorm
+        norm = of_layer(
+            length, config.norm_epsilon, bias=config.norm_bias, plus_one=plus_one, group=group, device=device
+        )
+    if isinstance(norm, _OfBlocks):
+        norm.blocks, norm.of_heads = blocks, size is not None
+    return norm

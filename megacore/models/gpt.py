@@ -40,14 +40,16 @@ class GPTEmbedding(ShardedModule):
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
         )
-        self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
+        self.norm = (
+            build_norm(config, device=context.device, blocks=context.blocks) if config.embedding_layernorm else None
+        )
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.sequence, self.beside = context.sequence, context.beside
+        self.sequence, self.beside, self.blocks = context.sequence, context.beside, context.blocks
         self.multiplier = config.embedding_multiplier
 
     @overload
@@ -84,7 +86,7 @@ class GPTEmbedding(ShardedModule):
         assert self.positions is not None
         table, here = self.positions, local_positions(tokens.shape[1], self.split)
         if positions is not None:
-            return F.embedding(self.sequence.take(positions, 1)[:, here], table)
+            return self.blocks.over_positions(F.embedding, [self.sequence.take(positions, 1)[:, here]], [table])
         if self.sequence.group.size > 1:
             rows: Tensor = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             return rows[here]
@@ -101,7 +103,7 @@ class GPTHead(ShardedModule):
         super().__init__()
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
-        self.norm = build_norm(config, device=context.device)
+        self.norm = build_norm(config, device=context.device, blocks=context.blocks)
         self.divisor = config.logits_divisor
         self.weight = vocab_parallel_weight(
             config.vocab_size,
@@ -116,7 +118,7 @@ class GPTHead(ShardedModule):
         """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
         its inputs -> losses [b, s] fp32. What else follows the hidden states is not needed."""
         hidden, *others = (x,) if isinstance(x, Tensor) else x
-        if others and self.loss.chunks > 1:
+        if others and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()
             return self.loss.losses(self._normed(hidden), self.weight, None, others[-1], options)
         return column_parallel(

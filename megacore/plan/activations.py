@@ -15,6 +15,7 @@ from typing import Literal
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.reproducible import canonical_blocks
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.once import once_per_config
@@ -303,8 +304,10 @@ def logits_bytes(config: ResolvedConfig) -> float:
 
 
 def loss_chunks(config: ResolvedConfig) -> int:
-    """In how many chunks of the vocabulary the head computes its logits: what --loss-chunks says, or the fewest that
-    keep them within `MOST_LOGITS`."""
+    """In how many chunks of the vocabulary the head computes its logits: canonical blocks, or what --loss-chunks says,
+    or the fewest that keep them within `MOST_LOGITS`."""
+    if (blocks := canonical_blocks(config)) > 1:
+        return max(2, blocks // _layer_ranks(config))
     return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
 
 

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.reproducible import canonical_blocks
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
@@ -213,11 +214,14 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
     if t == 1:
         return LayerTraffic((), (), ())
     e = ELEMENT_BYTES[config.precision.precision]
-    whole = float(e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size)
+    numbers = float(config.training.micro_batch_size * config.rank_positions * config.model.hidden_size)
+    # Sums of canonical blocks are fp32: an all-to-all, and without sequence parallelism an all-gather.
+    summed = 4 if canonical_blocks(config) > 1 and layer.name != "embedding" else e
     entering, leaving = layer_sums(layer)
 
     def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
-        one = Sent(role="layer", pattern=pattern, what="activations", bytes=whole, count=count, ranks=t, stride=1)
+        size = numbers * (e if pattern == "all-gather" else summed)
+        one = Sent(role="layer", pattern=pattern, what="activations", bytes=size, count=count, ranks=t, stride=1)
         return (one,) if count else ()
 
     if config.parallel.sequence_parallel:

@@ -22,6 +22,7 @@ from torch import nn
 
 from megacore.config import ResolvedConfig
 from megacore.config.parameter_groups import ParameterGroups
+from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
 from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
@@ -219,8 +220,8 @@ def _check_groups(groups: ParameterGroups, parameters: Mapping[str, ShardedParam
 
 
 def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
-    """The largest number of gradients of one parameter that a step adds: one per microbatch and use and, with sequence
-    parallelism, per rank of the layer group."""
+    """The largest number of gradients of one parameter that a step adds: one per microbatch and use, per canonical
+    block and, with sequence parallelism, per rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
-    return microbatches * uses * mesh.layer.size
+    return microbatches * uses * max(mesh.layer.size, canonical_blocks(config))

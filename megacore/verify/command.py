@@ -30,6 +30,7 @@ from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields, named_degrees
 from megacore.config.flags import read_flags
 from megacore.config.messages import counted, nearest_name
+from megacore.config.reproducible import canonical_blocks
 from megacore.config.toml import read_toml
 from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.bert.build import check_bert_inputs
@@ -460,5 +461,5 @@ def not_covered(config: ResolvedConfig) -> Iterator[str]:
     yield "errors that a layout and one process make alike, beyond the checks with torch.optim and torch.autograd"
     if config.training.compile and max(config.model.hidden_dropout, config.model.attention_dropout) > 0:
         yield "dropout masks of compiled code"
-    if config.training.reproducible and config.parallel.tp > 1:
-        yield "bitwise equality: --reproducible promises it for one --tp, and one process has --tp 1"
+    if config.training.reproducible and config.parallel.tp > 1 and canonical_blocks(config) == 1:
+        yield "bitwise equality: with --reproducible-blocks 1 it is promised for one --tp, and one process has --tp 1"

@@ -123,6 +123,16 @@ def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
             [*FP32, *words("--lr 1e-3 --adam-beta2 0.999 --weight-decay 0.1 --lr-decay-style constant")],
         ),
         (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+            [*FP32, *words("--optimizer adam --lr 1e-3 --adam-beta2 0.999 --lr-decay-style constant")],
+        ),
+        (
+            {"optimizer": {"type": "Lion", "params": {"betas": [0.8, 0.9]}},
+             "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_num_steps": 4}}},
+            [*FP32, *words("--optimizer lion --lr 1e-4 --lion-beta1 0.8 --lion-beta2 0.9 --weight-decay 0"),
+             *words("--lr-decay-style constant --lr-warmup-iters 4 --lr-warmup-style log --lr-warmup-init 1e-5")],
+        ),
+        (
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}},
             [*FP32, *words("--optimizer sgd --lr 0.1 --sgd-momentum 0.5 --weight-decay 0 --lr-decay-style constant")],
         ),
@@ -210,9 +220,8 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled true is given as well: keep one"),
         ({"torch_autocast": {"enabled": True}}, "use bf16 or fp16, with fp32 masters"),
         ({"gradient_allreduce_op": "sum"}, "the loss is the mean over the global batch: use mean"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not translated: use AdamW or SGD"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not in megacore as DeepSpeed has it: use AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "AdamW has no maximum of moments"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "use weight_decay 0"),
         ({"scheduler": {"type": "OneCycle"}}, "use WarmupLR, WarmupDecayLR or WarmupCosineLR"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "needs total_num_steps"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "every sample of the data"),
