@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -15,7 +16,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.schedule import build_schedule, requirements, result
 from megacore.plan.layer_time import layer_seconds
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, make_config, make_trainer
+from tests.parity.runs import VOCAB, Layout, make_config, make_trainer
 from tests.unit.test_picture import boxes, drawn_spans
 from tools.draw_schedule import main
 
@@ -32,7 +33,8 @@ def run(rank: int, world_size: int, layout: Layout, output_dir: str, changes: di
 
 
 def train(layout: Layout, output_dir: Path, **changes: Any) -> tuple[float, ...]:
-    found = run_distributed(run, layout[0] * layout[1] * layout[2], layout, str(output_dir), PLAIN | changes)[0]
+    ranks = math.prod(layout) * changes.get("cp", 1)
+    found = run_distributed(run, ranks, layout, str(output_dir), PLAIN | changes)[0]
     assert isinstance(found, tuple)
     return found
 
@@ -182,6 +184,22 @@ def test_the_collectives_of_tensor_and_data_parallelism_are_there(tmp_path: Path
         for group in groups:  # what is waited for last ends on no member before it has begun on all
             last = [next(e for e in reversed(of_rank[rank]) if e["name"] == f"all-reduce {name}") for rank in group]
             assert all(e["ts"] + e["dur"] >= max(other["ts"] for other in last) - 1 for e in last)
+
+
+def test_ranks_that_divide_sequences_are_traced_and_share_the_flops(tmp_path: Path) -> None:
+    """FLOPs by hand as in test_announcement.py, of 8 sequences; the time of a step is that of both ranks."""
+    changes: dict[str, Any] = {"cp": 2, "cp_comm": "ulysses", "peak_tflops": 2e-3}
+    train((1, 1, 1), tmp_path, train_iters=3, trace_steps=1, num_layers=2, **changes)
+    events = events_of(tmp_path)
+    assert {e["args"]["cp"] for e in events if e["name"] == "process_name"} == {0, 1}
+    sent = [Counter(e["name"] for e in events if e.get("cat") == "collective" and e["pid"] == rank) for rank in (0, 1)]
+    blocks, microbatches = 2, 4
+    # Before and after attention, forward and backward; posted, and waited for.
+    assert [names["all-to-all over all ranks"] for names in sent] == 2 * [2 * 4 * blocks * microbatches]
+    *_, record = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    flops = 3 * blocks * (24 * 8 * 16 * 32**2 + 4 * 8 * 16**2 * 32) + 6 * 8 * 16 * 32 * VOCAB
+    assert record["perf/tflops_per_rank"] == pytest.approx(flops / 2 / record["perf/step_time_s"] / 1e12, rel=1e-6)
+    assert record["perf/mfu"] == pytest.approx(record["perf/tflops_per_rank"] / 2e-3, rel=1e-6)
 
 
 def test_a_process_is_a_rank_by_its_coordinates(traced: tuple[Path, Layout, str, int]) -> None:

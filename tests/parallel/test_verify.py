@@ -93,6 +93,7 @@ LAYOUTS = {
     "gpt: cp 2, dp 2, ZeRO 1, allgather": f"{GPT} --cp 2 --dp 2 --zero-stage 1 --cp-comm allgather",
     "gpt: cp 2, dp 2, ZeRO 3, ulysses": f"{GPT} --cp 2 --dp 2 --zero-stage 3 --cp-comm ulysses",
     "gpt: cp 2, dp 2, ring": f"{GPT} --cp 2 --dp 2 --cp-comm ring",
+    "gpt: cp 4, ulysses, copied keys": f"{GPT} --cp 4 --cp-comm ulysses --num-query-groups 2",
     "experts: tp 2, dp 2, ep 2": (
         f"{GPT} {EXPERTS} --tp 2 --dp 2 --ep 2 --zero-stage 1 --moe-aux-loss-coeff 0.1 --moe-router-enable-expert-bias"
     ),
