@@ -73,7 +73,8 @@ def reference() -> str:
         lines += [f"`{info.flag} {info.metavar}`: {help_text_of(info, Config).meaning}", ""]
     for name, section in sections_of(BertConfig).items():
         only = "" if name in SECTIONS else ", only pretrain_bert.py"
-        lines += [f"### [{name}]{only}", "", str(section.__doc__), "", *_section_table(name, section), ""]
+        lines += [f"### [{name}]{only}", "", str(section.__doc__), ""]
+        lines += [*_section_table(name, section), ""] if field_infos(section) else []
     lines += ["### Presets", "", *_preset_table()]
     return "\n".join(lines) + "\n"
 

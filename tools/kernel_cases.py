@@ -15,7 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels import adamw, attention, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from megacore.kernels import (
+    adamw,
+    attention,
+    cross_entropy,
+    dropout,
+    gelu,
+    grouped,
+    norm,
+    permute,
+    rotary,
+    softmax,
+    swiglu,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROWS = 16384  # of two sequences of 8,192: what there is one of a program weighs little beside them
@@ -46,7 +58,7 @@ class Case:
 
 def cases() -> list[Case]:
     """The shapes of common models."""
-    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise(), *_attentions()]
+    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise(), *_attentions(), *_experts()]
 
 
 def product() -> list[Case]:
@@ -337,3 +349,45 @@ def _attention(size: int, dtype: torch.dtype, *, alibi: bool) -> None:
     masks: dict[str, Any] = {"causal": True, "reach": None if alibi else 4096, "offset": 0}
     out, logarithm = attention.forward(query, key, key, documents, slopes, **masks)
     attention.backward(out, query, key, key, logarithm, logarithm, documents, slopes, **masks)
+
+
+def _experts() -> Iterator[Case]:
+    # How products read and write depends on the layout that the compiler finds for them.
+    for experts, inputs, outputs, name in (
+        (8, 4096, 14336, "bf16"), (128, 2048, 768, "bf16"), (128, 2048, 768, "fp16"), (8, 1024, 1024, "fp32"),
+    ):  # fmt: skip
+        for what, transposed in (("", False), (", into fp32", True)):
+            yield Case(
+                name=f"grouped_linear {experts} x {inputs} to {outputs} {name}{what}",
+                launch=partial(_grouped, experts, inputs, outputs, DTYPES[name], gradients=transposed),
+                aligned=False,
+            )
+    for width, chosen, name in ((2048, 8, "bf16"), (4096, 2, "bf16"), (4096, 2, "fp16"), (4096, 2, "fp32")):
+        tokens = 4096 * width * DTYPES[name].itemsize
+        rows = chosen * tokens
+        for what, weighted in (("", True), (", sums", False)):
+            yield Case(
+                name=f"rows of {chosen} experts {width} {name}{what}",
+                launch=partial(_permuted, width, chosen, DTYPES[name], weighted=weighted),
+                narrow={"gather": 1, "combine": 2 * chosen, "spread": 3},  # where a row lies, and its weight
+                minimum={"gather": rows + tokens, "combine": rows + tokens, "spread": 2 * rows + tokens},
+            )
+
+
+def _grouped(experts: int, inputs: int, outputs: int, dtype: torch.dtype, *, gradients: bool) -> None:
+    """Output and weight gradient; or input gradient, and the weight's added to a sum in fp32."""
+    x, y = _meta(_ROWS, inputs, dtype=dtype), _meta(_ROWS, outputs, dtype=dtype)
+    weight, bounds = _meta(experts, outputs, inputs, dtype=dtype), _meta(experts + 1, dtype=torch.int32)
+    tiles = _meta(_ROWS // grouped.rows_of_tile(dtype) + experts, 3, dtype=torch.int32)
+    grouped.products(y if gradients else x, weight, tiles, transposed=gradients)
+    grouped.weight_gradients(y, x, weight.float() if gradients else weight, bounds, add=gradients)
+
+
+def _permuted(width: int, chosen: int, dtype: torch.dtype, *, weighted: bool) -> None:
+    """Forward and backward of rows with weights; or the sum of their gradients."""
+    tokens, order = _meta(4096, width, dtype=dtype), _meta(4096 * chosen, dtype=torch.int64)
+    rows, weights = _meta(4096 * chosen, width, dtype=dtype), _meta(4096, chosen, dtype=torch.float32)
+    permute.combine(rows, order, weights if weighted else None, chosen)
+    if weighted:
+        permute.gather(tokens, order, chosen)
+        permute.spread(tokens, rows, order, weights)

@@ -47,6 +47,12 @@ def check_load(config: ResolvedConfig) -> None:
         CheckpointError: it is missing, incomplete, or of another model.
     """
     load = config.checkpoint.load
+    if (source := config.start.pretrained_checkpoint) is not None:
+        try:
+            directory = find_checkpoint(Path(source))
+        except CheckpointError as error:
+            raise CheckpointError(f"--pretrained-checkpoint {error}") from error
+        _check_model(config, f"--pretrained-checkpoint {source}", directory, read_manifest(directory))
     if load is None:
         return
     run = Path(config.training.output_dir if load == AUTO else load)
@@ -71,39 +77,62 @@ def check_load(config: ResolvedConfig) -> None:
 
 
 def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the run that `--load` continues, for the fields whose default may be another than when it started:
-    the same command continues the same training, whatever the version.
+    """Settings of the checkpoint that a run starts from: the shape of its model; and of one that `--load` continues,
+    the fields whose default may be another than when it started: the same command continues the same training,
+    whatever the version.
 
     Args:
         given: values of the configuration's fields, from flags and file.
 
     Returns:
-        Values by field; none without a checkpoint of a trained model, whose problems `check_load` reports.
+        Values by field; none without a checkpoint, whose problems `check_load` reports.
     """
     load = given.get("load")
     run = given.get("output_dir", field_infos(TrainingConfig)["output_dir"].default) if load == AUTO else load
-    if not isinstance(run, str):
-        return {}
-    try:
-        manifest = _newest(Path(run))
-    except CheckpointError:
-        return {}
-    if manifest is None or manifest.counters.get("updates", manifest.step) == 0:  # converted, not trained here
-        return {}
+    manifest = _newest(run)
+    if manifest is None:
+        source = _newest(given.get("pretrained_checkpoint"))
+        return {} if source is None else _shape_of(source, given)
+    shape = _shape_of(manifest, given)
+    if manifest.counters.get("updates", manifest.step) == 0:  # converted, not trained here
+        return shape
     infos = {name: info for section in SECTIONS.values() for name, info in field_infos(section).items()}
     there = {name: manifest.settings.get(name) for name in _CONTINUED}
     kept = {name: value for name, value in there.items() if type(value) is infos[name].kind}
     if "min_lr" in kept and "lr" in given and given["lr"] != manifest.settings.get("lr"):
         del kept["min_lr"]  # it belongs to the other learning rate
-    return kept
+    return shape | kept
 
 
-def _newest(run: Path) -> Manifest | None:
-    """The manifest of a checkpoint, or of the newest that can be read in a run's output directory."""
-    for directory in [run] if (run / MANIFEST_NAME).is_file() else checkpoints_of(run):
-        with contextlib.suppress(CheckpointError):
-            return read_manifest(directory)
+def _newest(run: Any) -> Manifest | None:
+    """The manifest of a checkpoint, or of the newest that can be read in a run's output directory; None for a value
+    that is no path."""
+    if not isinstance(run, str):
+        return None
+    path = Path(run)
+    with contextlib.suppress(CheckpointError):
+        for directory in [path] if (path / MANIFEST_NAME).is_file() else checkpoints_of(path):
+            with contextlib.suppress(CheckpointError):
+                return read_manifest(directory)
     return None
+
+
+def _shape_of(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The shape of a checkpoint's model, where neither a preset nor a directory of transformers sets it."""
+    if given.keys() & {"preset", "init_from_hf"}:
+        return {}
+    values = {**manifest.config.get("model", {}), **manifest.config.get("experts", {})}
+    infos = {**field_infos(ModelConfig), **field_infos(ExpertsConfig)}
+    del infos["preset"]
+    if values.get("position_embedding_type") != "learned":
+        del infos["max_position_embeddings"]  # a limit of use, not the size of a table
+    if given.get("tokenizer") is not None:
+        del infos["vocab_size"]
+    return {
+        name: float(values[name]) if info.kind is float else values[name]
+        for name, info in infos.items()
+        if type(values.get(name)) in ((int, float) if info.kind is float else (info.kind,))
+    }
 
 
 def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) -> None:
@@ -120,25 +149,31 @@ def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) 
             "of: it is damaged: use another step's directory"
         )
     has_state = manifest.counters.get("updates", manifest.step) > 0  # a converted checkpoint has none
-    if has_state and trained_with != config.optimizer.optimizer:
+    if has_state and config.start.load_optim and trained_with != config.optimizer.optimizer:
         raise CheckpointError(
             f"{load}: {directory} holds the state of --optimizer {trained_with}, "
             f"not of {config.optimizer.optimizer}: use --optimizer {trained_with}"
         )
-    if differences := list(_differences(manifest, config)):
-        raise CheckpointError(
-            f"{load}: {directory} is of another model: {', '.join(differences)}: "
-            "use the flags that it was made with, or leave --load out"
-        )
-    if (tokenizer := tokenizer_of(config)) is not None:
-        stored = verified_tokenizer(directory, manifest.files)
-        refuse_other_tokenizer(stored, tokenizer, str(config.data.tokenizer), way_out="leave --load out")
+    _check_model(config, load, directory, manifest)
     if manifest.step > config.training.train_iters or (
         manifest.step == config.training.train_iters and config.checkpoint.load != AUTO
     ):
         raise CheckpointError(
             f"{load}: {directory} is at step {manifest.step} already: use --train-iters {manifest.step + 1} or more"
         )
+
+
+def _check_model(config: ResolvedConfig, given: str, directory: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of another model or tokenizer; `given` is the flag that names it, with its value."""
+    leave_out = f"leave {given.split()[0]} out"
+    if differences := list(_differences(manifest, config)):
+        raise CheckpointError(
+            f"{given}: {directory} is of another model: {', '.join(differences)}: "
+            f"use the flags that it was made with, or {leave_out}"
+        )
+    if (tokenizer := tokenizer_of(config)) is not None:
+        stored = verified_tokenizer(directory, manifest.files)
+        refuse_other_tokenizer(stored, tokenizer, str(config.data.tokenizer), way_out=leave_out)
 
 
 def changed_settings(config: ResolvedConfig, manifest: Manifest) -> list[str]:
@@ -190,12 +225,12 @@ def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str,
 def samples_of_run(config: ResolvedConfig) -> int:
     """Training samples from the first to the last that a run reads, those before its checkpoint included, and those
     that rollbacks may skip."""
-    batch, training, load = config.training.global_batch_size, config.training, config.checkpoint.load
-    spare = _skipped_at_most(config)
+    sizes, load, spare = config.batch_sizes, config.checkpoint.load, _skipped_at_most(config)
+    of_run = sizes.samples(config.training.train_iters)
     if load is None:
-        return training.train_iters * batch + spare
+        return of_run + spare
     manifest = read_manifest(find_checkpoint(Path(load)))
-    return manifest.consumed_samples + (training.train_iters - manifest.step) * batch + spare
+    return manifest.consumed_samples + of_run - sizes.samples(manifest.step) + spare
 
 
 def _skipped_at_most(config: ResolvedConfig) -> int:

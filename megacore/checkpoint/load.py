@@ -28,13 +28,14 @@ _LARGEST_HEADER = 1 << 26  # of a file whose header has been checked
 _THREADS = 4  # that check files
 
 
-def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> Manifest:
+def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE, *, with_optimizer: bool = True) -> Manifest:
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
         path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
         state: where to.
         world: the ranks that load together, and share the checking of files.
+        with_optimizer: whether to read the optimizer's state; without it the optimizer begins anew.
 
     Returns:
         The checkpoint's manifest: step, position in the data, counters.
@@ -48,12 +49,12 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
     updates = int(manifest.counters.get("updates", manifest.step))
     names = [kind.name for kind in state.optimizer.kinds]
     missing = [name for name in names if name not in manifest.tensors]
-    if updates > 0 and not never_kept(manifest).issuperset(missing):
+    if with_optimizer and updates > 0 and not never_kept(manifest).issuperset(missing):
         raise CheckpointError(
             f"{directory} has no {' and no '.join(missing)} of the optimizer, after {updates} updates: "
             "its manifest is damaged: use an earlier step"
         )
-    kinds = () if missing else state.optimizer.kinds
+    kinds = () if missing or not with_optimizer else state.optimizer.kinds
     buffers = {name for name, buffer in state.buffers.items() if buffer.numel()}
     if lacking := sorted(buffers - manifest.tensors.get(BUFFERS, {}).keys()):
         raise CheckpointError(f"{directory} is of another model: buffer {lacking[0]} is missing")

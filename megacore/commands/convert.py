@@ -5,23 +5,33 @@ read both sides back and compare, publish.
 from __future__ import annotations
 
 import re
+import shutil
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
 from megacore.commands.tool import ToolParser, positive
 from megacore.config.messages import one_of
-from megacore.convert.check import Agreement, check_tokens, compare, not_crossed
-from megacore.convert.freed_memory import give_back_what_is_freed
+from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
+from megacore.convert.check import Agreement, check_tokens, compare, compare_checkpoints, not_crossed
+from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.convert.from_hf import open_model, write_checkpoint
-from megacore.convert.megatron import describe, open_megatron, write_megatron
+from megacore.convert.megatron import MegatronModel, describe, merge, open_megatron, write_megatron
 from megacore.convert.publish import published
 from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
+from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
+from megacore.freed_memory import give_back_what_is_freed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_MEGATRON = ("megatron", "torch_dist")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -29,11 +39,19 @@ def parser() -> ToolParser:
     """The flags."""
     made = ToolParser(
         prog="convert_checkpoint.py",
-        description="Convert checkpoints between Hugging Face transformers and megacore, and from Megatron-LM.",
+        description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint and megacore, "
+        "and from Megatron-LM and DeepSpeed; make mixtures of experts of dense ones.",
     )
     add = made.add_argument
-    add("--from", dest="source", required=True, choices=("hf", "megacore", "megatron"), help="format of the input")
-    add("--to", dest="target", required=True, choices=("hf", "megacore"), help="format of the output")
+    add(
+        "--from",
+        dest="source",
+        required=True,
+        choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp"),
+        help="format of the input. megatron: Megatron-LM's torch format or its torch_dist, which torch_dist means too. "
+        "dcp: torch.distributed.checkpoint",
+    )
+    add("--to", dest="target", required=True, choices=("hf", "megacore", "dcp"), help="format of the output")
     add("--input", required=True, type=Path, metavar="DIR", help="the directory to read")
     add("--output", required=True, type=Path, metavar="DIR", help="the directory to create; it must not exist")
     add(
@@ -53,15 +71,40 @@ def parser() -> ToolParser:
         "--vocab-size",
         type=positive,
         metavar="N",
-        help="size of the vocabulary without padding, for --from megatron. Default: the size in the checkpoint's args, "
-        "else the padded size.",
+        help="size of the vocabulary without padding, for --from megatron, torch_dist and (of Megatron-DeepSpeed) "
+        "deepspeed. Default: the size in the checkpoint's args, else the padded size.",
     )
     add(
         "--ignore-config-field",
         metavar="NAME[,NAME]",
         help="fields of the input's config.json to leave out, for --from hf. The comparison of logits still decides.",
     )
-    add("--like", type=Path, metavar="DIR", help="export with the config.json and tokenizer of this directory")
+    add(
+        "--upcycle",
+        type=positive,
+        metavar="E",
+        help="makes a mixture of E experts of a dense checkpoint, with --from megacore --to megacore: every expert "
+        "begins as the feed-forward layer.",
+    )
+    add(
+        "--moe-router-topk",
+        type=positive,
+        metavar="K",
+        help="number of experts that each token of the --upcycle mixture uses. Default: 2.",
+    )
+    add(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="use the config.json and tokenizer of this directory: for an export, and for --from dcp and deepspeed, "
+        "whose files do not describe the model",
+    )
+    add(
+        "--dcp-names",
+        choices=("torchtitan", "hf"),
+        help="names of the tensors of --to dcp: torchtitan's, of its Llama, or those of transformers. Default: "
+        "torchtitan.",
+    )
     add(
         "--check-tokens",
         type=Path,
@@ -84,22 +127,37 @@ def convert(args: Namespace) -> None:
     Raises:
         UserError: the input cannot be converted exactly, or the output exists.
     """
-    ways = {("hf", "megacore"): _from_hf, ("megacore", "hf"): _to_hf, ("megatron", "megacore"): _from_megatron}
+    ways = {
+        ("hf", "megacore"): _from_hf,
+        ("megacore", "hf"): _to_hf,
+        ("megatron", "megacore"): _from_megatron,
+        ("torch_dist", "megacore"): _from_megatron,
+        ("deepspeed", "megacore"): _from_deepspeed,
+        ("dcp", "megacore"): _from_dcp,
+        ("megacore", "dcp"): _to_dcp,
+    }
+    if args.upcycle is not None:
+        ways = {("megacore", "megacore"): _upcycle}
     way = ways.get((args.source, args.target))
     if way is None:
+        what = "is no conversion that there is" if args.upcycle is None else f"cannot have --upcycle {args.upcycle}"
+        more = ", or add --upcycle" if args.source == args.target == "megacore" else ""
         raise UserError(
-            f"--from {args.source} --to {args.target} is no conversion that there is: "
-            f"use {one_of([f'--from {source} --to {target}' for source, target in ways])}"
+            f"--from {args.source} --to {args.target} {what}: "
+            f"use {one_of([f'--from {source} --to {target}' for source, target in ways])}{more}"
         )
     for flag, given, used in (
-        ("--dtype", args.dtype != "keep", args.target == "hf"),
-        ("--like", args.like is not None, args.target == "hf"),
-        ("--vocab-size", args.vocab_size is not None, args.source == "megatron"),
-        ("--ignore-config-field", args.ignore_config_field is not None, args.source == "hf"),
-        ("--check-tokens", args.check_tokens is not None, args.source != "megatron"),
+        ("--dtype", args.dtype != "keep", args.target != "megacore"),
+        ("--like", args.like is not None, args.target != "megacore" or args.source in ("deepspeed", "dcp")),
+        ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
+        ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
+        ("--ignore-config-field", args.ignore_config_field is not None, args.source in ("hf", "deepspeed", "dcp")),
+        ("--moe-router-topk", args.moe_router_topk is not None, args.upcycle is not None),
+        ("--check-tokens", args.check_tokens is not None, args.source not in _OF_MEGATRON),
     ):
         if given and not used:
-            raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out")
+            needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
+            raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out{needs}")
     give_back_what_is_freed()
     with published(args.output) as temporary:
         way(args, temporary)
@@ -138,14 +196,81 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
     agreement.require(args.tolerance)
 
 
+def _upcycle(args: Namespace, temporary: Path) -> None:
+    tensors = CheckpointTensors(args.input)
+    if tensors.bert is not None:
+        raise UserError(f"{args.input} is a BERT, whose blocks have no experts: --upcycle needs a GPT")
+    chosen = 2 if args.moe_router_topk is None else args.moe_router_topk
+    model = upcycled(tensors.config, tensors.directory, experts=args.upcycle, chosen=chosen)
+    print(f"{tensors.directory}: becomes a mixture of {args.upcycle} experts, of which a token uses {chosen}")
+    write_upcycled(tensors, model, temporary, most_bytes=args.max_shard_size)
+    tokens = check_tokens(model, tensors.directory / TOKENIZER_DIRECTORY, args.check_tokens)
+    agreement = compare_checkpoints(tensors.directory, temporary, tokens)
+    _report(agreement, not_crossed(model, tokens))
+    agreement.require(args.tolerance)
+
+
 def _report(agreement: Agreement, untold: str | None) -> None:
     print(agreement)
     if untold is not None:
         print(untold)
 
 
+def _from_deepspeed(args: Namespace, temporary: Path) -> None:
+    checkpoint = open_deepspeed(args.input)
+    if checkpoint.args is not None:
+        if args.like is not None:
+            raise UserError("--like has no effect with a checkpoint of Megatron-DeepSpeed's, which describes its model")
+        _write_megatron(merge(checkpoint.megatron_ranks(), args.input, args.vocab_size), args, temporary)
+        return
+    weights = checkpoint.weights()
+    print(f"{checkpoint.path}: DeepSpeed, {len(weights)} tensors in {one_of(sorted(_dtypes(weights)))}")
+    source = {
+        name: (value.dtype, tuple(value.shape), partial(Tensor.contiguous, value)) for name, value in weights.items()
+    }
+    _from_source(args, source, temporary)
+
+
+def _from_dcp(args: Namespace, temporary: Path) -> None:
+    source = read_dcp(args.input)
+    print(f"{args.input}: torch.distributed.checkpoint, {len(source)} tensors")
+    _from_source(args, source, temporary)
+
+
+def _dtypes(weights: Mapping[str, Tensor]) -> set[str]:
+    return {str(value.dtype).removeprefix("torch.") for value in weights.values()}
+
+
+def _from_source(args: Namespace, source: Source, temporary: Path) -> None:
+    """Through a directory of transformers, as `--like` describes the model, whose logits prove the conversion."""
+    if args.like is None:
+        raise UserError(
+            f"--from {args.source} needs --like DIR, a directory of transformers with the config.json of the model: "
+            f"{args.input} does not describe it"
+        )
+    between = temporary.with_name(f"{temporary.name}-hf")
+    try:
+        write_hf(between, source, args.like, str(args.input))
+        _from_hf(Namespace(**{**vars(args), "input": between}), temporary)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def _to_dcp(args: Namespace, temporary: Path) -> None:
+    between = temporary.with_name(f"{temporary.name}-hf")
+    try:
+        between.mkdir()
+        _to_hf(Namespace(**{**vars(args), "max_shard_size": size("1024GB")}), between)
+        export_dcp(between, temporary, args.dcp_names or "torchtitan")
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
 def _from_megatron(args: Namespace, temporary: Path) -> None:
-    model = open_megatron(args.input, args.vocab_size)
+    _write_megatron(open_megatron(args.input, args.vocab_size), args, temporary)
+
+
+def _write_megatron(model: MegatronModel, args: Namespace, temporary: Path) -> None:
     print(describe(model))
     write_megatron(model, temporary, most_bytes=args.max_shard_size)
     print(

@@ -1,43 +1,60 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py, watch.py, spikes.py and
-bert.py its sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizer.py, optimizers.py, watch.py,
+spikes.py and bert.py its sections, validation.py what must hold between them. cli.py turns a command line into a
+configuration.
 """
 
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
-from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
+from megacore.config.optimizers import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
+from megacore.config.rampup import RampupConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 
 __all__ = [
     "SECTIONS",
+    "AdafactorConfig",
+    "AdamConfig",
     "AdamWConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "ExpertsConfig",
+    "LambConfig",
+    "LionConfig",
     "LoggingConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
+    "RampupConfig",
     "ResolvedConfig",
     "ResolvedExperts",
     "ResolvedModel",
@@ -47,6 +64,7 @@ __all__ = [
     "ResolvedTraining",
     "SGDConfig",
     "SpikeConfig",
+    "StartConfig",
     "TrainingConfig",
     "WatchConfig",
     "sections_of",

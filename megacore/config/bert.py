@@ -118,6 +118,14 @@ class BertConfig(Config):
     unsupported: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
+        **dict.fromkeys(
+            (
+                *("multi_latent_attention", "attention_pattern", "window_rotary_base", "norm_placement"),
+                *("layernorm_1p", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+                *("logits_divisor", "add_attention_output_bias", "add_mlp_bias"),
+            ),
+            "is for pretrain_gpt.py: leave it out",
+        ),
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
         "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",
@@ -196,7 +204,8 @@ class BertConfig(Config):
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
         messages = super().wrong_fields(wrong)
-        if not wrong & {"data_path", "mock_data", "tokenizer"} and self.data.data_path and self.data.tokenizer is None:
+        has_data = self.data.data_path or self.data.train_data_path
+        if not wrong & {"data_path", "mock_data", "tokenizer"} and has_data and self.data.tokenizer is None:
             messages["tokenizer"] = (
                 "--data-path needs the tokenizer that made it, because pretrain_bert.py inserts [MASK] and other "
                 "special tokens: use --tokenizer PATH"

@@ -32,9 +32,10 @@ from megacore.config.messages import counted, number
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
+from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
-from megacore.config.sections import AUTO, OptimizerConfig
+from megacore.config.sections import AUTO
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
@@ -217,7 +218,7 @@ def _read(
     is_planned: bool = False,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
-    notes = _load_of_megatron(flags)
+    notes = [*_load_of_megatron(flags), *_optimizer_of_megatron(flags), *_balance_of_megatron(flags)]
     path, deepspeed = (flags.values.pop(name, None) for name in FILES)
     if deepspeed is not None:
         keys = read_deepspeed(deepspeed, is_planned=is_planned)
@@ -235,6 +236,10 @@ def _read(
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
 
     config = build(given)
+    if _megatron_names(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+        del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
+        flags.idle.setdefault("Megatron-LM", []).append("--sequence-parallel (with --tp 1)")
+        given = {**file.values, **flags.values}
     if flags.foreign:
         translate_foreign(flags, given, config, process.world_size)
         given = {**file.values, **flags.values}
@@ -269,8 +274,33 @@ def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mappin
 
 def _megatron_defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The defaults of Megatron-LM, where the command line is one of its scripts."""
-    is_script = flags.values.keys() >= megatron_flags.REQUIRED and _megatron_names(flags)
-    return megatron_flags.DEFAULTS if is_script and not given.keys() & {"preset", "init_from_hf"} else {}
+    keeps_defaults = _is_megatron_script(flags) and not given.keys() & {"preset", "init_from_hf"}
+    return megatron_flags.DEFAULTS if keeps_defaults else {}
+
+
+def _is_megatron_script(flags: Given) -> bool:
+    return flags.values.keys() >= megatron_flags.REQUIRED and bool(_megatron_names(flags))
+
+
+def _balance_of_megatron(flags: Given) -> list[str]:
+    """Takes Megatron-LM's loss that balances experts within each microbatch for that of each sequence, where a
+    microbatch is one sequence; returns a note."""
+    name = "moe_router_load_balancing_type"
+    if flags.values.get(name) != "aux_loss" or flags.values.get("micro_batch_size") != 1:
+        return []
+    flags.values[name] = "seq_aux_loss"
+    return [
+        "--moe-router-load-balancing-type aux_loss is seq_aux_loss with --micro-batch-size 1, as a microbatch is one "
+        "sequence"
+    ]
+
+
+def _optimizer_of_megatron(flags: Given) -> list[str]:
+    """Megatron-LM's Adam decouples the weight decay, as AdamW does here; returns a note."""
+    if flags.values.get("optimizer") != "adam" or not _is_megatron_script(flags):
+        return []
+    flags.values["optimizer"] = "adamw"
+    return ["--optimizer adam of a Megatron-LM script decouples the weight decay: --optimizer adamw here"]
 
 
 def _megatron_names(flags: Given) -> list[str]:
@@ -303,8 +333,9 @@ def _with_defaults(
     values = {**defaults, **given}
     idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
     chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
+    read = {chosen, *(OPTIMIZERS[chosen].shares if chosen in OPTIMIZERS else ())}
     for name, settings in OPTIMIZERS.items():
-        idle.update(field_infos(settings) if name != chosen else ())
+        idle.update(field_infos(settings) if name not in read else ())
     return {**{k: v for k, v in defaults.items() if k not in idle}, **given}
 
 
@@ -431,7 +462,8 @@ def _resolved_value(name: str, config: Config) -> Any:
 
 def _in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(
-        f"{flag_and_value(name, here)} instead of {number(usual)}" for name, (here, usual) in changes.items()
+        f"{flag_and_value(name, here)} instead of {number(usual) if isinstance(usual, int | float) else usual}"
+        for name, (here, usual) in changes.items()
     )
 
 

@@ -6,10 +6,12 @@ deepspeed_keys.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from megacore.config.megatron_values import ForeignFlag, Shape, Translation
+from megacore.config.sections import DataConfig
 
 MIB = 1 << 20
 BYTES_OF_GRADIENT = 4
@@ -71,6 +73,37 @@ def _saved(becomes: str, field: str) -> ForeignFlag:
     return ForeignFlag(f"{becomes}, beside --recompute full", (field,), translate, is_switch=True, is_last=True)
 
 
+def _in_steps(name: str, ours: str) -> ForeignFlag:
+    """A flag that counts tokens where megacore counts steps."""
+
+    def steps(flag: str, text: str, shape: Shape) -> Translation:
+        return Translation({name: max(1, round(_steps_of(flag, text, shape)))})
+
+    becomes = f"{ours}: its value / (--global-batch-size x --seq-length), rounded to the nearest step"
+    return ForeignFlag(becomes, (name,), steps, is_last=True)
+
+
+def _steps_of(flag: str, text: str, shape: Shape) -> float:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 300000000000")
+    if shape.global_batch_size is None:
+        raise ValueError(f"{flag} {text} counts tokens: give --global-batch-size too, or count steps")
+    length = shape.settings.get("seq_length", DataConfig.seq_length)
+    return int(text) / (shape.global_batch_size * max(length, 1))
+
+
+def _end(flag: str, text: str, shape: Shape) -> Translation:
+    """The number of steps after which so many tokens are used; a run ends there or at --train-iters, whichever is
+    first."""
+    steps = max(1, math.ceil(_steps_of(flag, text, shape)))
+    given = shape.settings.get("train_iters")
+    if given is None:
+        return Translation({"train_iters": steps})
+    if given > steps:
+        raise ValueError(f"{flag} {text} ends the run after {steps} steps, before --train-iters {given}: keep one")
+    return Translation()
+
+
 def _without_pipeline(flag: str, shape: Shape) -> Translation:
     if (shape.pp or 1) > 1:
         raise ValueError(f"{flag} contradicts --pp {shape.pp}: leave one of them out")
@@ -102,6 +135,15 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
         is_idle=True,
         is_last=True,
     ),
+    "--train-tokens": ForeignFlag(
+        "--train-iters: its value / (--global-batch-size x --seq-length), rounded up, where steps are not given; "
+        "nothing where those end the run first",
+        ("train_iters",),
+        _end,
+        is_last=True,
+    ),
+    "--lr-decay-tokens": _in_steps("lr_decay_iters", "--lr-decay-iters"),
+    "--lr-warmup-tokens": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
     "--cpu-optimizer": _switch("--offload-optimizer", offload_optimizer=True),
     "--cpu-torch-adam": _idle(_ORDER),
     "--zero-contigious-gradients": _idle("gradients are always gathered in buckets"),

@@ -198,14 +198,19 @@ def _enabled(precision: str) -> Callable[[Value], Translation]:
     return translate
 
 
+def _without_fp16(value: Value) -> bool:
+    """Whether "auto" leaves the format to the flags, which choose another one than fp16."""
+    return value_at(value.document, "fp16.enabled") == "auto" and value.shape.settings.get("precision") != "fp16"
+
+
 def _loss_scale(value: Value) -> Translation:
     scale = _real(value)
-    return Translation({"loss_scale": scale} if scale else {})
+    return Translation({"loss_scale": scale} if scale and not _without_fp16(value) else {})
 
 
 def _initial_scale(value: Value) -> Translation:
     power, replicas = _whole(value), value.shape.replicas
-    if value.other("fp16.loss_scale") or replicas is None:
+    if value.other("fp16.loss_scale") or replicas is None or _without_fp16(value):
         return Translation()
     if power > 126:
         raise ValueError(f"{value} is above 126, whose power of two fp32 does not hold: use 16")
@@ -215,7 +220,7 @@ def _initial_scale(value: Value) -> Translation:
 def _of_dynamic_scale(name: str, read: Callable[[Value], Any]) -> Key:
     def translate(value: Value) -> Translation:
         given = read(value)
-        return Translation({} if value.other("fp16.loss_scale") else {name: given})
+        return Translation({} if value.other("fp16.loss_scale") or _without_fp16(value) else {name: given})
 
     return _custom(f"--{name.replace('_', '-')}; nothing with a fixed loss_scale", (name,), translate)
 
@@ -354,18 +359,20 @@ def _optimizer(value: Value) -> Translation:
         adam_w = kind != "adam" or value.other("optimizer.params.adam_w_mode", True) is not False
         torch_default = 0.01 if value.other("optimizer.params.torch_adam") and adam_w else 0.0
         decay = value.other("optimizer.params.weight_decay", torch_default)
-        if not adam_w and decay:
-            raise ValueError(
-                f"{value} with adam_w_mode false adds weight decay to the gradient, which megacore's AdamW does not: "
-                "use weight_decay 0, or adam_w_mode true"
-            )
         defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": torch_default}
-        return Translation({"optimizer": "adamw"}, {"lr": 1e-3, **defaults, **_constant(value)})
+        kind = "adamw" if adam_w or not decay else "adam"  # which are one without weight decay
+        return Translation({"optimizer": kind}, {"lr": 1e-3, **defaults, **_constant(value)})
     if kind == "sgd":
         return Translation(
             {"optimizer": "sgd"}, {"lr": 1e-3, "sgd_momentum": 0.0, "weight_decay": 0.0, **_constant(value)}
         )
-    raise ValueError(f"{value} is not in megacore: use AdamW or SGD, or write one (docs/extending.md)")
+    if kind == "lion":
+        defaults = {"lr": 1e-4, "lion_beta1": 0.9, "lion_beta2": 0.99, "weight_decay": 0.0}
+        return Translation({"optimizer": "lion"}, {**defaults, **_constant(value)})
+    raise ValueError(
+        f"{value} is not in megacore as DeepSpeed has it: use AdamW, Adam, SGD or Lion, or leave it out and choose one "
+        "of megacore's with --optimizer"
+    )
 
 
 def _constant(value: Value) -> dict[str, Any]:
@@ -386,7 +393,8 @@ def _betas(value: Value) -> Translation:
     if _of_type(value) == "sgd":
         raise ValueError(f"{value} has no effect with SGD: leave it out")
     first, second = (_real(Value(value.path, beta, value.document, value.shape)) for beta in betas)
-    return Translation({"adam_beta1": first, "adam_beta2": second})
+    name = "lion" if _of_type(value) == "lion" else "adam"
+    return Translation({f"{name}_beta1": first, f"{name}_beta2": second})
 
 
 _WITH_MAX_LR = ("WarmupLR", "WarmupDecayLR")
@@ -419,6 +427,11 @@ def _scheduler(value: Value) -> Translation:
     return Translation({**values, "min_lr": float(f"{ratio * lr:.12g}")}, implied)
 
 
+def _first_lr(value: Value) -> Translation:
+    first = _real(value)
+    return Translation({"lr_warmup_init": first} if first else {})
+
+
 def _other(value: Value, path: str, default: Any) -> Value:
     """Another key of the same file."""
     return Value(path, value.other(path, default), value.document, value.shape)
@@ -445,24 +458,28 @@ def _checked(becomes: str, read: Callable[[Value], object]) -> Key:
 
 _OPTIMIZER: dict[str, Key] = {
     "optimizer.type": _custom(
-        "--optimizer: Adam, AdamW or SGD, with DeepSpeed's defaults for what params leaves out; without a scheduler "
-        "--lr-decay-style constant",
+        "--optimizer: Adam, AdamW, SGD or Lion, with DeepSpeed's defaults for what params leaves out; without a "
+        "scheduler --lr-decay-style constant",
         ("optimizer", "lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "sgd_momentum", "lr_decay_style"),
         _optimizer,
     ),
     "optimizer.legacy_fusion": _idle("the implementation of each operation is chosen and reported"),
     "optimizer.params.lr": _custom("--lr, unless the scheduler has warmup_max_lr", ("lr",), _lr),
-    "optimizer.params.betas": _custom("--adam-beta1 and --adam-beta2", ("adam_beta1", "adam_beta2"), _betas),
+    "optimizer.params.betas": _custom(
+        "--adam-beta1 and --adam-beta2, with Lion --lion-beta1 and --lion-beta2",
+        ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"),
+        _betas,
+    ),
     "optimizer.params.eps": _sets("adam_eps", _real),
     "optimizer.params.weight_decay": _sets("weight_decay", _real, f"--weight-decay; {_MATRICES}"),
     "optimizer.params.momentum": _sets("sgd_momentum", _real),
     "optimizer.params.bias_correction": _some((True,), "AdamW corrects its moments' bias", "leave it out"),
-    "optimizer.params.adam_w_mode": _checked("true; false with weight_decay 0, where it means the same", _switch),
+    "optimizer.params.adam_w_mode": _checked("--optimizer adam for false with weight decay, else adamw", _switch),
     "optimizer.params.torch_adam": _checked("nothing but the default of weight_decay, 0.01 with AdamW", _switch),
     "optimizer.params.amsgrad": _some((False,), "AdamW has no maximum of moments", "leave it out"),
     "optimizer.params.fp32_optimizer_states": _some((True,), "moments are fp32", "leave it out"),
     "optimizer.params.dampening": _some((0, 0.0), "SGD's momentum has no dampening", "leave it out"),
-    "optimizer.params.nesterov": _some((False,), "SGD's momentum is the classical one", "leave it out"),
+    "optimizer.params.nesterov": _if_true("--sgd-nesterov", sgd_nesterov=True),
     "optimizer.params.max_grad_norm": _some((0, 0.0), "DeepSpeed refuses it too", "use gradient_clipping"),
     **{
         f"optimizer.params.{name}": _idle("the implementation of each operation is chosen and reported")
@@ -476,7 +493,7 @@ _SCHEDULER: dict[str, Key] = {
         _scheduler,
         is_last=True,
     ),
-    "scheduler.params.warmup_min_lr": _some((0, 0.0), "the warm-up starts at 0", "use 0"),
+    "scheduler.params.warmup_min_lr": _custom("--lr-warmup-init", ("lr_warmup_init",), _first_lr),
     "scheduler.params.warmup_min_ratio": _some((0, 0.0), "the warm-up starts at 0", "use 0"),
     "scheduler.params.warmup_max_lr": _checked(f"--lr; {_PART_OF_SCHEDULER}", _real),
     "scheduler.params.warmup_num_steps": _checked(
@@ -652,7 +669,7 @@ def _print_interval(value: Value) -> Translation:
     given = value.value
     if given is None or given == math.inf:
         return Translation()
-    return Translation({"log_interval": _whole(value, low=1)})
+    return Translation(implied={"log_interval": _whole(value, low=1)})  # of DeepSpeed's lines, beside those of a script
 
 
 def _decoupled(value: Value) -> Translation:
@@ -666,7 +683,11 @@ _OUTPUT_DIR = "the file is OUTPUT_DIR/metrics.csv"
 
 def _measurements() -> dict[str, Key]:
     keys = {
-        "steps_per_print": _custom("--log-interval; nothing with null or Infinity", ("log_interval",), _print_interval),
+        "steps_per_print": _custom(
+            "--log-interval, where the flag is not given; nothing with null or Infinity",
+            ("log_interval",),
+            _print_interval,
+        ),
         "wall_clock_breakdown": _if_true("--trace", trace=True),
         "memory_breakdown": _idle("metrics.jsonl has the memory of the ranks"),
         "dump_state": _idle("the launch prints its configuration, and OUTPUT_DIR/config.toml has all of it"),

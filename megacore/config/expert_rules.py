@@ -1,4 +1,4 @@
-"""What must hold between experts and the other sections: the ranks that divide them, and what is not there yet."""
+"""What must hold between experts and the other sections: the ranks that divide them, and their sizes."""
 
 from __future__ import annotations
 
@@ -74,31 +74,6 @@ def _biases(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _not_yet(config: Config, world_size: int) -> Iterator[str]:
-    """Combinations that are not there yet: refused rather than wrong."""
-    if config.experts.num_experts is None:
-        return
-    parallel, training = config.parallel, config.training
-    for given, is_given, way_out in (
-        ("--reproducible", training.reproducible, "leave it out (on CPUs two runs with one layout are equal anyway)"),
-        ("--compile", training.compile, "leave it out"),
-        ("--offload-activations", training.offload_activations, "use --recompute selective or full"),
-        ("--distribute-saved-activations", training.distribute_saved_activations, "leave it out"),
-        (
-            "--recompute full with a schedule that splits backward",
-            training.recompute == "full" and parallel.may_split_backward,
-            "use --schedule 1f1b or interleaved, or --recompute selective",
-        ),
-        (
-            f"--packing {config.data.packing}, whose padding would count as tokens,",
-            config.data.packing != "concat",
-            "use --packing concat",
-        ),
-    ):
-        if is_given:
-            yield f"{given} is not available with --num-experts yet: {way_out}"
-
-
 def refuse_experts(config: Config, what: str) -> None:
     """Refuse what cannot be done with experts yet.
 
@@ -127,14 +102,5 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
         _widths,
     ),
     (frozenset({"num_experts", "disable_bias_linear"}), _biases),
-    (
-        frozenset(
-            {
-                "num_experts", "reproducible", "compile", "recompute", "schedule",
-                "schedule_csv", "offload_activations", "distribute_saved_activations", "packing",
-            }
-        ),
-        _not_yet,
-    ),
 )  # fmt: skip
 """Each with the fields whose values must be valid by themselves."""

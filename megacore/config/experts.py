@@ -30,8 +30,11 @@ class ExpertsConfig(Section):
     """Divides the experts into this many groups, of which a token uses at most --moe-router-group-topk, as in
     DeepSeek-V3. It must divide --num-experts. Default: no groups."""
     moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
-    """Number of groups that a token's experts may come from: those whose --moe-router-topk / N best scores have the
+    """Number of groups that a token's experts may come from: those whose --moe-router-group-best scores have the
     highest sum. Default: none; --moe-router-num-groups requires it."""
+    moe_router_group_best: Annotated[int | None, Range(1, 100_000)] = None
+    """How many of a group's best scores --moe-router-group-topk compares: 1 in DeepSeek-V2, 2 in V3. Default:
+    --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
     moe_router_enable_expert_bias: bool = False
@@ -53,12 +56,24 @@ class ExpertsConfig(Section):
     feed-forward layer."""
     moe_first_dense_layers: Annotated[int, Range(0, 10_000)] = 0
     """Number of blocks at the start that keep the feed-forward layer."""
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "global_aux_loss"] = "seq_aux_loss"
+    """What --moe-aux-loss-coeff balances. seq_aux_loss: the experts within each sequence. global_aux_loss: those of the
+    whole batch, by how often each was chosen in the step before."""
     moe_aux_loss_coeff: Annotated[float, Range(0)] = 0.0
-    """Factor of the loss that balances the experts within each sequence. It is added for every layer with experts, and
-    is not part of the reported loss. 0: no such loss."""
+    """Factor of the loss that balances the experts (--moe-router-load-balancing-type). It is added for every layer with
+    experts, and is not part of the reported loss. 0: no such loss."""
     moe_z_loss_coeff: Annotated[float, Range(0)] = 0.0
     """Factor of the mean square of the logarithm of the router's softmax sum, which keeps its logits small. 0: no such
     loss."""
+    moe_input_jitter_eps: Annotated[float, Range(0, below=1)] = 0.0
+    """In training the input of the router is multiplied by random numbers between 1 - N and 1 + N. The experts get it
+    as it is. 0: no such noise."""
+    moe_expert_capacity_factor: Annotated[float | None, Range(above=0)] = None
+    """In training an expert takes at most N times as many tokens of a sequence as it would if all experts took as many.
+    The other tokens get nothing from it. Default: no limit, no token is dropped."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens an expert takes that has a capacity. probs: those with the largest weights. position: the first of
+    the sequence."""
 
     def holds(self, block: int) -> bool:
         """Whether a block has experts.
@@ -94,6 +109,12 @@ class ExpertsConfig(Section):
         if self.moe_shared_expert_size is None:
             needs = "--moe-shared-expert-size"
             yield from self.without_effect(("moe_shared_expert_gate",), wrong, "no shared expert", needs)
+        if self.moe_expert_capacity_factor is None:
+            needs = "--moe-expert-capacity-factor"
+            yield from self.without_effect(("moe_token_drop_policy",), wrong, "no capacity", needs)
+        if self.moe_aux_loss_coeff == 0:
+            needs = "--moe-aux-loss-coeff"
+            yield from self.without_effect(("moe_router_load_balancing_type",), wrong, "no such loss", needs)
 
     def _router(self, wrong: frozenset[str]) -> Iterator[str]:
         experts, chosen, scores = self.num_experts, self.moe_router_topk, self.moe_router_score_function
@@ -117,7 +138,8 @@ class ExpertsConfig(Section):
         if wrong & {"moe_router_num_groups", "moe_router_group_topk", "moe_router_topk"}:
             return
         if groups is None:
-            yield from self.without_effect(("moe_router_group_topk",), wrong, "no groups", "--moe-router-num-groups")
+            names = ("moe_router_group_topk", "moe_router_group_best")
+            yield from self.without_effect(names, wrong, "no groups", "--moe-router-num-groups")
             return
         if experts % groups:
             near = one_of(divisors(experts, near=groups, most=6))
@@ -130,10 +152,15 @@ class ExpertsConfig(Section):
                 f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}: use {groups} or "
                 "less"
             )
-        elif self.moe_router_topk % chosen:
+        elif self.moe_router_group_best is None and self.moe_router_topk % chosen:
             yield (
                 f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}: use "
-                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}"
+                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}, or --moe-router-group-best"
+            )
+        elif self.moe_router_group_best is not None and self.moe_router_group_best > experts // groups:
+            yield (
+                f"--moe-router-group-best {self.moe_router_group_best} is more than the {experts // groups} experts of "
+                f"a group: use {experts // groups} or less"
             )
         elif self.moe_router_topk > experts // groups * chosen:
             yield (
@@ -150,12 +177,25 @@ class ResolvedExperts(ExpertsConfig):
     moe_ffn_hidden_size: int = field()
 
     @property
+    def group_best(self) -> int:
+        """How many of a group's best scores count, where there are groups."""
+        return self.moe_router_group_best or self.moe_router_topk // (self.moe_router_group_topk or 1)
+
+    @property
     def active_inner_size(self) -> int:
         """Inner width that a token passes through: of its experts and the shared one together."""
         return self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_size or 0)
 
+    @property
+    def uses_last_loads(self) -> bool:
+        """Whether a loss goes by how often each expert was chosen in the step before."""
+        return self.moe_router_load_balancing_type == "global_aux_loss" and self.moe_aux_loss_coeff > 0
 
-_OF_TRAINING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+
+_OF_TRAINING = (
+    "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+    "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_drop_policy",
+)  # fmt: skip
 ARCHITECTURE_OF_EXPERTS = tuple(name for name in field_infos(ExpertsConfig) if name not in _OF_TRAINING)
 """The fields that change what a model computes, and not only how it is trained."""
 

@@ -18,7 +18,7 @@ from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
-from megacore.config.megatron_values import FOREIGN, ForeignSetting, Shape, translate
+from megacore.config.megatron_values import FOREIGN, SYNONYMS, ForeignSetting, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.schema import Config, sections_of
@@ -209,7 +209,9 @@ def _shape(config: Config, given: Given, values: Mapping[str, Any], world_size: 
     numbers = {name: _positive_number(given.values.get(name, value)) for name, value in known.items()}
     if "micro_batch_size" not in settings:
         numbers["micro_batch_size"] = None
-    return Shape(**numbers, replicas=_replicas(config, settings, world_size), settings=settings)
+    ramp = None if config.rampup.problems() else config.rampup.ramp()
+    replicas = _replicas(config, settings, world_size)
+    return Shape(**numbers, replicas=replicas, settings=settings, ramp=ramp, load=config.checkpoint.load)
 
 
 def _replicas(config: Config, settings: Mapping[str, Any], world_size: int) -> int | None:
@@ -244,7 +246,12 @@ def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:
 
 def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
     try:
-        given.values[info.name] = _value(word, info)
+        value = _value(word, info)
+        ours = SYNONYMS.get(info.name, {}).get(value, value) if info.kind is str else value
+        given.values[info.name] = ours
+        if ours != value:
+            of_megatron = given.translated.setdefault("Megatron-LM", {})
+            of_megatron[f"{word.flag} {value}"] = flag_and_value(info.name, ours)
     except ValueError as error:
         given.problems.append(str(error))
         given.unread.add(info.name)

@@ -20,6 +20,7 @@ from megacore.config.fields import FieldInfo, field_docs, field_infos
 from megacore.config.flags import FILES, all_fields, flags_by_name
 from megacore.config.megatron_values import FOREIGN
 from megacore.config.messages import did_you_mean, number, one_of
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import Config, sections_of
 from megacore.errors import UserError
 
@@ -212,7 +213,9 @@ class _Page:
         yield from self._heading("More help")
         yield from self._columns("--help SECTION", "All flags of one section:")
         for name in self._sections():
-            yield from self._columns(f"  {name}", str(sections_of(self.kind)[name].__doc__))
+            if name not in OPTIMIZERS:
+                yield from self._columns(f"  {name}", str(sections_of(self.kind)[name].__doc__))
+        yield from self._columns(f"  {', '.join(OPTIMIZERS)}", "Settings of the --optimizer of that name.")
         yield from self._columns("--help FLAG", "One flag, for example --help lr.")
         yield from self._columns("--help all", "Every flag.")
         yield from self._columns("--version", "The version of megacore.")
@@ -235,9 +238,9 @@ class _Page:
             yield from self.dry_run_flag(flag)
 
     def _sections(self) -> list[str]:
-        """Sections with a flag that the entry point accepts."""
-        accepted = all_fields(self.kind).keys() - self.kind.unsupported.keys()
-        return [name for name, section in sections_of(self.kind).items() if accepted & field_infos(section).keys()]
+        """Sections of which the entry point accepts a flag, or that have none."""
+        sections = {name: field_infos(section).keys() for name, section in sections_of(self.kind).items()}
+        return [name for name, fields in sections.items() if not fields or fields - self.kind.unsupported.keys()]
 
     def section(self, name: str) -> Iterator[str]:
         """Every flag of a section."""
@@ -267,7 +270,7 @@ class _Page:
         """A flag with its aliases, its whole text and its default."""
         text = help_text_of(info, self.kind)
         if info.kind is bool:
-            names = f"{info.flag}, --no-{info.flag.removeprefix('--')}"
+            names = f"{', '.join(info.flags)}, --no-{info.flag.removeprefix('--')}"
         else:
             names = f"{', '.join(info.flags)} {info.metavar}"
         for number_of_line, line in enumerate(self._wrapped_names(names)):

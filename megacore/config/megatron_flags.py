@@ -14,29 +14,18 @@ from typing import Any
 REPLACED = {
     "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
-    "--data-args-path": "use --config FILE.toml, with data_path in its table [data]",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
     "--hierarchical-context-parallel-sizes": "use --cp with --cp-comm ring, allgather or ulysses: one level of ranks",
-    "--merge-file": "use --tokenizer DIR, with this file in it as merges.txt",
-    "--moe-grouped-gemm": "leave it out: the implementation of each operation is chosen and reported",
-    "--moe-router-dtype": "leave it out: the router computes in fp32",
-    "--moe-router-load-balancing-type": "leave it out: --moe-aux-loss-coeff is that of seq_aux_loss",
-    "--moe-token-dispatcher-type": "leave it out: tokens reach their experts by all-to-all",
-    "--no-check-for-nan-in-loss-and-grad": "leave it out: the check is part of the norm; see --max-bad-steps",
-    "--recompute-modules": "use --recompute selective, which is core_attn, or --recompute full",
+    "--moe-pad-expert-input-to-capacity": "leave it out: only the tokens that there are are sent and computed",
     "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in docs/data.md",
     "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/data.md",
-    "--use-checkpoint-args": "use --config OUTPUT_DIR/config.toml, which every run writes",
-    "--vocab-file": "use --tokenizer DIR, with this file in it as vocab.json (GPT-2) or vocab.txt (BERT)",
 }
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --decoupled-lr --decoupled-min-lr --end-weight-decay --finetune --fp8-amax-compute-algo
-    --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip --no-load-optim --no-save-optim
-    --per-split-data-args-path --pretrained-checkpoint --rampup-batch-size --rotary-interleaved --skip-train
-    --squared-relu --start-weight-decay --step-batch-size-schedule --test-data-path --train-data-path
-    --use-tp-pp-dp-mapping --valid-data-path --vocab-extra-ids --weight-decay-incr-style
+    --decoupled-lr --decoupled-min-lr --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format
+    --fp8-param-gather --iterations-to-skip --no-save-optim --per-split-data-args-path --skip-train --squared-relu
+    --step-batch-size-schedule --use-tp-pp-dp-mapping --vocab-extra-ids
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""
@@ -44,7 +33,8 @@ NOT_YET = frozenset(_NOT_YET.split())
 
 NAMES = frozenset({
     "--context-parallel-size", "--exit-duration-in-mins", "--layernorm-epsilon",
-    "--pipeline-model-parallel-size", "--save", "--tensor-model-parallel-size", "--tokenizer-model", "--wandb-exp-name",
+    "--pipeline-model-parallel-size", "--save", "--tensor-model-parallel-size", "--tokenizer-model", "--vocab-file",
+    "--tokenizer-name-or-path", "--wandb-exp-name",
 })  # fmt: skip
 """Aliases that are Megatron-LM's names."""
 REQUIRED = frozenset({
@@ -57,6 +47,9 @@ DEFAULTS: Mapping[str, Any] = {
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
     "min_lr": 0.0,
+    "muon_momentum": 0.9,
+    "muon_nesterov": False,
+    "muon_extra_scale_factor": 1.0,
     "precision": "fp32",
     "eval_iters": 100,
 }

@@ -7,16 +7,19 @@ nothing here are accepted too.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacore.config.megatron_idle import IDLE_SWITCHES, IDLE_VALUES
 from megacore.config.messages import did_you_mean, divisors, one_of
-from megacore.config.numbers import parse_float
+from megacore.config.numbers import parse_float, parse_int
+from megacore.config.rampup import BatchSizes, Ramp
 
 _LONGEST_LAYOUT = 100_000
+_LARGEST_DATA_ARGS = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Shape:
     hidden_size: int | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
+    ramp: Ramp | None = None
+    load: str | None = None
     train_iters: int | None = None
     lr_decay_iters: int | None = None
     replicas: int | None = None
@@ -120,9 +125,10 @@ def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shap
 
 
 def _number(flag: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 2")
-    return int(text)
+    with contextlib.suppress(ValueError):
+        if (number := parse_int(text)) >= 1:
+            return number
+    raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 2")
 
 
 def _stages(virtual: int) -> Translation:
@@ -204,17 +210,23 @@ def _backend(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"attention": _BACKENDS[text]})
 
 
-def _in_steps(name: str, ours: str, rounded: Callable[[float], int] = round) -> ForeignFlag:
+def _train_samples(flag: str, text: str, shape: Shape) -> Translation:
+    samples, batch = _number(flag, text), shape.global_batch_size
+    if batch is None:
+        raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with --train-iters")
+    return Translation({"train_iters": BatchSizes(batch, shape.ramp).steps(samples)})
+
+
+def _in_steps(name: str, ours: str) -> ForeignFlag:
     """A flag that counts samples where megacore counts steps."""
 
     def steps(flag: str, text: str, shape: Shape) -> Translation:
         samples, batch = _number(flag, text), shape.global_batch_size
         if batch is None:
             raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}")
-        return Translation({name: rounded(samples / batch)})
+        return Translation({name: round(samples / batch)})
 
-    how = "down" if rounded is math.floor else "to the nearest step"
-    return ForeignFlag(f"{ours}: its value divided by --global-batch-size, rounded {how}", (name,), steps)
+    return ForeignFlag(f"{ours}: its value divided by --global-batch-size, rounded to the nearest step", (name,), steps)
 
 
 def _warmup(flag: str, text: str, shape: Shape) -> Translation:
@@ -258,68 +270,38 @@ def _swiglu(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"activation": "swiglu"}, {name: size for name, size in inner.items() if size})
 
 
-_CHOSEN = "the implementation of each operation is chosen and reported"
-_LOGGED = "metrics.jsonl has what is measured at each --log-interval"
-_PROFILED = "--profile-steps A:B profiles steps"
-_IDLE_SWITCHES = {
-    "--accumulate-allreduce-grads-in-fp32": "gradients are accumulated and reduced in --grad-reduce-dtype",
-    "--apply-layernorm-1p": "weights of norms have no weight decay, so that what is added to them does not matter",
-    "--apply-query-key-layer-scaling": "attention's softmax is computed in fp32",
-    "--attention-softmax-in-fp32": "attention's softmax is always computed in fp32",
-    "--bias-dropout-fusion": _CHOSEN,
-    "--bias-gelu-fusion": _CHOSEN,
-    "--calculate-per-token-loss": "the loss is always divided by the tokens of the global batch",
-    "--check-for-large-grads": "--on-spike warn, the default, judges the gradient norm",
-    "--check-for-spiky-loss": "--on-spike warn, the default, judges the loss",
-    "--cross-entropy-loss-fusion": _CHOSEN,
-    "--dist-ckpt-optim-fully-reshardable": "every checkpoint is loaded on any layout",
-    "--enable-one-logger": "there is no such service",
-    "--exit-on-missing-checkpoint": "--load DIR needs a checkpoint; --load auto starts from the beginning without one",
-    "--exit-signal-handler": "SIGTERM and SIGINT always save and end the run",
-    "--log-memory-to-tensorboard": _LOGGED,
-    "--log-num-zeros-in-grad": _LOGGED,
-    "--log-params-norm": _LOGGED,
-    "--log-throughput": _LOGGED,
-    "--log-timers-to-tensorboard": _LOGGED,
-    "--log-validation-ppl-to-tensorboard": _LOGGED,
-    "--manual-gc": "the interpreter collects garbage by itself",
-    "--masked-softmax-fusion": _CHOSEN,
-    "--no-bias-dropout-fusion": _CHOSEN,
-    "--no-create-attention-mask-in-dataloader": "the data loader never makes attention masks",
-    "--no-gradient-accumulation-fusion": _CHOSEN,
-    "--no-load-rng": "no generator has a state that could be loaded",
-    "--no-masked-softmax-fusion": _CHOSEN,
-    "--no-mmap-bin-files": "data files are always mapped into memory",
-    "--no-persist-layer-norm": _CHOSEN,
-    "--no-rope-fusion": _CHOSEN,
-    "--no-save-rng": "no generator has a state that could be saved",
-    "--profile": _PROFILED,
-    "--tp-comm-overlap": _CHOSEN,
-    "--use-cpu-initialization": "initial weights are the same on every device and layout",
-    "--use-dist-ckpt": "every checkpoint is loaded on any layout",
-    "--use-mcore-models": "there is one kind of model",
-    "--use-pytorch-profiler": _PROFILED,
-}
-_IDLE_VALUES = {
-    "--ckpt-format": "checkpoints are safetensors",
-    "--dataloader-type": "samples come in one order that every layout shares",
-    "--dist-ckpt-strictness": "a checkpoint that does not fit the model is refused",
-    "--distributed-backend": "cuda communicates through NCCL, cpu through gloo",
-    "--empty-unused-memory-level": "the allocator keeps its memory",
-    "--manual-gc-interval": "the interpreter collects garbage by itself",
-    "--num-dataset-builder-threads": "indexes are built by one process per machine",
-    "--profile-ranks": _PROFILED,
-    "--profile-step-end": _PROFILED,
-    "--profile-step-start": _PROFILED,
-    "--tensorboard-log-interval": "--log-interval holds for every place that metrics go to",
-    "--tensorboard-queue-size": "events are written beside training",
-    "--timing-log-level": "--trace and --profile-steps measure what takes time",
-    "--timing-log-option": "--trace and --profile-steps measure what takes time",
-    "--tiktoken-pattern": "the file of --tokenizer PATH has it",
-    "--tokenizer-type": "the type follows from --tokenizer PATH",
-    "--transformer-impl": _CHOSEN,
-    "--wandb-save-dir": "the files of W&B are in OUTPUT_DIR/wandb",
-}
+def _finetune(flag: str, text: str, shape: Shape) -> Translation:
+    if shape.load is None or shape.load == "auto":
+        raise ValueError(f"{flag} starts from the weights of --load DIR: use --pretrained-checkpoint DIR")
+    return Translation({"pretrained_checkpoint": shape.load}, dropped=("load",))
+
+
+def _data_args(flag: str, text: str, shape: Shape) -> Translation:
+    try:
+        with open(text, encoding="utf-8") as file:
+            words = file.read(_LARGEST_DATA_ARGS).split()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {text} cannot be read ({error}): use a text file of WEIGHT PREFIX ...") from error
+    if not words:
+        raise ValueError(f"{flag} {text} is empty: use a text file of WEIGHT PREFIX WEIGHT PREFIX ...")
+    return Translation({"data_path": tuple(words)})
+
+
+def _only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
+    """A flag that changes nothing at some of its values.
+
+    Args:
+        accepted: those values, each with the reason.
+        way_out: what to do with another one.
+    """
+
+    def check(flag: str, text: str, shape: Shape) -> Translation:
+        if text not in accepted:
+            raise ValueError(f"{flag} {text} has no counterpart: {way_out}")
+        return Translation()
+
+    becomes = "; ".join(f"{value}: {why}" for value, why in accepted.items())
+    return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True)
 
 
 _CP_COMMS = {"p2p": "ring", "a2a": "ulysses", "all_gather": "allgather"}
@@ -354,7 +336,9 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         lambda flag, text, shape: Translation({"attention": "sdpa"}),
         is_switch=True,
     ),
-    "--train-samples": _in_steps("train_iters", "--train-iters", math.floor),
+    "--train-samples": ForeignFlag(
+        "--train-iters: the number of steps that its value suffices for", ("train_iters",), _train_samples
+    ),
     "--lr-decay-samples": _in_steps("lr_decay_iters", "--lr-decay-iters"),
     "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
     "--lr-warmup-fraction": ForeignFlag(
@@ -363,6 +347,15 @@ FOREIGN: Mapping[str, ForeignFlag] = {
     "--bf16": _switch("--precision bf16", precision="bf16"),
     "--cp-comm-type": ForeignFlag(
         "--cp-comm: p2p is ring, a2a is ulysses, all_gather is allgather", ("cp_comm",), _cp_comm
+    ),
+    "--data-args-path": ForeignFlag("--data-path with the words of the file", ("data_path",), _data_args),
+    "--finetune": ForeignFlag(
+        "--pretrained-checkpoint with the directory of --load", ("pretrained_checkpoint",), _finetune, is_switch=True
+    ),
+    "--moe-router-dtype": _only({"fp32": "the router computes in fp32"}, "the router computes in fp32: leave it out"),
+    "--recompute-modules": _only(
+        {"core_attn": "--recompute selective is that"},
+        "use --recompute selective, which is core_attn, or full",
     ),
     "--checkpoint-activations": _switch("--recompute full", recompute="full"),
     "--deterministic-mode": _switch("--reproducible", reproducible=True),
@@ -382,6 +375,7 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         is_switch=True,
     ),
     "--openai-gelu": _switch("--activation gelu", activation="gelu"),
+    "--muon-no-split-qkv": _switch("--muon-split-qkv none", muon_split_qkv="none"),
     "--optimizer-cpu-offload": _switch("--offload-optimizer", offload_optimizer=True),
     "--recompute-activations": _switch("--recompute selective", recompute="selective"),
     "--recompute-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),
@@ -412,8 +406,13 @@ FOREIGN: Mapping[str, ForeignFlag] = {
     "--use-rotary-position-embeddings": _switch("--position-embedding-type rope", position_embedding_type="rope"),
     **{
         flag: ForeignFlag(f"nothing: {why}", (), lambda flag, text, shape: Translation(), is_switch, is_idle=True)
-        for is_switch, flags in ((True, _IDLE_SWITCHES), (False, _IDLE_VALUES))
+        for is_switch, flags in ((True, IDLE_SWITCHES), (False, IDLE_VALUES))
         for flag, why in flags.items()
     },
 }
 """The flags that are accepted and translated."""
+
+SYNONYMS: Mapping[str, Mapping[str, str]] = {
+    "position_embedding_type": {"learned_absolute": "learned"},
+}
+"""Megatron-LM's names of values, by field."""

@@ -40,11 +40,18 @@ def missing_files(config: Config) -> list[str]:
             f"--tokenizer {data.tokenizer} {state}: use a tokenizer.json, a directory that contains one, "
             "or a SentencePiece .model"
         )
+    if _is_set(data.merge_file) and not os.path.isfile(data.merge_file):
+        problems.append(f"--merge-file {data.merge_file} is not a file: use the merges.txt that --tokenizer belongs to")
     load, init = config.checkpoint.load, config.checkpoint.init_from_hf
     if _is_set(load) and load != AUTO and not os.path.isdir(load):
         problems.append(
             f"--load {load} is not a directory: use the directory of a checkpoint or of a run, {OR_AUTO}, or leave "
             "--load out"
+        )
+    pretrained = config.start.pretrained_checkpoint
+    if _is_set(pretrained) and not os.path.isdir(pretrained):
+        problems.append(
+            f"--pretrained-checkpoint {pretrained} is not a directory: use the directory of a checkpoint or of a run"
         )
     if _is_set(init) and "init_from_hf" not in config.unsupported and not os.path.isdir(init):
         problems.append(f"--init-from-hf {init} is not a directory: use one with config.json and safetensors files")
@@ -54,7 +61,7 @@ def missing_files(config: Config) -> list[str]:
     elif _is_set(schedule) and (reason := unreadable(schedule)):
         problems.append(f"--schedule-csv {schedule} {reason}: use a schedule with fewer microbatches")
     try:
-        prefixes = data.blend()[0]
+        prefixes = data.prefixes()
     except ValueError:  # validate reports it
         prefixes = ()
     problems += [problem for prefix in prefixes if _is_set(prefix) and (problem := _missing_dataset(prefix))]

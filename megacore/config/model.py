@@ -8,16 +8,35 @@ weeks of training.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Flag, Range, Section, flag
+from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import divisors, nearest_multiples, one_of
 
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LLAMA3_FIELDS = ("rope_low_freq_factor", "rope_high_freq_factor")
-_SCALING_FIELDS = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3_FIELDS)
+_YARN_FIELDS = (
+    "rope_beta_fast", "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim", "rope_attention_factor", "rope_truncate",
+)  # fmt: skip
+_SCALING_FIELDS = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3_FIELDS, *_YARN_FIELDS)
+# What each kind of --rope-scaling uses of these.
+_USED_BY_SCALING = {
+    "none": (),
+    "linear": _SCALING_FIELDS[:1],
+    "dynamic": _SCALING_FIELDS[:2],
+    "llama3": (*_SCALING_FIELDS[:2], *_LLAMA3_FIELDS),
+    "yarn": (*_SCALING_FIELDS[:2], *_YARN_FIELDS),
+}
+
+
+def _scalings_with(name: str) -> list[str]:
+    """The kinds of --rope-scaling that use a field."""
+    return [kind for kind, used in _USED_BY_SCALING.items() if name in used]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +45,11 @@ class ModelConfig(Section):
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, pythia-160m,
-    bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a
-    tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout, --adam-beta2, --weight-decay and --min-lr.
-    A configuration file and flags override it. Default: no preset."""
+    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, olmoe-1b-7b,
+    deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini, starcoder2-3b, gemma-2b,
+    gemma-3-1b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the
+    model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout,
+    --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -58,8 +78,27 @@ class ModelConfig(Section):
     """Epsilon: the term added to the variance in LayerNorm and to the mean square in RMSNorm."""
     norm_bias: bool = True
     """Gives LayerNorm a bias."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention, as in DeepSeek-V2 and V3: the keys and values of all heads are projections of one
+    short vector per token. Needs --position-embedding-type rope and --disable-bias-linear."""
+    q_lora_rank: Annotated[int | None, Range(1, 1_000_000)] = None
+    """--multi-latent-attention: size of the short vector that queries are projections of. Default: none; queries are
+    projections of the hidden state."""
+    kv_lora_rank: Annotated[int, Range(1, 1_000_000)] = 512
+    """--multi-latent-attention: size of the short vector that keys and values are projections of."""
+    qk_nope_head_dim: Annotated[int, Range(1, 1_000_000), Flag(("--qk-head-dim",))] = 128
+    """--multi-latent-attention: dimensions of a head's query and key that are not rotated."""
+    qk_rope_head_dim: Annotated[int, Range(2, 1_000_000), Flag(("--qk-pos-emb-head-dim",))] = 64
+    """--multi-latent-attention: dimensions of a head's query that are rotated, and of the rotated part of the key,
+    which all heads share. An even number."""
+    v_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
+    """--multi-latent-attention: dimensions of a head's value."""
     qk_layernorm: bool = False
-    """Normalises the query and the key of each head. All heads share the norm's weights."""
+    """Normalises the query and the key of each head. All heads share the norm's weights. With --multi-latent-attention
+    it normalises the short vectors instead."""
+    qk_layernorm_all_heads: bool = False
+    """Lets --qk-layernorm normalise the queries of all heads together, and the keys, with a weight for each of their
+    dimensions, as in OLMoE and OLMo 2."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
     activation: Literal["gelu", "gelu-exact", "relu", "swiglu", "geglu", "geglu-exact"] = "gelu"
@@ -69,6 +108,10 @@ class ModelConfig(Section):
     """Removes the biases of linear layers."""
     add_qkv_bias: bool = False
     """Keeps the bias of the query, key and value projection with --disable-bias-linear, as in Qwen2."""
+    add_attention_output_bias: bool = False
+    """Keeps the bias of attention's output projection with --disable-bias-linear."""
+    add_mlp_bias: bool = False
+    """Keeps the biases of the feed-forward layer with --disable-bias-linear."""
     parallel_residual: bool = False
     """Computes attention and feed-forward layer from the same input and adds both to the residual, as in GPT-NeoX."""
     position_embedding_type: Literal["learned", "rope", "alibi", "none"] = "learned"
@@ -78,21 +121,55 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of a head's dimensions that is rotated, from 0 to 1."""
-    rope_scaling: Literal["none", "linear", "dynamic", "llama3"] = "none"
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     """Scaling of the rotary frequencies to contexts longer than the model was trained on. linear: divides all
     frequencies by --rope-scaling-factor. dynamic: depends on the length of the sequence beyond
-    --rope-original-max-positions (NTK). llama3: scales only low frequencies."""
+    --rope-original-max-positions (NTK). llama3: scales only low frequencies. yarn: scales only low frequencies, and
+    enlarges the rotated queries and keys."""
     rope_scaling_factor: Annotated[float, Range(1)] = 8.0
     """Ratio of the scaled context to the original one."""
     rope_original_max_positions: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Context in tokens before scaling. Default: none; --rope-scaling dynamic and llama3 require it."""
+    """Context in tokens before scaling. Default: none; --rope-scaling dynamic, llama3 and yarn require it."""
     rope_low_freq_factor: Annotated[float, Range(above=0)] = 1.0
     """--rope-scaling llama3 fully scales the frequencies that make fewer turns than this over the original context."""
     rope_high_freq_factor: Annotated[float, Range(above=0)] = 4.0
     """--rope-scaling llama3 does not scale the frequencies that make more turns than this over the original context."""
+    rope_beta_fast: Annotated[float, Range(above=0), Flag(("--beta-fast",))] = 32.0
+    """--rope-scaling yarn does not scale the frequencies that make more turns than this over the original context."""
+    rope_beta_slow: Annotated[float, Range(above=0), Flag(("--beta-slow",))] = 1.0
+    """--rope-scaling yarn fully scales the frequencies that make fewer turns than this over the original context."""
+    rope_mscale: Annotated[float | None, Range(above=0), Flag(("--mscale",))] = None
+    """--rope-scaling yarn multiplies rotated queries and keys by m(this) / m(--rope-mscale-all-dim), where m(x) is
+    0.1 x log(--rope-scaling-factor) + 1. Default: none; without both, the factor is m(1)."""
+    rope_mscale_all_dim: Annotated[float | None, Range(above=0), Flag(("--mscale-all-dim",))] = None
+    """The divisor in --rope-mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default:
+    none."""
+    rope_attention_factor: Annotated[float | None, Range(above=0)] = None
+    """--rope-scaling yarn multiplies rotated queries and keys by this. Default: the factor of --rope-mscale."""
+    rope_truncate: bool = True
+    """--rope-scaling yarn rounds the bounds of --rope-beta-fast and --rope-beta-slow to whole pairs of dimensions."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """Sliding window: each token attends only to the last N tokens, including itself. Default: no window; each token
     attends to all tokens before it and to itself."""
+    attention_pattern: Annotated[str | None, Flag(metavar="5*w,f")] = None
+    """Attention of each block, if they differ: w attends within --window-size, f to all earlier tokens, n too but
+    without rotary positions. The pattern repeats: 5*w,f is five w, one f, and so on. Default: all blocks are alike."""
+    window_rotary_base: Annotated[float | None, Range(above=1)] = None
+    """Base of the rotary frequencies, which are not scaled, in the w blocks of --attention-pattern, as in Gemma 3.
+    Default: --rotary-base and its scaling."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Where each block has norms. before: of the inputs of attention and feed-forward layer. after: of their outputs,
+    before these are added to the residual, as in OLMo 2. both: of inputs and outputs, as in Gemma 2 and 3."""
+    layernorm_1p: bool = False
+    """Multiplies by 1 + weight in norms, instead of by the weight, as in Gemma. Weights begin at 0."""
+    embedding_multiplier: Annotated[float, Range(above=0)] = 1.0
+    """Multiplies the token embeddings, as in Gemma and Granite."""
+    residual_multiplier: Annotated[float, Range(above=0)] = 1.0
+    """Multiplies the outputs of attention and feed-forward layer before they are added to the residual."""
+    attention_multiplier: Annotated[float | None, Range(above=0)] = None
+    """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
+    logits_divisor: Annotated[float, Range(above=0)] = 1.0
+    """Divides the logits, as in Granite."""
     init_method_std: Annotated[float, Range(above=0)] = 0.02
     """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
     divide it by sqrt(2 x --num-layers)."""
@@ -105,8 +182,15 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Dimensions of an attention head."""
+        """Dimensions of an attention head's query and key."""
+        if self.multi_latent_attention:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Dimensions of an attention head's value."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
 
     @property
     def query_groups(self) -> int:
@@ -121,6 +205,8 @@ class ModelConfig(Section):
     @property
     def rotary_dimensions(self) -> int:
         """Dimensions of a head that are rotated."""
+        if self.multi_latent_attention:
+            return self.qk_rope_head_dim
         return int(self.head_size * self.rotary_percent)
 
     @property
@@ -132,6 +218,33 @@ class ModelConfig(Section):
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projection has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_attention_output_bias or not self.disable_bias_linear
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the projections of the feed-forward layer have biases."""
+        return self.add_mlp_bias or not self.disable_bias_linear
+
+    @property
+    def score_multiplier(self) -> float:
+        """What attention scores are multiplied by, but for factors of the rotation's scaling."""
+        return 1 / math.sqrt(self.head_size) if self.attention_multiplier is None else self.attention_multiplier
+
+    @property
+    def attention_kinds(self) -> str:
+        """The letter of --attention-pattern for each block."""
+        if self.attention_pattern is None:
+            return (FULL if self.window_size is None else WINDOW) * self.num_layers
+        return repeated(parse_pattern(self.attention_pattern), self.num_layers)
+
+    @property
+    def block_norms(self) -> int:
+        """Norms of a block's inputs and outputs."""
+        return 4 if self.norm_placement == "both" else 2
 
     def resolve(
         self, *, seq_length: int, vocab_size: int | None = None, experts: ResolvedExperts | None = None
@@ -163,17 +276,50 @@ class ModelConfig(Section):
         yield from self._heads(wrong)
         yield from self._idle(wrong)
         yield from self._positions(wrong)
-        if self.add_qkv_bias and not self.disable_bias_linear and not wrong & {"add_qkv_bias", "disable_bias_linear"}:
+        if self.multi_latent_attention and "multi_latent_attention" not in wrong:
+            yield from self._latent(wrong)
+        for name in ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"):
+            if getattr(self, name) and not self.disable_bias_linear and not wrong & {name, "disable_bias_linear"}:
+                yield (
+                    f"{flag(name)} has no effect without --disable-bias-linear, because every linear layer has a bias: "
+                    "leave it out, or use --disable-bias-linear"
+                )
+        if "attention_pattern" not in wrong:
+            yield from self._pattern(wrong)
+        if self.norm_placement != "before" and self.parallel_residual and not wrong & {"norm_placement"}:
             yield (
-                "--add-qkv-bias has no effect without --disable-bias-linear, because every linear layer has a bias: "
-                "leave it out, or use --disable-bias-linear"
+                f"--norm-placement {self.norm_placement} is not possible with --parallel-residual, whose layers read "
+                "one norm: leave one of them out"
             )
+
+    def _pattern(self, wrong: frozenset[str]) -> Iterator[str]:
+        """What is wrong with the kinds of attention of the blocks."""
+        text = self.attention_pattern
+        try:
+            kinds = "" if text is None else parse_pattern(text)
+        except ValueError as error:
+            yield str(error)
+            return
+        given = f"--attention-pattern {text}"
+        if WINDOW in kinds and self.window_size is None and "window_size" not in wrong:
+            yield f"{given} has blocks with a window: use --window-size"
+        if text is not None and WINDOW not in kinds:
+            yield from self.without_effect(("window_size",), wrong, given, "a pattern with w")
+        if WINDOW not in kinds:
+            cause = given if text is not None else "no --attention-pattern"
+            yield from self.without_effect(("window_rotary_base",), wrong, cause, "a pattern with w")
+        if self.position_embedding_type != "rope" and "position_embedding_type" not in wrong:
+            positions = f"--position-embedding-type {self.position_embedding_type}"
+            if WITHOUT_POSITIONS in kinds:
+                yield f"{given} has blocks without rotary positions, and {positions} has none: use f instead of n"
+            yield from self.without_effect(("window_rotary_base",), wrong, positions, "--position-embedding-type rope")
 
     def _heads(self, wrong: frozenset[str]) -> Iterator[str]:
         hidden, heads, groups = self.hidden_size, self.num_attention_heads, self.num_query_groups
         if (
             not wrong & {"hidden_size", "num_attention_heads", "kv_channels"}
             and not self.kv_channels
+            and not self.multi_latent_attention
             and hidden % heads
         ):
             yield (
@@ -187,29 +333,56 @@ class ModelConfig(Section):
                 f"use {one_of(divisors(heads, near=groups, most=6))}"
             )
 
+    def _latent(self, wrong: frozenset[str]) -> Iterator[str]:
+        given = "--multi-latent-attention"
+        for name, wanted, needs in (
+            ("position_embedding_type", "rope", "--position-embedding-type rope"),
+            ("disable_bias_linear", True, "--disable-bias-linear"),
+        ):
+            if name not in wrong and getattr(self, name) != wanted:
+                yield f"{given} needs {needs}: add it, or leave {given} out"
+        names = (
+            *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
+            *("attention_pattern", "attention_multiplier"),
+        )
+        yield from self.without_effect(names, wrong, given, f"attention without {given}")
+        for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
+            if name not in wrong and getattr(self, name) not in (None, value):
+                yield f"{flag(name)} {getattr(self, name)} has no effect with {given}: leave it out"
+        if "qk_rope_head_dim" not in wrong and self.qk_rope_head_dim % 2:
+            near = one_of(nearest_multiples(self.qk_rope_head_dim, 2))
+            yield f"--qk-rope-head-dim {self.qk_rope_head_dim} is rotated in pairs: use {near}"
+
     @property
     def idle_fields(self) -> dict[str, str]:
         """Fields that have no effect, each with the field that disables it. The values need not be valid."""
         idle = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
+        if not self.qk_layernorm:
+            idle["qk_layernorm_all_heads"] = "qk_layernorm"
+        if not self.multi_latent_attention:
+            idle |= dict.fromkeys(_LATENT_FIELDS, "multi_latent_attention")
         if self.position_embedding_type != "rope":
             names = ("rotary_base", "rotary_percent", "rope_scaling", *_SCALING_FIELDS)
             return idle | dict.fromkeys(names, "position_embedding_type")
-        unused = {"none": _SCALING_FIELDS, "linear": _SCALING_FIELDS[1:], "dynamic": _LLAMA3_FIELDS}
-        return idle | dict.fromkeys(unused.get(self.rope_scaling, ()), "rope_scaling")
+        used = _USED_BY_SCALING.get(self.rope_scaling, _SCALING_FIELDS)
+        return idle | dict.fromkeys([name for name in _SCALING_FIELDS if name not in used], "rope_scaling")
 
     def _idle(self, wrong: frozenset[str]) -> Iterator[str]:
-        scalings = "llama3" if self.rope_scaling != "none" else "linear, dynamic or llama3"
-        needed = {"normalization": "LayerNorm", "position_embedding_type": "rope", "rope_scaling": scalings}
         for name, cause in self.idle_fields.items():
-            if cause not in wrong:
-                given, needs = f"{flag(cause)} {getattr(self, cause)}", f"{flag(cause)} {needed[cause]}"
-                yield from self.without_effect((name,), wrong, given, needs)
+            if cause in wrong:
+                continue
+            if isinstance(getattr(self, cause), bool):
+                yield from self.without_effect((name,), wrong, f"no {flag(cause)}", flag(cause))
+                continue
+            needed = {"normalization": "LayerNorm", "position_embedding_type": "rope"}.get(cause)
+            needs = f"{flag(cause)} {needed or one_of(_scalings_with(name))}"
+            yield from self.without_effect((name,), wrong, f"{flag(cause)} {getattr(self, cause)}", needs)
 
     def _positions(self, wrong: frozenset[str]) -> Iterator[str]:
         scaling = self.rope_scaling
         if wrong & {"position_embedding_type", "rope_scaling"} or self.position_embedding_type != "rope":
             return
-        if scaling in ("dynamic", "llama3") and self.rope_original_max_positions is None:
+        if scaling in ("dynamic", "llama3", "yarn") and self.rope_original_max_positions is None:
             yield (
                 f"--rope-scaling {scaling} needs --rope-original-max-positions: set it to the context in tokens "
                 "before scaling"
@@ -220,12 +393,18 @@ class ModelConfig(Section):
                 f"--rope-low-freq-factor {low:g} must be below --rope-high-freq-factor {high:g}: "
                 "use, for example, 1 and 4 (the defaults)"
             )
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if scaling == "yarn" and not wrong & {*_YARN_FIELDS} and fast <= slow:
+            yield (
+                f"--rope-beta-fast {fast:g} must be above --rope-beta-slow {slow:g}: use, for example, 32 and 1 (the "
+                "defaults)"
+            )
         if not wrong & {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}:
             yield from self._rotated()
 
     def _rotated(self) -> Iterator[str]:
         size, rotated = self.head_size, self.rotary_dimensions
-        if rotated >= 2 and rotated % 2 == 0:
+        if self.multi_latent_attention or (rotated >= 2 and rotated % 2 == 0):
             return
         even = rotated - rotated % 2
         shares = [f"{count / size:g}" for count in (even, even + 2) if 2 <= count <= size]
@@ -266,6 +445,13 @@ _NOT_ARCHITECTURE = frozenset(
 def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models with all sizes filled in compute different functions."""
     names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_ARCHITECTURE]
+    if one.score_multiplier == other.score_multiplier:
+        names.remove("attention_multiplier")
+    names.remove("attention_pattern")
+    if one.attention_kinds != other.attention_kinds:
+        names.insert(0, "attention_pattern")
+    else:  # the same kinds may be written in several ways
+        names = [name for name in names if name != "window_size" or WINDOW in one.attention_kinds]
     if "learned" not in (one.position_embedding_type, other.position_embedding_type):
         names.remove("max_position_embeddings")  # a limit of use, not the size of a table
     experts = getattr(one, "experts", None), getattr(other, "experts", None)

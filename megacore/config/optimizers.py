@@ -7,11 +7,13 @@ megacore/optim/optimizers.py lists by these settings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Range, Section
+from megacore.config.fields import Flag, Range, Section
+from megacore.config.messages import number
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -22,20 +24,20 @@ class StateKind:
 
     Attributes:
         name: of the tensor, in checkpoints too.
-        per: what has one number: each element, each row of a matrix, or the parameter as a whole. The latter
-            two exist only for parameters that the optimizer takes whole.
+        per: what has one number: each element, each row or column of a matrix, or the parameter as a whole. All but
+            the first exist only for parameters that the optimizer takes whole.
         parameters: which ones have it: all, those that the optimizer takes whole, or the others.
         dtype: in which it is kept.
     """
 
     name: str
-    per: Literal["element", "row", "parameter"] = "element"
+    per: Literal["element", "row", "column", "parameter"] = "element"
     parameters: Literal["all", "whole", "others"] = "all"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, from that of the parameter."""
-        return {"element": parameter, "row": parameter[:1], "parameter": ()}[self.per]
+        return {"element": parameter, "row": parameter[:1], "column": parameter[1:], "parameter": ()}[self.per]
 
     def exists(self, *, whole: bool) -> bool:
         """Whether a parameter has it.
@@ -50,11 +52,16 @@ class OptimizerSettings(Section):
     """The settings of one optimizer. A subclass is a section of the configuration, named as the optimizer."""
 
     earlier_table: ClassVar[str | None] = "optimizer"
+    shares: ClassVar[tuple[str, ...]] = ()
+    """Other optimizers whose settings this one reads too, by name."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
         """What the optimizer keeps beside the weights."""
         return ()
+
+    joins_slices: ClassVar[bool] = False
+    """Whether the optimizer joins the slices of a tensor-parallel matrix itself, where it needs the matrix whole."""
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the optimizer needs all of a parameter at once, so that no shard may cut it.
@@ -73,25 +80,36 @@ class OptimizerSettings(Section):
     @property
     def bytes_per_parameter(self) -> int:
         """Bytes of state per element, without the master weight: those of the kind of parameter that has more."""
-        kept = (
-            sum(_BYTES[kind.dtype] for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
-            for whole in (False, True)
-        )
-        return max(kept)
+        return max(self.bytes_of(whole=whole) for whole in (False, True))
+
+    def bytes_of(self, *, whole: bool) -> int:
+        """Bytes of state per element of the parameters that the optimizer takes whole, or of the others."""
+        return sum(_BYTES[kind.dtype] for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimizerSettings):
-    """Settings of --optimizer adamw."""
+    """Settings of --optimizer adamw, and of the other optimizers with Adam's moments."""
 
     former_defaults: ClassVar[Mapping[str, Any]] = {"adam_beta2": 0.999}
 
     adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay rate of AdamW's running mean of the gradients."""
+    """Decay rate of Adam's running mean of the gradients."""
     adam_beta2: Annotated[float, Range(0, below=1)] = 0.95
-    """Decay rate of AdamW's running mean of the squared gradients."""
+    """Decay rate of Adam's running mean of the squared gradients."""
     adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Epsilon: the term added to AdamW's denominator."""
+    """Epsilon: the term added to Adam's denominator."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig(OptimizerSettings):
+    """Settings of --optimizer adam: those of [adamw]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -104,11 +122,125 @@ class SGDConfig(OptimizerSettings):
 
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
     """Momentum of --optimizer sgd. 0: no momentum."""
+    sgd_nesterov: bool = False
+    """Nesterov's momentum: the step follows the gradient plus --sgd-momentum times the updated momentum."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if not wrong & {"sgd_momentum", "sgd_nesterov"} and self.sgd_nesterov and not self.sgd_momentum:
+            yield "--sgd-nesterov has no effect with --sgd-momentum 0: leave it out, or use --sgd-momentum 0.9"
 
     @property
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="momentum_buffer"),) if self.sgd_momentum else ()
 
 
-OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+@dataclass(frozen=True, kw_only=True)
+class LionConfig(OptimizerSettings):
+    """Settings of --optimizer lion."""
+
+    lion_beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Weight of the momentum in the sum with the gradient whose sign is Lion's step."""
+    lion_beta2: Annotated[float, Range(0, below=1)] = 0.99
+    """Decay rate of Lion's momentum."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambConfig(OptimizerSettings):
+    """Settings of --optimizer lamb, beside those of [adamw]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
+
+    lamb_min_coeff: Annotated[float, Range(0)] = 0.0
+    """Least trust ratio: the norm of a matrix divided by that of its step."""
+    lamb_max_coeff: Annotated[float | None, Range(above=0)] = None
+    """Largest trust ratio. Default: no limit."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        least, most = self.lamb_min_coeff, self.lamb_max_coeff
+        if not wrong & {"lamb_min_coeff", "lamb_max_coeff"} and most is not None and most < least:
+            yield (
+                f"--lamb-max-coeff {number(most)} must be at least --lamb-min-coeff {number(least)}: use "
+                f"--lamb-max-coeff {number(least)} or more"
+            )
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerSettings):
+    """Settings of --optimizer muon, beside those of [adamw]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
+    joins_slices: ClassVar[bool] = True
+
+    muon_parameters: Annotated[str, Flag(metavar="PATTERN")] = "blocks.*"
+    """Matrices that Muon updates, by a pattern of their global names. All other parameters (embedding, head, norms,
+    biases) are updated by AdamW."""
+    muon_momentum: Annotated[float, Range(0, below=1)] = 0.95
+    """Decay rate of Muon's momentum."""
+    muon_nesterov: Annotated[bool, Flag(("--muon-use-nesterov",))] = True
+    """Nesterov's momentum: the step follows the momentum and the gradient."""
+    muon_num_ns_steps: Annotated[int, Range(1, 99)] = 5
+    """Number of Newton-Schulz steps that make the momentum of a matrix orthogonal."""
+    muon_ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the Newton-Schulz steps. auto: fp32 with --precision fp32, else bf16."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of the learning rate for a matrix of r x c. spectral: sqrt(max(r, c)). unit_rms_norm: sqrt(r / c).
+    shape_scaling: sqrt(max(1, r / c))."""
+    muon_extra_scale_factor: Annotated[float, Range(above=0)] = 0.2
+    """Another factor of the learning rate of matrices. With spectral, 0.2 gives steps as large as AdamW's."""
+    muon_split_qkv: Literal["none", "qkv", "heads"] = "qkv"
+    """What is one matrix in the projection to queries, keys and values. none: all of it. qkv: the queries of all heads,
+    their keys, and their values. heads: each head's queries, keys or values."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        others = (StateKind(name=name, parameters="others") for name in ("exp_avg", "exp_avg_sq"))
+        return (StateKind(name="momentum", parameters="whole"), *others)
+
+    def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
+        return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig(OptimizerSettings):
+    """Settings of --optimizer adafactor."""
+
+    adafactor_beta2_decay: Annotated[float, Range(below=0)] = -0.8
+    """Power of the step's number that is the weight of a gradient in Adafactor's second moments."""
+    adafactor_eps1: Annotated[float, Range(above=0)] = 1e-7
+    """Least root of a second moment."""
+    adafactor_eps2: Annotated[float, Range(above=0)] = 1e-3
+    """Least root mean square of a parameter, which the learning rate is multiplied by."""
+    adafactor_clip: Annotated[float, Range(above=0)] = 1.0
+    """Largest root mean square of a parameter's step, without the learning rate."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (
+            StateKind(name="exp_avg_sq_row", per="row", parameters="whole"),
+            StateKind(name="exp_avg_sq_col", per="column", parameters="whole"),
+            StateKind(name="exp_avg_sq", parameters="others"),
+        )
+
+    def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and name.startswith("blocks.")
+
+
+OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "sgd": SGDConfig,
+    "lion": LionConfig,
+    "lamb": LambConfig,
+    "muon": MuonConfig,
+    "adafactor": AdafactorConfig,
+}
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""

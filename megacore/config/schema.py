@@ -21,22 +21,32 @@ from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, 
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
-from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
+from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
+from megacore.config.optimizers import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    SGDConfig,
+)
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
+from megacore.config.rampup import BatchSizes, RampupConfig
 from megacore.config.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.watch import WatchConfig
 
 
@@ -51,9 +61,16 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lion: LionConfig = field(default_factory=LionConfig)
+    lamb: LambConfig = field(default_factory=LambConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     training: TrainingConfig
+    rampup: RampupConfig = field(default_factory=RampupConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
@@ -97,8 +114,16 @@ class Config:
 
     @property
     def lr_decay_iters(self) -> int:
-        """The step at which the learning rate's decay ends."""
-        return self.optimizer.lr_decay_iters or self.training.train_iters
+        """The step at which the learning rate's decay ends; with a batch-size ramp in steps of --global-batch-size."""
+        return self.optimizer.lr_decay_iters or self._full_steps
+
+    @property
+    def _full_steps(self) -> int:
+        """--train-iters, in steps of --global-batch-size."""
+        training, full = self.training, self.training.global_batch_size
+        if not self.rampup.rampup_batch_size or full is None or self.rampup.problems():
+            return training.train_iters
+        return max(1, int(BatchSizes(full, self.rampup.ramp()).full_steps(training.train_iters)))
 
     @property
     def eval_iters(self) -> int:
@@ -191,13 +216,18 @@ class ResolvedConfig(Config):
     training: ResolvedTraining = field()
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size of every step."""
+        return BatchSizes(self.training.global_batch_size, self.rampup.ramp())
+
+    @property
     def replica_batch_size(self) -> int:
         """Samples of one microbatch on all replicas together."""
         return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step on each replica."""
+        """Microbatches of a step on each replica, once the batch has its full size."""
         return self.training.global_batch_size // self.replica_batch_size
 
     @functools.cached_property  # the planner asks millions of times
@@ -224,8 +254,9 @@ class ResolvedConfig(Config):
     @property
     def beside_hidden_states(self) -> tuple[str, ...]:
         """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
-        position's document, and `positions` within it."""
-        return self.data.beside_tokens
+        position's document, `positions` within it, and `padding`, 1 for positions that experts must leave out."""
+        pads = self.model.experts is not None and self.data.packing != "concat"
+        return (*self.data.beside_tokens, *(("padding",) if pads else ()))
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.

@@ -1,4 +1,4 @@
-"""The sections of every run except the model: parallel, precision, data, optimizer, training, checkpoint, logging.
+"""The sections of every run except the model: parallel, precision, data, training, checkpoint, logging.
 
 One frozen dataclass per section. A field is a flag (`num_workers` is `--num-workers`), the string under it is its help
 text, and its annotation holds its range and its aliases. Each section checks its fields in `constraints()`;
@@ -18,10 +18,9 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from megacore.config.dimensions import degrees_of
-from megacore.config.fields import Choices, Flag, Range, Section, field_infos, flag_and_value
+from megacore.config.fields import Flag, Range, Section, field_infos, flag_and_value
 from megacore.config.messages import number
 from megacore.config.numbers import parse_float
-from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
 AUTO = "auto"
@@ -294,11 +293,23 @@ class DataConfig(Section):
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
     proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights."""
+    train_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
+    """The training data instead of --data-path, in the same notation. --split does not divide it."""
+    valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
+    """The validation data beside --train-data-path. Without it there is no evaluation."""
     split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
     """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
-    tokenizer: Annotated[str | None, Flag(("--tokenizer-model",), metavar="PATH")] = None
+    sample_order: Literal["megacore", "megatron"] = "megacore"
+    """The order of samples. megacore: a longer run continues the order of a shorter one. megatron: that of Megatron-LM,
+    sample by sample, which depends on the number of samples of the run."""
+    tokenizer: Annotated[
+        str | None, Flag(("--tokenizer-model", "--vocab-file", "--tokenizer-name-or-path"), metavar="PATH")
+    ] = None
     """Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers directory),
     or a SentencePiece .model file. Default: no tokenizer; --vocab-size must be given."""
+    merge_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    """GPT-2's merges.txt, where --tokenizer is GPT-2's vocab.json. (BERT's vocab.txt needs no other file.) Default: the
+    file beside vocab.json whose name has merges.txt instead."""
     seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
     """Number of tokens in a sample."""
     mock_data: bool = False
@@ -330,25 +341,42 @@ class DataConfig(Section):
             return ()
         return tuple(name for name, flag in resets.items() if (packed if flag is None else flag))
 
-    def blend(self) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-        """The prefixes of --data-path, and their weights or None.
+    @property
+    def is_split(self) -> bool:
+        """Whether training and validation data are separate datasets, which --split does not divide."""
+        return bool(self.train_data_path)
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Every dataset of the run, each once.
+
+        Raises:
+            ValueError: as by `blend`.
+        """
+        return tuple(dict.fromkeys(prefix for stream in (0, 1) for prefix in self.blend(stream)[0]))
+
+    def blend(self, stream: int = 0) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+        """The prefixes of a stream's datasets, and their weights or None.
+
+        Args:
+            stream: 0 for training, 1 for validation.
 
         Raises:
             ValueError: weights and prefixes do not alternate, or a weight is not a positive number.
         """
-        path = self.data_path
+        name = ("train_data_path", "valid_data_path")[stream] if self.is_split else "data_path"
+        path, flag = getattr(self, name), "--" + name.replace("_", "-")
         if len(path) < 2 or _as_number(path[0]) is None:
             return path, None
         weights = [_as_number(w) for w in path[::2]]
         if len(path) % 2 or None in weights:
             raise ValueError(
-                f"--data-path {' '.join(path)} mixes weights and prefixes: "
+                f"{flag} {' '.join(path)} mixes weights and prefixes: "
                 "use WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes only"
             )
         positive = tuple(w for w in weights if w is not None and math.isfinite(w) and w > 0)
         if len(positive) < len(weights):
             raise ValueError(
-                f"--data-path {' '.join(path)} has a weight that is not above 0: "
+                f"{flag} {' '.join(path)} has a weight that is not above 0: "
                 "leave that dataset out, or give it a positive weight"
             )
         return path[1::2], positive
@@ -373,15 +401,19 @@ class DataConfig(Section):
         return SplitShares(*(s / sum(shares) for s in [*shares, 0.0, 0.0][:3]))
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        for name, parse in (("data_path", self.blend), ("split", self.split_shares)):
+        paths = {"data_path", "train_data_path", "valid_data_path"}
+        for names, parse in ((paths, self.prefixes), ({"split"}, self.split_shares)):
             try:
-                if name not in wrong:
+                if not names & wrong:
                     parse()
             except ValueError as error:
                 yield str(error)
+        if not wrong & paths:
+            yield from self._paths()
         if self.mock_data and self.data_path:
             yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
-        if not self.mock_data and not self.data_path and not wrong & {"data_path", "mock_data"}:
+        has_data = self.mock_data or self.data_path or self.train_data_path
+        if not has_data and not wrong & {"data_path", "train_data_path", "mock_data"}:
             yield "--data-path is missing: use the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
         if self.packing == "none" and "packing" not in wrong:
             resets = ("reset_position_ids", "reset_attention_mask")
@@ -390,88 +422,21 @@ class DataConfig(Section):
                 yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
         if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
             yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """The optimizer, its learning-rate schedule, weight decay and clipping."""
-
-    optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
-    """Optimizer. adamw: Adam with decoupled weight decay. sgd: stochastic gradient descent with --sgd-momentum. The
-    section of the same name has its settings."""
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
-    min_lr: Annotated[float | None, Range(0)] = None
-    """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
-    --lr-wsd-decay-iters steps."""
-    lr_decay_iters: Annotated[int | None, Range(1)] = None
-    """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
-    lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Number of steps over which the learning rate rises from 0 to --lr. 0: no warm-up."""
-    lr_warmup_style: Literal["linear", "log"] = "linear"
-    """Shape of the warm-up. linear: --lr x step / --lr-warmup-iters. log: --lr x log(step) / log(--lr-warmup-iters), as
-    DeepSpeed's schedulers do."""
-    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
-    """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of the final decay of --lr-decay-style WSD."""
-    weight_decay: Annotated[float, Range(0)] = 0.1
-    """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
-    clip_grad: Annotated[float, Range(0)] = 1.0
-    """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
-    clip_grad_adaptive: bool = False
-    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/spikes.md): where its z-score z exceeds
-    --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
-    clip_grad_z_threshold: Annotated[float, Range(above=0)] = 2.5
-    """Z-score of the gradient norm above which --clip-grad-adaptive clips."""
-    clip_grad_decay: Annotated[float, Range(0, below=1)] = 0.97
-    """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
-    clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
-    """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
-
-    @property
-    def final_decay_iters(self) -> int:
-        """Length of the final decay of --lr-decay-style WSD, in steps; 0 with other styles."""
-        return self.lr_wsd_decay_iters or 0
-
-    @property
-    def end_lr(self) -> float:
-        """Learning rate at the end of the decay."""
-        # Rounded as people write it: 3e-4 / 10 is 2.9999999999999997e-05.
-        return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
-            names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
-            yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")
-        if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
-            lr, min_lr = number(self.lr), number(self.min_lr)
-            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
-        if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
-            given = f"--lr-warmup-iters {self.lr_warmup_iters}"
-            yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
-        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
-            return
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+        if self.merge_file is not None and self.tokenizer is None and not wrong & {"merge_file", "tokenizer"}:
+            yield "--merge-file has no effect without the vocab.json that it belongs to: use --tokenizer vocab.json"
+        if self.sample_order == "megatron" and self.packing != "concat" and not wrong & {"sample_order", "packing"}:
             yield (
-                "--lr-decay-style WSD needs the length of its final decay: "
-                "use --lr-wsd-decay-iters, for example with a tenth of --train-iters"
-            )
-        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
-            yield (
-                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
-                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
+                f"--sample-order megatron is that of --packing concat, not of --packing {self.packing}: leave one of "
+                "them out"
             )
 
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedOptimizer(OptimizerConfig):
-    """The optimizer section of a run whose length is known."""
-
-    min_lr: float = field()
-    lr_decay_iters: int = field()
+    def _paths(self) -> Iterator[str]:
+        """What is wrong with separate training and validation data."""
+        if self.train_data_path and (self.data_path or self.mock_data):
+            other = "--data-path" if self.data_path else "--mock-data"
+            yield f"--train-data-path and {other} exclude each other: leave one of them out"
+        if self.valid_data_path and not self.train_data_path:
+            yield "--valid-data-path needs --train-data-path: use both, or --data-path with --split"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,8 +454,12 @@ class TrainingConfig(Section):
     """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
     CPUs; on cuda only with --reproducible."""
     reproducible: bool = False
-    """Makes losses and weights bitwise equal for every --pp, --dp, --zero-stage and schedule, with the same
-    --micro-batch-size and --tp. Slower; a gradient takes 8 bytes while it is summed."""
+    """Makes losses and weights bitwise equal for every --tp, --pp, --dp, --zero-stage and schedule, with the same
+    --micro-batch-size. Slower; a gradient takes 8 bytes while it is summed (docs/numerics.md)."""
+    reproducible_blocks: Annotated[int | None, Range(1)] = None
+    """Number of blocks in which --reproducible computes every sum that tensor parallelism would cut: a power of two
+    that --tp divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
+    differently. Default: the largest of 8, 4, 2 and 1 into which the model can be divided."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Number of steps between evaluations on the validation split. 0: no evaluation."""
     eval_iters: Annotated[int | None, Range(1)] = None
@@ -577,7 +546,7 @@ class ResolvedTraining(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """What a run starts from, when it saves and ends, and which checkpoints it keeps."""
+    """What a run loads, saves and keeps, and when it ends."""
 
     load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
     """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
@@ -620,7 +589,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
-    """What is logged during training, how often, and where metrics go besides OUTPUT_DIR/metrics.jsonl."""
+    """What is logged, how often, and where metrics go."""
 
     log_interval: Annotated[int, Range(1)] = 10
     """Number of steps between log lines, and between lines of metrics.jsonl."""

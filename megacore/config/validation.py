@@ -16,6 +16,8 @@ from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
+from megacore.config.rampup import ramp_problems
+from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import Config, sections_of
 from megacore.config.sections import AUTO, ParallelConfig
 
@@ -49,7 +51,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES]
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES, *REPRODUCIBLE_RULES]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:
@@ -371,6 +373,21 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about(*degree_fields(), "micro_batch_size", "global_batch_size", "rampup_batch_size", "schedule_csv")
+def _ramp(config: Config, world_size: int) -> Iterator[str]:
+    if not config.rampup.rampup_batch_size or config.rampup.problems():
+        return
+    ramp, training, file = config.rampup.ramp(), config.training, config.parallel.schedule_csv
+    assert ramp is not None
+    replicas = size_of_role("batch", fill_degrees(config.parallel, world_size))
+    yield from ramp_problems(ramp, training.global_batch_size, training.micro_batch_size * replicas)
+    if file is not None:
+        yield (
+            f"--rampup-batch-size is not possible with --schedule-csv {file}, which is a schedule of one number of "
+            "microbatches: leave one of them out"
+        )
+
+
 @_about("seq_length", "max_position_embeddings")
 def _positions(config: Config, world_size: int) -> Iterator[str]:
     length, positions = config.data.seq_length, config.model.max_position_embeddings
@@ -395,30 +412,52 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("lr_range_test", "load", "train_iters")
+def _range_test(config: Config, world_size: int) -> Iterator[str]:
+    if not config.optimizer.lr_range_test:
+        return
+    if config.checkpoint.load not in (None, AUTO):
+        yield f"--lr-range-test begins with the first step, but --load {config.checkpoint.load} continues: leave it out"
+    if config.training.train_iters < 10:
+        yield f"--lr-range-test needs 10 steps or more: use --train-iters 100 instead of {config.training.train_iters}"
+
+
 @_about("optimizer")
 def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
+    chosen_name, settings = config.optimizer.optimizer, config.optimizer_settings
     for name in sections_of(type(config)):
         section = getattr(config, name)
-        if isinstance(section, OptimizerSettings) and name != config.optimizer.optimizer:
+        if isinstance(section, OptimizerSettings) and name not in (chosen_name, *settings.shares):
             wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
-            chosen = f"--optimizer {config.optimizer.optimizer}"
-            yield from section.without_effect(fields, wrong, chosen, f"--optimizer {name}")
+            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", f"--optimizer {name}")
 
 
 @_about("optimizer", "tp")
 def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
-    if config.parallel.tp > 1 and config.optimizer_settings.takes_some_whole:
+    settings = config.optimizer_settings
+    if config.parallel.tp > 1 and settings.takes_some_whole and not settings.joins_slices:
         yield (
             f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
             "use --tp 1, or another --optimizer"
         )
 
 
-@_about("preset", "init_from_hf", "load")
+@_about("preset", "init_from_hf", "load", "pretrained_checkpoint")
 def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
     source, load, preset = config.checkpoint.init_from_hf, config.checkpoint.load, config.model.preset
+    pretrained = config.start.pretrained_checkpoint
     if source is not None and load not in (None, AUTO):
         yield f"--init-from-hf {source} and --load {load} exclude each other: leave one of them out"
+    if pretrained is not None and load not in (None, AUTO):
+        yield (
+            f"--pretrained-checkpoint {pretrained} and --load {load} exclude each other: use --load auto, which "
+            "continues this run where it has a checkpoint, or leave one of them out"
+        )
+    if pretrained is not None and source is not None:
+        given = f"--pretrained-checkpoint {pretrained} and --init-from-hf {source}"
+        yield f"{given} exclude each other: leave one of them out"
+    if not config.start.load_optim and load is None:
+        yield "--no-load-optim has no effect without --load: leave it out"
     if source is not None and preset is not None:
         yield f"--preset {preset} has no effect with --init-from-hf {source}, which sets the shape: leave it out"
 
@@ -429,7 +468,7 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
         config.model.vocab_size is None
         and config.checkpoint.init_from_hf is None  # its config.json has the size, or is refused
         and config.data.tokenizer is None
-        and (config.data.mock_data or config.data.data_path)
+        and (config.data.mock_data or config.data.data_path or config.data.train_data_path)
     ):
         source = "--mock-data" if config.data.mock_data else "--data-path"
         yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"

@@ -103,7 +103,16 @@ def compare(
         UserError: transformers is not installed.
     """
     theirs = _their_logits(open_model(hf, ignored), tokens)
-    ours = _our_logits(CheckpointTensors(checkpoint), tokens, rounded)
+    return _agreement(theirs, _our_logits(CheckpointTensors(checkpoint), tokens, rounded), tokens)
+
+
+def compare_checkpoints(one: Path, other: Path, tokens: Tensor) -> Agreement:
+    """The same of two checkpoints of megacore, of which the second is the new one."""
+    first, second = (_our_logits(CheckpointTensors(path), tokens, None) for path in (one, other))
+    return _agreement(first, second, tokens)
+
+
+def _agreement(theirs: list[Tensor], ours: list[Tensor], tokens: Tensor) -> Agreement:
     pairs = list(zip(theirs, ours, strict=True))
     return Agreement(
         tokens=tokens.shape[1],
@@ -194,6 +203,9 @@ def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype
         return tensors.read_rows(parameter.spec.name, start, stop, rounded or torch.float32).float()
 
     _stream(stage, read)
+    for name, layer in zip(stage.names, stage.layers, strict=True):
+        for local in layer.state_dict().keys() - dict(layer.named_parameters()):
+            layer.get_buffer(local).copy_(tensors.read(f"{name}.{local}"))
     output = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
     logits, *sentence = output if isinstance(output, tuple) else (output,)
     return [logits[0, :, : config.vocab_size], *(one[0] for one in sentence)]
@@ -260,6 +272,11 @@ def _their_model(model: HFModel) -> Any:
             experts.append(torch.cat(rows))
         return torch.stack(experts)
 
+    buffers = {name: one for name, one in twin.named_buffers() if name in twin.state_dict() and one.numel()}
+    for name, buffer in buffers.items():
+        module, _, local = name.rpartition(".")
+        values = read_rows(source_of(name, buffer.flatten()[0]), 0, len(buffer), torch.float32)
+        setattr(twin.get_submodule(module), local, values)
     _stream(twin, read)
     return twin
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from megacore.checkpoint.manifest import (
     trained_model,
     verify,
 )
-from megacore.checkpoint.state import MODEL
+from megacore.checkpoint.state import BUFFERS, MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config import Config, ResolvedModel
@@ -55,7 +55,7 @@ class CheckpointTensors:
         self.config = _model_of(self.manifest, self.directory)
         paired = "bert" in self.manifest.config
         self.bert = section_of(self.manifest, self.directory, "bert", ResolvedBert) if paired else None
-        self._entries = self.manifest.tensors.get(MODEL, {})
+        self._entries = self.manifest.tensors.get(MODEL, {}) | self.manifest.tensors.get(BUFFERS, {})
         files = {piece.file for entry in self._entries.values() for piece in entry.pieces}
         self._stored: dict[str, dict[str, StoredTensor]] = {}
         for name in sorted(files):
@@ -165,6 +165,7 @@ def weights_manifest(
     others: Sequence[str],
     *,
     tokenizer: str | None = None,
+    buffers: Collection[str] = (),
 ) -> Manifest:
     """The manifest of a checkpoint with only weights, at step 0, from which a run starts.
 
@@ -175,6 +176,7 @@ def weights_manifest(
         where: their files.
         others: further files to list.
         tokenizer: fingerprint of the tokenizer among them.
+        buffers: names of tensors that are no weights.
     """
     entries = {
         name: TensorEntry(
@@ -193,5 +195,8 @@ def weights_manifest(
         tokenizer=tokenizer,
         config=sections_as_dicts(config),
         files=files,
-        tensors={MODEL: entries},
+        tensors={
+            MODEL: {name: entry for name, entry in entries.items() if name not in buffers},
+            **({BUFFERS: {name: entries[name] for name in buffers}} if buffers else {}),
+        },
     )

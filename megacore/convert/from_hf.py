@@ -59,6 +59,10 @@ class HFModel:
     unknown: tuple[str, ...]
     ignored: tuple[str, ...]
 
+    def read(self, step: Step) -> Tensor:
+        """One of megacore's tensors, whole, in the dtype that it is stored in."""
+        return step.assemble(lambda source: read_tensor(self.stored.tensors[step.theirs[source]]))
+
 
 def open_model(path: Path, ignored: Sequence[str] = ()) -> HFModel:
     """Look at a directory of transformers; no tensor is read, but for a tied one that is stored twice.
@@ -111,13 +115,14 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
     kept = _keep(model, target)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     config = whole_config(model.config, model.bert)
-    manifest = weights_manifest(target, config, types_of, where, kept, tokenizer=fingerprint)
+    buffers = [step.ours for step in model.plan if step.is_buffer]
+    manifest = weights_manifest(target, config, types_of, where, kept, tokenizer=fingerprint, buffers=buffers)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def _converted(model: HFModel) -> Iterator[tuple[str, Tensor]]:
     for step in model.plan:
-        yield step.ours, step.assemble(lambda source, step=step: read_tensor(model.stored.tensors[step.theirs[source]]))  # type: ignore[misc]
+        yield step.ours, model.read(step)
 
 
 def _keep(model: HFModel, target: Path) -> list[str]:

@@ -19,6 +19,7 @@ from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manif
 from megacore.convert.megatron_config import model_of
 from megacore.convert.megatron_files import RankFile, open_ranks
 from megacore.convert.plan import model_shapes, whole_config
+from megacore.convert.torch_dist import is_torch_dist, open_torch_dist
 from megacore.errors import CheckpointError
 
 # Their name -> ours and how ranks split it: by rows, by columns, or not at all. The first names are those of
@@ -126,7 +127,7 @@ class MegatronModel:
 
 
 def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
-    """Look at a checkpoint of Megatron-LM's.
+    """Look at a checkpoint of Megatron-LM's, in the torch or the torch_dist format.
 
     Args:
         path: an iter_NNNNNNN directory, or the one above it.
@@ -135,7 +136,21 @@ def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
     Raises:
         CheckpointError: what megacore cannot load, or cannot represent exactly.
     """
-    files = open_ranks(path)
+    files = open_torch_dist(path) if is_torch_dist(path) else open_ranks(path)
+    return merge(files, path, vocab_size)
+
+
+def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None) -> MegatronModel:
+    """A model from what its ranks have.
+
+    Args:
+        files: of all ranks, [pp][tp].
+        path: where they lie.
+        vocab_size: the vocabulary's true size; None: as its args say, and else with its padding.
+
+    Raises:
+        CheckpointError: what megacore cannot load, or cannot represent exactly.
+    """
     first = files[0][0]
     merged: dict[str, _Merged] = {}
     copies: list[list[Tensor]] = []

@@ -1,24 +1,21 @@
 """Megatron-LM's checkpoint files, mp_rank_XX[_YYY]/model_optim_rng.pt, which are pickles: only data is read.
 
-torch's restricted loader takes tensors, numbers, texts and containers, and refuses everything else. Besides it knows
-argparse.Namespace, in which Megatron-LM keeps its flags, and a few names that such files mention and nobody here needs
-(random states, enumerations): an inert class replaces each of them, so that none of their code runs.
+Besides tensors and plain values, argparse.Namespace is loaded, in which Megatron-LM keeps its flags (pickled.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacore.convert.hf_directory import inside
+from megacore.convert.pickled import load
 from megacore.errors import CheckpointError
 
 FILE = "model_optim_rng.pt"
@@ -30,20 +27,7 @@ _DEEPEST = 32  # tables within tables, of which Megatron-LM has about ten
 _MOST_VIEWS = 2  # tied weights are in the file once, and in its tables twice
 
 
-class _Inert:
-    """Stands in for what is not needed: takes anything, keeps nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Inert:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-
-_UNNEEDED = (
+UNNEEDED = (
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
     "numpy.ndarray",
@@ -102,7 +86,7 @@ def open_ranks(path: Path) -> list[list[RankFile]]:
     Raises:
         CheckpointError: files are missing, or hold what megacore does not load.
     """
-    directory = _iteration(path)
+    directory = iteration_directory(path)
     files_of: dict[tuple[int, int], Path] = {}
     for entry in sorted(directory.iterdir()):
         if match := _RANK.fullmatch(entry.name):
@@ -125,7 +109,8 @@ def open_ranks(path: Path) -> list[list[RankFile]]:
     return files
 
 
-def _iteration(path: Path) -> Path:
+def iteration_directory(path: Path) -> Path:
+    """The directory of a step: the given one, or that which the file with the latest step names."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     pointer = path / _POINTER
@@ -147,16 +132,7 @@ def _file(entry: Path) -> Path:
 
 
 def _load(path: Path, tp: int, pp: int) -> RankFile:
-    allowed: list[Any] = [argparse.Namespace, *((_Inert, name) for name in _UNNEEDED)]
-    try:
-        with torch.serialization.safe_globals(allowed):
-            state = _read(path)
-    except Exception as error:  # damaged bytes raise whatever the loader stumbles over
-        reason = str(error).replace("Please use", "torch would let you use").strip().splitlines() or ["no reason given"]
-        cause = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0])
-        raise CheckpointError(
-            f"{path} holds more than tensors and flags, or is damaged, and was not loaded: {cause.strip()[:200]}"
-        ) from None
+    state = load(path, unneeded=UNNEEDED, allowed=(argparse.Namespace,))
     args = state.get("args") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(args, argparse.Namespace):
         raise CheckpointError(f"{path} has no args: it is not a checkpoint of Megatron-LM's")
@@ -167,7 +143,7 @@ def _load(path: Path, tp: int, pp: int) -> RankFile:
     if not names:
         raise CheckpointError(f"{path} has no model")
     try:
-        chunks = [dict(_flat(state[name], "", set())) for name in names]
+        chunks = [dict(flat(state[name], "", set())) for name in names]
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     held, size = sum(value.nbytes for chunk in chunks for value in chunk.values()), path.stat().st_size
@@ -178,21 +154,7 @@ def _load(path: Path, tp: int, pp: int) -> RankFile:
     )
 
 
-def _read(path: Path) -> Any:
-    """The file's content; only tensors that are used are brought into memory, where the file's form allows it."""
-    with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"
-    if zipped:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("its archive is compressed, which torch.save does not do")
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("the parts of its archive are larger than the file")
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
-
-
-def _flat(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def flat(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Nested tables as dotted names; what is no tensor is not a weight.
 
     Raises:
@@ -205,4 +167,4 @@ def _flat(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tup
             raise ValueError(f"its tables are nested too deep, or one is there twice: {name[:80]}")
         seen.add(id(value))
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key), seen, depth + 1)
+            yield from flat(inner, f"{name}.{key}" if name else str(key), seen, depth + 1)

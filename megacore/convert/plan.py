@@ -32,7 +32,6 @@ from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.stage import Stage
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
-_SECOND = "blocks.1."
 _META = torch.device("meta")
 _SPARE = 64  # tensors
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -50,6 +49,7 @@ class Step:
         runs: the order of its rows.
         transposed: theirs are stored as [c, r].
         is_copy: theirs is one tensor, and the same.
+        is_buffer: ours is no weight, such as the biases by which experts are balanced, and stays in its dtype.
     """
 
     ours: str
@@ -59,6 +59,7 @@ class Step:
     runs: Callable[[], Iterator[Run]]
     transposed: bool
     is_copy: bool
+    is_buffer: bool = False
 
     def shape_of(self, source: int) -> tuple[int, ...]:
         """The shape of one of theirs, as far as this tensor needs it."""
@@ -162,13 +163,14 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
         CheckpointError: the family has no rule for a tensor of the model.
     """
     rules = {rule.ours: rule for rule in family.rules}
-    steps = []
-    for name, shape in model_shapes(config, bert).items():
+    steps, buffers = [], buffer_shapes(config, bert)
+    for name, shape in (model_shapes(config, bert) | buffers).items():
         match = _BLOCK.match(name)
         rule = rules.get(_BLOCK.sub("blocks.{i}.", name))
         if rule is None:
             raise CheckpointError(f"a {family.model_type} model has no tensor for {name}")
-        steps.append(_step(rule, name, shape, config, number=match[1] if match else ""))
+        step = _step(rule, name, shape, config, number=match[1] if match else "")
+        steps.append(dataclasses.replace(step, is_buffer=name in buffers))
     return steps
 
 
@@ -220,18 +222,54 @@ def model_layers(config: ResolvedModel, device: torch.device, bert: ResolvedBert
 
 
 def model_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, tuple[int, ...]]:
-    """Global name -> global shape of every parameter; nothing is allocated, and no more than two blocks are built: the
-    others have the second one's parameters."""
-    layers = min(config.num_layers, 2)
-    parameters = Stage(model_layers(dataclasses.replace(config, num_layers=layers), _META, bert)).by_name()
-    built = {name: parameter.spec.shape for name, parameter in parameters.items()}
-    second = {name.removeprefix(_SECOND): shape for name, shape in built.items() if name.startswith(_SECOND)}
+    """Global name -> global shape of every parameter. Nothing is allocated, and of blocks that are alike one is built:
+    the first two of a model without experts, of which the others are like the second."""
+    if config.experts is None:
+        built = _shapes_of(config, min(config.num_layers, 2), bert)
+        of_block = [block for number in (0, 1) if (block := _of_block(built, number))]
+        blocks = [of_block[min(number, 1)] for number in range(config.num_layers)]
+    else:
+        everywhere = dataclasses.replace(config.experts, moe_first_dense_layers=0, moe_layer_freq=1)
+        built = _shapes_of(dataclasses.replace(config, experts=everywhere), 1, bert)
+        dense = _of_block(_shapes_of(dataclasses.replace(config, experts=None), 1, bert), 0)
+        mixture = _of_block(built, 0)
+        blocks = [mixture if config.experts.holds(number) else dense for number in range(config.num_layers)]
+    first = next(iter(_of_block(built, 0)))
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in built.items():
-        shapes[name] = shape
-        if name.removeprefix(_SECOND) == next(reversed(second), None):
-            shapes |= {f"blocks.{i}.{end}": one for i in range(2, config.num_layers) for end, one in second.items()}
+        if not _BLOCK.match(name):
+            shapes[name] = shape
+        elif name == f"blocks.0.{first}":
+            shapes |= {f"blocks.{i}.{end}": one for i, block in enumerate(blocks) for end, one in block.items()}
     return shapes
+
+
+def buffer_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, tuple[int, ...]]:
+    """Global name -> shape of what belongs to a layer, is saved, and is no parameter: the biases of routers."""
+    if config.experts is None:
+        return {}
+    everywhere = dataclasses.replace(config.experts, moe_first_dense_layers=0, moe_layer_freq=1)
+    one = dataclasses.replace(config, experts=everywhere, num_layers=1)
+    _, block, _ = Stage(model_layers(one, _META, bert)).layers
+    ends = block.state_dict().keys() - {name for name, _ in block.named_parameters()}
+    return {
+        f"blocks.{number}.{end}": tuple(block.get_buffer(end).shape)
+        for number in range(config.num_layers)
+        if config.experts.holds(number)
+        for end in sorted(ends)
+    }
+
+
+def _shapes_of(config: ResolvedModel, layers: int, bert: ResolvedBert | None) -> dict[str, tuple[int, ...]]:
+    """Those of a model with so many blocks, by global name."""
+    parameters = Stage(model_layers(dataclasses.replace(config, num_layers=layers), _META, bert)).by_name()
+    return {name: parameter.spec.shape for name, parameter in parameters.items()}
+
+
+def _of_block(shapes: Mapping[str, tuple[int, ...]], number: int) -> dict[str, tuple[int, ...]]:
+    """Those of a block, by the names that they have in it."""
+    prefix = f"blocks.{number}."
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
 def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | None, count: int, where: str) -> None:

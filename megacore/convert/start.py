@@ -21,6 +21,8 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.models.hf.families import family_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megacore.parallel.sharding import ShardedParameter
 
 
@@ -105,3 +107,9 @@ class WeightsFromHF:
             values = self._steps[parameter.spec.name].slice(parameter.spec, self._model.stored.tensors)
             parameter.data.zero_()
             parameter.spec.unpadded(parameter.data).copy_(values)
+
+    def fill_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what is no parameter its values, in place, by global name, where the directory has them."""
+        for name, buffer in buffers.items():
+            if name in self._steps:
+                buffer.copy_(self._model.read(self._steps[name]))

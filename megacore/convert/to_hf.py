@@ -223,7 +223,7 @@ def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
 
 def _types_of(export: Export) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
     for name, shape in their_shapes(export.plan).items():
-        dtype = export.dtype or export.tensors.dtype(_parts(export, name)[0][0].ours)
+        dtype = _written(export, _parts(export, name)[0][0])
         yield export.names.get(name, name), (dtype, shape)
         yield from ((copy, (dtype, shape)) for copy, original in export.copies.items() if original == name)
 
@@ -235,7 +235,7 @@ def _converted(export: Export) -> Iterator[tuple[str, Tensor]]:
         for step, source in _parts(export, name):
             if last is None or last[0] != step.ours:
                 last = None  # before the next is read: one of ours at a time
-                last = (step.ours, export.tensors.read(step.ours, export.dtype))
+                last = (step.ours, export.tensors.read(step.ours, _written(export, step)))
             if step.is_copy:
                 result = last[1]
             else:
@@ -244,6 +244,11 @@ def _converted(export: Export) -> Iterator[tuple[str, Tensor]]:
         assert result is not None
         yield export.names.get(name, name), result
         yield from ((copy, result) for copy, original in export.copies.items() if original == name)
+
+
+def _written(export: Export, step: Step) -> torch.dtype:
+    """The dtype in which a tensor is written."""
+    return export.tensors.dtype(step.ours) if export.dtype is None or step.is_buffer else export.dtype
 
 
 def _parts(export: Export, name: str) -> list[tuple[Step, int]]:

@@ -11,8 +11,10 @@ ranks.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
-from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
+from megacore.layers.norm import JointHeadNorm, LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.ops.visibility import Visibility
 from megacore.parallel.context import context_attention
@@ -31,12 +33,11 @@ from megacore.parallel.sharding import split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, gather_sequence
 
 
-class SelfAttention(nn.Module):
-    """Attention as in Vaswani et al. 2017 (arXiv 1706.03762, section 3.2), with dropout on the attention weights.
+class Attention(nn.Module):
+    """What all kinds of attention do with queries, keys and values once they are projected.
 
     Args:
-        config: sizes, biases, norms of queries and keys, dropout; the group's size divides the number of heads, and
-            divides or is a multiple of the number of key and value heads.
+        config: dropout on the attention weights.
         context: groups, device and what else a layer is built with.
         name: the layer's global name.
         causal: no position sees a later one.
@@ -57,49 +58,15 @@ class SelfAttention(nn.Module):
         alibi: ops.Alibi | None = None,
     ) -> None:
         super().__init__()
-        h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
-        self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
         self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.sequence
         self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
-        self.padded = context.padded_documents
+        self.padded, self.blocks = context.padded_documents, context.blocks
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
         self.uncompiled = ("_mixed",) if self.dropout or self.sequence.group.size > 1 else ()
-        rows = (n + 2 * self.groups) * d
-        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
-        self.query_norm: LayerNorm | RMSNorm | None = None
-        self.key_norm: LayerNorm | RMSNorm | None = None
-        if config.qk_layernorm:  # ranks normalise different heads; sequence parallelism sums such gradients anyway
-            ranks = ALONE if context.sequence_parallel else context.layer_group
-            self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
-            self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
-        bias = not config.disable_bias_linear
-        self.output = RowParallelLinear(n * d, h, bias=bias, **context.linear_arguments)
-
-    def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Attention over all positions.
-
-        Args:
-            x: [b, s, h], or, sequence parallel, [b, s/t, h]; with context parallelism s counts this rank's positions,
-                and those of the whole sequence in what follows.
-            documents: [b, s] whole on every rank, as for `ops.attention`.
-            positions: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
-
-        Returns:
-            Like x.
-        """
-        projected = self.qkv(x)
-        if self.rotary is not None and self.query_norm is None and self.layer_group.size <= self.groups:
-            packed = projected.unflatten(-1, (-1, self.head_size))
-            groups = self.groups // self.layer_group.size
-            query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
-        else:
-            query, key, value = self._normalized_and_rotated(*self._heads(projected), positions)
-        mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
-        return self.output(mixed.transpose(1, 2).flatten(2))
 
     def prepare(self, x: Tensor) -> None:
         """Make the tables of the rotation, which compiled code reads, for hidden states of x's shape."""
@@ -110,31 +77,6 @@ class SelfAttention(nn.Module):
         """What the attention of other layers reads too, on the device: tables of the rotation, slopes of ALiBi."""
         tables = () if self.rotary is None else self.rotary.made
         return tables if self.alibi is None else (*tables, self.alibi.slopes)
-
-    def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
-        be."""
-        if self.layer_group.size > self.groups:
-            whole = gather_sequence(projected.transpose(1, 2), self.layer_group).transpose(1, 2)
-            ranks = self.layer_group.size // self.groups  # per query group
-            group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.layer_group.rank // ranks]
-            queries, key, value = group.split([self.shared_by, 1, 1], dim=2)
-            return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
-        groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
-        query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
-        return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
-
-    def _normalized_and_rotated(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalised and rotated if configured. The values are then copied, so that the projection
-        that they are views of can be freed."""
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key, value = self.query_norm(query.contiguous()), self.key_norm(key.contiguous()), value.contiguous()
-        if self.rotary is not None:
-            query, key = self.rotary.rotate(query, key, positions)
-            value = value.contiguous()
-        return query, key, value
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """[b, n/t, s, d] and [b, g/t, s, d] twice -> [b, n/t, s, d]"""
@@ -149,20 +91,147 @@ class SelfAttention(nn.Module):
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        draws = seeded(self.streams.key(self.site, self.layer_group.rank), query.device) if dropout else nullcontext()
-        with draws:  # torch's fused operator draws from the default generator only
-            return ops.attention(
-                query,
-                key,
-                value,
-                causal=self.causal,
-                window=self.window,
-                documents=documents,
-                padded=self.padded,
-                alibi=self.alibi,
-                dropout=dropout,
-                implementation=self.implementation,
-            )
+        parts = self.blocks.held if dropout and self.blocks else range(self.layer_group.rank, self.layer_group.rank + 1)
+        alibi = [self.alibi] * len(parts)
+        if self.alibi is not None and len(parts) > 1:
+            alibi = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
+        operands = zip(parts, alibi, *(x.chunk(len(parts), 1) for x in (query, key, value)), strict=True)
+        mixed = []
+        for part, slopes, *heads in operands:
+            # torch's fused operator draws from the default generator only
+            draws = seeded(self.streams.key(self.site, part), query.device) if dropout else nullcontext()
+            with draws:
+                mixed.append(
+                    ops.attention(
+                        *heads,
+                        causal=self.causal,
+                        window=self.window,
+                        documents=documents,
+                        padded=self.padded,
+                        alibi=slopes,
+                        dropout=dropout,
+                        implementation=self.implementation,
+                    )
+                )
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
+
+
+class SelfAttention(Attention):
+    """Attention as in Vaswani et al. 2017 (arXiv 1706.03762, section 3.2), with dropout on the attention weights.
+
+    Args:
+        config: sizes, biases, norms of queries and keys, dropout; the group's size divides the number of heads, and
+            divides or is a multiple of the number of key and value heads.
+        context: groups, device and what else a layer is built with.
+        name: the layer's global name.
+        mixing: keyword arguments of `Attention`.
+    """
+
+    def __init__(self, config: ResolvedModel, context: BuildContext, name: str, **mixing: Any) -> None:
+        super().__init__(config, context, name, **mixing)
+        h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
+        self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
+        rows = (n + 2 * self.groups) * d
+        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
+        self.query_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
+        self.key_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
+        # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
+        ranks = ALONE if context.sequence_parallel or context.blocks else context.layer_group
+        if config.qk_layernorm_all_heads:
+            joint = partial(JointHeadNorm, config, ranks=context.layer_group, group=ranks, device=context.device)
+            self.query_norm, self.key_norm = joint(n), joint(self.groups)
+        elif config.qk_layernorm:
+            norm = partial(build_norm, config, device=context.device, size=d, group=ranks, blocks=context.blocks)
+            self.query_norm, self.key_norm = norm(), norm()
+        self.output = RowParallelLinear(n * d, h, bias=config.attention_output_bias, **context.linear_arguments)
+        self.query_factor: float | None = None  # what queries are multiplied by, beside the 1 / sqrt(d) of scores
+        if config.attention_multiplier is not None:
+            self.query_factor = config.attention_multiplier * math.sqrt(d)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Attention over all positions.
+
+        Args:
+            x: [b, s, h], or, sequence parallel, [b, s/t, h]; with context parallelism s counts this rank's positions,
+                and those of the whole sequence in what follows.
+            documents: [b, s] whole on every rank, as for `ops.attention`.
+            positions: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
+
+        Returns:
+            Like x.
+        """
+        projected = self.qkv(x)
+        whole_groups = self.layer_group.size <= self.groups and not self.blocks
+        if self.rotary is not None and self.query_norm is None and whole_groups:
+            packed = projected.unflatten(-1, (-1, self.head_size))
+            groups = self.groups // self.layer_group.size
+            query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
+        else:
+            query, key, value = self._rotated(*self._heads(projected), positions)
+        if self.query_factor is not None:
+            query = query * self.query_factor
+        mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d], queries and keys
+        normalised if configured; otherwise views where they can be."""
+        if self.blocks:
+            return self._heads_of_blocks(projected)
+        if self.layer_group.size > self.groups:
+            return self._heads_of_shared_groups(projected)
+        groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
+        query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
+        return self._normalized(query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3))
+
+    def _heads_of_shared_groups(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_heads`, where ranks share a group: each takes what it needs of the whole projection."""
+        whole = gather_sequence(projected.transpose(1, 2), self.layer_group).transpose(1, 2)
+        groups = whole.unflatten(-1, (self.groups, -1, self.head_size))
+        is_joint = isinstance(self.query_norm, JointHeadNorm)
+        if is_joint:
+            queries, keys, values = groups.split([self.shared_by, 1, 1], dim=3)
+            normed = self._normalized(queries.flatten(2, 3), keys.flatten(2, 3), values)
+            groups = torch.cat([one.view_as(of) for one, of in zip(normed, (queries, keys, values), strict=True)], 3)
+        query, key, value = self._share_of_group(groups)
+        return (query, key, value) if is_joint else self._normalized(query, key, value)
+
+    def _share_of_group(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All groups [b, s, g, q + 2, d] -> this rank's queries, and the key and value they read."""
+        ranks = self.layer_group.size // self.groups  # per query group
+        queries, key, value = groups[:, :, self.layer_group.rank // ranks].split([self.shared_by, 1, 1], dim=2)
+        return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
+
+    def _heads_of_blocks(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_heads`, with a copy of key and value for each block of query heads that shares them: the copies'
+        gradients are then added in the order of the blocks."""
+        dtype, wide, shares = projected.dtype, projected.float(), self.layer_group.size > self.groups
+        groups = (self.blocks.gathered_features(wide) if shares else wide).unflatten(
+            -1, (-1, self.shared_by + 2, self.head_size)
+        )
+        if shares:
+            query, key, value = self._share_of_group(groups)
+        else:
+            query, key, value = (part.flatten(2, 3) for part in groups.split([self.shared_by, 1, 1], dim=3))
+        copies = max(1, len(self.blocks.held) // key.shape[2])
+        key, value = (self.blocks.copies(part, copies, dtype) for part in (key, value))
+        return self._normalized(query.to(dtype), key, value)
+
+    def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised if configured. The values are then copied, so that the projection that they are
+        views of can be freed."""
+        if self.query_norm is not None and self.key_norm is not None:
+            return self.query_norm(query.contiguous()), self.key_norm(key.contiguous()), value.contiguous()
+        return query, key, value
+
+    def _rotated(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated if configured, and then the values copied as in `_normalized`."""
+        if self.rotary is not None:
+            query, key = self.rotary.rotate(query, key, positions)
+            value = value.contiguous()
+        return query, key, value
 
 
 def alibi_of_rank(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:

@@ -16,6 +16,7 @@ from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
+from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
@@ -36,7 +37,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
-        h, inner, bias = config.hidden_size, config.inner_size, not config.disable_bias_linear
+        h, inner, bias = config.hidden_size, config.inner_size, config.mlp_bias
         self.activation = config.activation
         self.gate: ColumnParallelLinear | None = None
         if config.gated:
@@ -100,7 +101,8 @@ class MLP(nn.Module):
 
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with attention and MLP side by side, as in
-    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1).
+    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1), or with norms of the outputs of attention and MLP, as
+    in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2).
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -129,14 +131,25 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, self.light = config.parallel_residual, context.recompute_light
+        self.placement, self.multiplier = config.norm_placement, config.residual_multiplier
         self.beside = context.beside
-        self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
-        self.attention = SelfAttention(
+        norm = partial(build_norm, config, device=context.device, blocks=context.blocks)
+        attention_norm = attention_norm and self.placement != "after"
+        self.attention_norm = norm() if attention_norm else nn.Identity()
+        self.attention_post_norm: LayerNorm | RMSNorm | None = None
+        self.mlp_post_norm: LayerNorm | RMSNorm | None = None
+        kind = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.attention = kind(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        self.mlp_norm = build_norm(config, device=context.device)
+        if self.placement != "before":
+            self.attention_post_norm = norm()
+        self.mlp_norm = nn.Identity() if self.placement == "after" else norm()
         self.mlp = mlp(config, context)
+        if self.placement != "before":
+            self.mlp_post_norm = norm()
+        self.leaves_padding_out: bool = getattr(self.mlp, "leaves_padding_out", False)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload
@@ -156,21 +169,46 @@ class TransformerBlock(nn.Module):
         hidden, *where = x
         return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
 
-    def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def _apply_to(
+        self,
+        x: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         norm, normed, again = self.attention_norm, x, None
         if not isinstance(norm, nn.Identity):
             normed, x = norm.with_input(x)
             again = partial(norm, x) if self.light else None
-        attended = _apply(self.attention, normed, documents, positions, again=again)
+        attended = self._scaled(_apply(self.attention, normed, documents, positions, again=again))
         norm = self.mlp_norm
+        if self.placement != "before" or isinstance(norm, nn.Identity):
+            return self._with_post_norms(x, attended)
         if self.parallel:
             normed, total = norm.with_input(x)
             residual = _residual_sum(self.attention_dropout, attended, total)
         else:
             normed, total = _normed_sum(norm, self.attention_dropout, attended, x)
             residual = total
-        mixed = _apply(self.mlp, normed, again=partial(norm, total) if self.light else None)
+        beside = (padding,) if self.leaves_padding_out else ()
+        mixed = self._scaled(_apply(self.mlp, normed, *beside, again=partial(norm, total) if self.light else None))
         return _residual_sum(self.mlp_dropout, mixed, residual)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """What a layer adds to the residual."""
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+    def _with_post_norms(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block from attention's output on, where the outputs of its layers are normalised."""
+        assert self.attention_post_norm is not None
+        assert self.mlp_post_norm is not None
+        x = _residual_sum(self.attention_dropout, self.attention_post_norm(attended), x)
+        if isinstance(self.mlp_norm, nn.Identity):
+            mixed = self._scaled(self.mlp(x))
+        else:
+            normed, x = self.mlp_norm.with_input(x)
+            mixed = self._scaled(_apply(self.mlp, normed, again=partial(self.mlp_norm, x) if self.light else None))
+        return _residual_sum(self.mlp_dropout, self.mlp_post_norm(mixed), x)
 
 
 class PostNormBlock(nn.Module):
@@ -188,10 +226,10 @@ class PostNormBlock(nn.Module):
         self.light = context.recompute_light
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        self.attention_norm = build_norm(config, device=context.device)
+        self.attention_norm = build_norm(config, device=context.device, blocks=context.blocks)
         self.mlp = MLP(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
-        self.mlp_norm = build_norm(config, device=context.device)
+        self.mlp_norm = build_norm(config, device=context.device, blocks=context.blocks)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""

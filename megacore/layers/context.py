@@ -9,7 +9,9 @@ from typing import TypedDict
 import torch
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.reproducible import canonical_blocks
 from megacore.ops import Attention, CrossEntropyOptions
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
@@ -31,6 +33,7 @@ class LinearArguments(ParallelArguments):
     """Those of every parallel linear layer."""
 
     products: Products
+    blocks: Blocks
     split_backward: bool
 
 
@@ -52,6 +55,7 @@ class BuildContext:
         padded_documents: whether document numbers may be 0, which is padding.
         attention: which implementation computes attention.
         products: computes the matrix products of every linear layer, the output layer's included.
+        blocks: where sums over features, heads and positions are cut, for --reproducible.
         loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
         loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.
         experts: ranks that divide experts.
@@ -70,6 +74,7 @@ class BuildContext:
     padded_documents: bool = True
     attention: Attention = "auto"
     products: Products = TORCH
+    blocks: Blocks = ONE_BLOCK
     loss_chunks: int = 1
     loss_options: CrossEntropyOptions = field(default_factory=partial(CrossEntropyOptions, in_place=True))
     experts: ExpertRanks = field(default_factory=ExpertRanks)
@@ -98,6 +103,7 @@ class BuildContext:
             beside=config.beside_hidden_states,
             padded_documents=config.padded_documents,
             attention=config.training.attention,
+            blocks=Blocks(canonical_blocks(config), layer_group, bool(config.parallel.sequence_parallel)),
             loss_chunks=loss_chunks(config),
             loss_options=CrossEntropyOptions(
                 label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
@@ -112,7 +118,17 @@ class BuildContext:
     @property
     def linear_arguments(self) -> LinearArguments:
         """Arguments of every parallel linear layer."""
-        return {**self.parallel_arguments, "products": self.products, "split_backward": self.split_backward}
+        return {
+            **self.parallel_arguments,
+            "products": self.products,
+            "blocks": self.blocks,
+            "split_backward": self.split_backward,
+        }
+
+    @property
+    def loss_in_parts(self) -> bool:
+        """Whether the output layer computes the loss, a part of the vocabulary at a time."""
+        return self.loss_chunks > 1 or bool(self.blocks)
 
     def chunked_loss(self, vocab_size: int) -> ChunkedLoss:
         """How the output layer computes its loss with the logits."""
@@ -123,6 +139,7 @@ class BuildContext:
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
+            blocks=self.blocks,
         )
 
     def hidden_dropout(self, config: ResolvedModel, site: str) -> Dropout | None:
@@ -137,4 +154,4 @@ class BuildContext:
         # The slice of the residual stream that this rank holds; where all ranks hold all of it, they draw one mask.
         part, parts = (self.layer_group.rank, self.layer_group.size) if self.sequence_parallel else (0, 1)
         shard = self.sequence.group.rank * parts + part
-        return Dropout(config.hidden_dropout, self.streams, site, shard=shard)
+        return Dropout(config.hidden_dropout, self.streams, site, shard=shard, blocks=self.blocks)

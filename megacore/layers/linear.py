@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 
@@ -20,6 +21,7 @@ class ReplicatedLinear(ShardedModule):
         out_features: output features.
         bias: whether there is a bias.
         products: computes the layer's matrix products.
+        blocks: where sums over positions are cut.
     """
 
     def __init__(
@@ -29,13 +31,14 @@ class ReplicatedLinear(ShardedModule):
         *,
         bias: bool = True,
         products: Products = TORCH,
+        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.products = products
+        self.products, self.blocks = products, blocks
         self.weight = replicated(out_features, in_features, device=device)
         self.bias: ShardedParameter | None = replicated(out_features, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o]"""
-        return self.products.linear(x, self.weight, self.bias)
+        return self.blocks.over_positions(self.products.linear, [x], [self.weight, self.bias])

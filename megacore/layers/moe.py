@@ -1,11 +1,11 @@
 """A mixture of experts in place of a block's MLP: a router chooses some of many MLPs for each token (Shazeer et al.
 2017, arXiv 1701.06538; Fedus et al. 2021, arXiv 2101.03961).
 
-The router computes in fp32. No token is dropped, and nothing depends on which other tokens are in the microbatch. How
-tokens reach the ranks that hold their experts is in parallel/experts.py.
+The router computes in fp32. Nothing depends on which other sequences are in the microbatch. No token is dropped, unless
+experts have a capacity (capacity.py). How tokens reach the ranks that hold their experts is in parallel/experts.py.
 
-Shape legend: b micro-batch, s positions on this rank, h hidden size, E experts, k experts that a token uses, f inner
-width of an expert, r rows of this rank's experts.
+Shape legend: b micro-batch, s positions on this rank, S positions of the sequence, h hidden size, E experts, k experts
+that a token uses, f inner width of an expert, r rows of this rank's experts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from megacore import ops
 from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.layers.block import MLP
+from megacore.layers.capacity import beyond_capacity, capacity_of
 from megacore.layers.context import BuildContext
-from megacore.parallel.collectives import all_reduce_, copy_to_group, reduce_from_group
-from megacore.parallel.experts import GroupedLinear, assign, combine, dispatch, occurrences, with_loss
+from megacore.ops.grouped import RowGroups
+from megacore.parallel.collectives import all_gather, all_reduce_, copy_to_group, reduce_from_group
+from megacore.parallel.experts import (
+    Assignment,
+    GroupedLinear,
+    assign,
+    combine,
+    dispatch,
+    occurrences,
+    with_loss,
+)
 from megacore.parallel.mesh import ALONE
-from megacore.parallel.sharding import ShardedModule, replicated
-from megacore.parallel.tensor import gather_sequence, reduce_scatter_sequence
+from megacore.parallel.sharding import ShardedModule, replicated, separate_term
+from megacore.parallel.tensor import gather_sequence, local_positions, reduce_scatter_sequence
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": ops.gelu,
@@ -49,52 +60,70 @@ class Choice(NamedTuple):
         indices: [b, s, k] int64, ascending.
         weights: [b, s, k] fp32, of what they give.
         shares: [b, s, E] fp32, of the scores in a token's sum of them.
+        gap: scalar fp32, by how much the scores of chosen experts, or of their groups, exceed those of the others at
+            least; infinite where there are none. None: the choice was not made here.
     """
 
     indices: Tensor
     weights: Tensor
     shares: Tensor
+    gap: Tensor | None = None
 
 
-def choose(logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None) -> Choice:
+def choose(
+    logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None, chosen: Tensor | None = None
+) -> Choice:
     """The k experts with the highest scores, of equal ones the first.
 
     Args:
         logits: [b, s, E] fp32.
         experts: says what scores and weights are.
         bias: [E] fp32, added to the scores by which experts are chosen; None: there is none.
+        chosen: [b, s, k], the experts if they are chosen already.
     """
     is_softmax = experts.moe_router_score_function == "softmax"
-    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-    chosen = experts.moe_router_topk
-    preferred = scores.detach() if bias is None else scores.detach() + bias
-    if experts.moe_router_num_groups is not None:
-        preferred = preferred.masked_fill(~_in_best_groups(preferred, experts), -torch.inf)
-    indices = _highest(preferred, chosen).sort(-1).values
-    weights = scores.gather(-1, indices)
+    scores, gap = logits.softmax(-1) if is_softmax else logits.sigmoid(), None
+    if chosen is None:
+        chosen, gap = _best(scores.detach() if bias is None else scores.detach() + bias, experts)
+    weights = scores.gather(-1, chosen)
     if is_softmax and not experts.moe_router_pre_softmax:
         weights = weights / weights.sum(-1, keepdim=True)
-    elif not is_softmax and chosen > 1:
+    elif not is_softmax and experts.moe_router_topk > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = weights * experts.moe_router_topk_scaling_factor
     shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
-    return Choice(indices, weights, shares)
+    return Choice(chosen, weights, shares, gap)
 
 
-def _highest(values: Tensor, count: int) -> Tensor:
-    """Indices of the highest values along the last dimension, of equal ones the first."""
-    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
+def _best(preferred: Tensor, experts: ResolvedExperts) -> tuple[Tensor, Tensor]:
+    """The indices of the k experts with the highest numbers, ascending, and the gap as in `Choice`."""
+    of_groups = None
+    if experts.moe_router_num_groups is not None:
+        allowed, of_groups = _in_best_groups(preferred, experts)
+        preferred = preferred.masked_fill(~allowed, -torch.inf)
+    indices, gap = _highest(preferred, experts.moe_router_topk)
+    return indices.sort(-1).values, gap if of_groups is None else torch.minimum(of_groups, gap)
 
 
-def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> Tensor:
+def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Indices of the highest values along the last dimension, of equal ones the first; and by how much the last of them
+    is above the next value, at least."""
+    found, indices = torch.sort(values, dim=-1, descending=True, stable=True)
+    if count == values.shape[-1]:
+        return indices, values.new_full((), torch.inf)
+    return indices[..., :count], (found[..., count - 1] - found[..., count]).amin()
+
+
+def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> tuple[Tensor, Tensor]:
     """[..., E] bool, whether an expert is in one of the groups that a token may use (DeepSeek-AI 2024, arXiv
-    2412.19437, section 2.1.2)."""
+    2412.19437, section 2.1.2), and the gap between these groups and the others."""
     groups, allowed = experts.moe_router_num_groups, experts.moe_router_group_topk
     assert groups is not None and allowed is not None
     grouped = scores.unflatten(-1, (groups, -1))  # [..., groups, experts of it]
-    best = grouped.sort(-1, descending=True).values[..., : experts.moe_router_topk // allowed].sum(-1)
-    of_group = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _highest(best, allowed), True)
-    return of_group.unsqueeze(-1).expand_as(grouped).flatten(-2)
+    best = grouped.sort(-1, descending=True).values[..., : experts.group_best].sum(-1)
+    indices, gap = _highest(best, allowed)
+    of_group = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, indices, True)
+    return of_group.unsqueeze(-1).expand_as(grouped).flatten(-2), gap
 
 
 class Router(ShardedModule):
@@ -106,24 +135,44 @@ class Router(ShardedModule):
         device: where parameters live.
 
     Attributes:
-        counts: [E] int64, how often each expert was chosen on this rank in the forwards of this step.
+        counts: [E + 2] int64, how often each expert was chosen on this rank in the forwards of this step, how many
+            choices padding would have, and how many were dropped.
+        gap: scalar fp32, the smallest `Choice.gap` of these forwards.
         bias: [E] fp32, what moves the choice; None: nothing does.
+        loads: [E] int64, how often each expert was chosen in the last step, on all ranks, for a loss that goes by it;
+            0 before the first step. None: there is no such loss.
     """
 
     counts: Tensor
+    gap: Tensor
     bias: Tensor | None
+    loads: Tensor | None
 
     def __init__(self, hidden_size: int, experts: ResolvedExperts, *, device: torch.device) -> None:
         super().__init__()
         self.weight = replicated(experts.num_experts, hidden_size, device=device)
-        counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("counts", counts, persistent=False)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
+        self.register_buffer("counts", zeros(experts.num_experts + 2), persistent=False)
+        self.register_buffer("gap", torch.full((), torch.inf, device=device), persistent=False)
         has_bias = experts.moe_router_enable_expert_bias
         self.register_buffer("bias", torch.zeros(experts.num_experts, device=device) if has_bias else None)
+        self.register_buffer("loads", zeros(experts.num_experts) if experts.uses_last_loads else None, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, E] fp32"""
-        return F.linear(x.float(), self.weight.float())
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, E] fp32
+
+        Args:
+            x: of the block.
+            noise: [b, s, h] fp32, by which it is multiplied; None: by nothing.
+        """
+        wide = x.float() if noise is None else x.float() * noise
+        return F.linear(wide, self.weight.float())
+
+    def note(self, route: Route) -> None:
+        """Count what the tokens of a forward have chosen."""
+        self.counts.add_(route.counts)
+        if route.gap is not None:
+            torch.minimum(self.gap, route.gap, out=self.gap)
 
 
 class SharedExpert(ShardedModule):
@@ -160,6 +209,8 @@ class Experts(nn.Module):
             products=context.products,
             device=context.device,
         )
+        # Of a tensor whose size is no multiple of a processor's vectors, its last elements may round otherwise.
+        self.activates_apart = context.experts.apart
         self.activation = config.activation
         self.gate = linear(h, f, split=1) if config.gated else None
         self.up = linear(h, f, split=1)
@@ -167,13 +218,36 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[r, h] -> [r, h], a part of the sum where ranks split the experts"""
-        up = self.up(rows, counts)
-        if self.gate is None:
-            inner = _PLAIN[self.activation](up)
+        groups = RowGroups(counts)
+        activate: Callable[..., Tensor] = _PLAIN[self.activation] if self.gate is None else _GATED[self.activation]
+        projected = [linear(rows, groups) for linear in (self.gate, self.up) if linear is not None]
+        if self.activates_apart:
+            of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)
+            inner = torch.cat([activate(*of_expert) for of_expert in of_experts])
         else:
-            inner = _GATED[self.activation](self.gate(rows, counts), up)
-        output: Tensor = self.down(inner, counts)
+            inner = activate(*projected)
+        output: Tensor = self.down(inner, groups)
         return output
+
+
+class Route(NamedTuple):
+    """Where the tokens of a forward go, which is decided once.
+
+    Attributes:
+        indices: [b, s, k] int64, the experts that they have chosen, ascending.
+        counted: the same, E for padding.
+        counts: [E + 2] int64, as of a `Router`.
+        sent: as `counted`, and E where the expert is full: the token is not sent to it.
+        assignment: what this rank sends and receives.
+        gap: as in `Choice`.
+    """
+
+    indices: Tensor
+    counted: Tensor
+    counts: Tensor
+    sent: Tensor
+    assignment: Assignment
+    gap: Tensor | None
 
 
 class MoE(nn.Module):
@@ -189,66 +263,169 @@ class MoE(nn.Module):
         context: groups, device and what else a layer is built with.
     """
 
+    leaves_padding_out = True
+    uncompiled = ("forward",)  # the number of rows differs in each forward
+
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         experts = config.experts
         assert experts is not None
-        self.config, self.ranks = experts, context.experts
-        self.sequence_parallel = context.sequence_parallel
+        self.config, self.ranks, self.streams = experts, context.experts, context.streams
+        self.sequence_parallel, self.sequence = context.sequence_parallel, context.sequence
+        self.split = context.layer_group if context.sequence_parallel else ALONE
         # Ranks that hold other positions of the same sequences.
-        self.positions = (context.layer_group if context.sequence_parallel else ALONE, context.sequence.group)
+        self.positions = (self.split, context.sequence.group)
         self.router = Router(config.hidden_size, experts, device=context.device)
         self.experts = Experts(config, experts, context)
         has_shared = experts.moe_shared_expert_size is not None
         self.shared = SharedExpert(config, experts, context) if has_shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
-        logits = self.router(x)
-        indices, weights, shares = choose(logits, self.config, self.router.bias)
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h]
+
+        Args:
+            x: this rank's positions.
+            padding: [b, S], 1 for padding, which uses no expert; None: there is none.
+        """
+        decided = self.streams.decided
+        known: Route | None = None if decided is None else decided.get(self)
+        logits = self.router(x, self._noise(x))
+        choice = choose(logits, self.config, self.router.bias, None if known is None else known.indices)
+        route = self._route(choice, padding) if known is None else known
+        if decided is not None:
+            decided[self] = route
+        weights = choice.weights
+        if route.sent is not route.indices:
+            weights = weights.masked_fill(route.sent == self.config.num_experts, 0.0)
         if self.training and torch.is_grad_enabled():
-            self.router.counts.add_(occurrences(indices, self.config.num_experts))
-            weights = self._balanced(weights, logits, shares, indices)
-        output = self._routed(x, indices, weights)
+            self.router.note(route)
+            weights = self._balanced(weights, logits, choice.shares, route, padding)
+        output = self._routed(x, weights, route.assignment)
         return output if self.shared is None else output + self.shared(x)
 
-    def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    # ---- where tokens go
+
+    @torch.no_grad()
+    def _route(self, choice: Choice, padding: Tensor | None) -> Route:
+        experts, indices = self.config.num_experts, choice.indices
+        counted = indices if padding is None else indices.masked_fill(self._here(padding)[..., None] > 0, experts)
+        counts, sent = occurrences(counted, experts + 2), counted
+        if self.training and self.config.moe_expert_capacity_factor is not None:
+            capacity = capacity_of(self.config, self._length(indices))
+            if capacity < self._length(indices):
+                every, weights = self._whole(counted), self._whole(choice.weights)
+                dropped = self._here(beyond_capacity(every, weights, self.config, capacity))
+                sent = counted.masked_fill(dropped, experts)
+                counts[-1] = (sent != counted).sum()
+        gathered = gather_sequence(sent, self.ranks.layer) if self.sequence_parallel else sent
+        assignment = assign(
+            gathered.flatten(0, 1),
+            experts,
+            self.ranks.dispatch,
+            counts=counts if gathered is counted else None,
+            sends_all=sent is indices,
+            apart=self.ranks.apart,
+        )
+        return Route(indices, counted, counts, sent, assignment, choice.gap)
+
+    def _routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         layer, group = self.ranks.layer, self.ranks.dispatch
         if self.sequence_parallel:
-            x, indices, weights = (gather_sequence(part, layer) for part in (x, indices, weights))
+            x, weights = gather_sequence(x, layer), gather_sequence(weights, layer)
         else:
             x, weights = (copy_to_group(part, layer, in_place=True) for part in (x, weights))
-        assignment = assign(indices.flatten(0, 1), self.config.num_experts, group)
-        rows = dispatch(x.flatten(0, 1), assignment, group)
-        rows = self.experts(rows, assignment.counts)
+        rows = self._computed(dispatch(x.flatten(0, 1), assignment, group), assignment.counts)
         output = combine(rows, weights.flatten(0, 1), assignment, group)
         if self.sequence_parallel:
             return reduce_scatter_sequence(output.view_as(x), layer)
         return reduce_from_group(output, layer, in_place=True).view_as(x)
 
-    def _balanced(self, weights: Tensor, logits: Tensor, shares: Tensor, indices: Tensor) -> Tensor:
+    def _computed(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """What the experts give for the rows of all sources, or of each source apart: then every source's gradients of
+        the weights are terms of their own."""
+        if len(counts) == 1:
+            output: Tensor = self.experts(rows, counts[0])
+            return output
+        outputs = []
+        for number, (part, of_part) in enumerate(zip(rows.split([*map(sum, counts)]), counts, strict=True)):
+            named = self.experts.named_parameters() if number else ()
+            terms = {name: separate_term(parameter) for name, parameter in named}  # type: ignore[arg-type]
+            outputs.append(functional_call(self.experts, terms, (part, of_part)))
+        return torch.cat(outputs)
+
+    # ---- positions
+
+    def _length(self, x: Tensor) -> int:
+        """S, of the sequences of which x has this rank's positions, [b, s, ...]."""
+        return x.shape[1] * math.prod(group.size for group in self.positions)
+
+    def _here(self, whole: Tensor) -> Tensor:
+        """This rank's positions: [b, S, ...] -> [b, s, ...]"""
+        local: Tensor = self.sequence.take(whole, 1)
+        return local[:, local_positions(local.shape[1], self.split)]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """All positions: [b, s, k] of every rank -> [b, S, k]"""
+        x = gather_sequence(x, self.split)
+        group = self.sequence.group
+        return x if group.size == 1 else self.sequence.put_together(all_gather(x, group), 1)
+
+    def _noise(self, x: Tensor) -> Tensor | None:
+        """[b, s, h] fp32, numbers around 1 by which the router's input is multiplied (Fedus et al. 2021, arXiv
+        2101.03961, section 2.3); None: there is no noise."""
+        eps = self.config.moe_input_jitter_eps
+        if not (eps and self.training):
+            return None
+        positions = self._here(torch.arange(self._length(x), device=x.device)[None])[0]
+        site = self.router.weight.spec.name
+        return self.streams.uniform(site, positions, samples=len(x), width=x.shape[2]).mul_(2.0 * eps).add_(1.0 - eps)
+
+    # ---- losses
+
+    def _balanced(
+        self, weights: Tensor, logits: Tensor, shares: Tensor, route: Route, padding: Tensor | None
+    ) -> Tensor:
         """The weights, with the losses of the router on their way.
 
-        Both are sums over the global batch, divided by its sequences or tokens: neither microbatches nor ranks change
-        them. The losses of a sequence need its counts on all ranks that hold a part of it, which have no gradient.
+        Each is a mean over the sequences of the global batch, of a mean over the tokens of a sequence: neither
+        microbatches nor ranks change them. The losses of a sequence need its counts on all ranks that hold a part of
+        it, which have no gradient.
         """
-        config, length = self.config, weights.shape[1] * math.prod(group.size for group in self.positions)
-        losses = []
-        if config.moe_aux_loss_coeff:
-            losses.append(config.moe_aux_loss_coeff * self._imbalance(shares, indices, length))
-        if config.moe_z_loss_coeff:
-            losses.append(config.moe_z_loss_coeff / length * logits.logsumexp(-1).square().sum())
+        config, losses = self.config, list[Tensor]()
+        length: int | Tensor = self._length(weights)
+        squares = logits.logsumexp(-1).square() if config.moe_z_loss_coeff else None
+        if padding is not None:
+            length = (padding == 0).sum(1, keepdim=True).clamp(min=1)  # [b, 1]
+            is_token = self._here(padding) == 0
+            shares = shares * is_token[..., None]
+            squares = None if squares is None else squares * is_token
+        if config.uses_last_loads:
+            losses.append(config.moe_aux_loss_coeff * self._global_imbalance(shares, length))
+        elif config.moe_aux_loss_coeff:
+            losses.append(config.moe_aux_loss_coeff * self._imbalance(shares, route.counted, length))
+        if squares is not None:
+            sums = squares.sum() if isinstance(length, int) else squares.sum(1, keepdim=True)
+            losses.append((config.moe_z_loss_coeff / length * sums).sum())
         if not losses:
             return weights
         scale = self.ranks.loss_scale.value / self.ranks.sequences
         return with_loss(weights, torch.stack(losses).sum(), scale)
 
-    def _imbalance(self, shares: Tensor, indices: Tensor, length: int) -> Tensor:
+    def _imbalance(self, shares: Tensor, counted: Tensor, length: int | Tensor) -> Tensor:
         """The sum over sequences of sum_e f_e P_e (DeepSeek-AI 2024, arXiv 2412.19437, equations 17 to 20), a scalar: f
         is the expert's part of the choices times E, P its mean share of the scores. 1 for each balanced sequence."""
         experts, chosen = self.config.num_experts, self.config.moe_router_topk
-        counts = shares.new_zeros(len(indices), experts)
-        counts.scatter_add_(1, indices.flatten(1), torch.ones_like(indices, dtype=counts.dtype).flatten(1))
+        counts = shares.new_zeros(len(counted), experts + 1)
+        counts.scatter_add_(1, counted.flatten(1), torch.ones_like(counted, dtype=counts.dtype).flatten(1))
         for group in self.positions:
             all_reduce_(counts, group)
-        return (counts * (experts / (chosen * length)) * (shares.sum(1) / length)).sum()
+        return (counts[:, :experts] * (experts / (chosen * length)) * (shares.sum(1) / length)).sum()
+
+    def _global_imbalance(self, shares: Tensor, length: int | Tensor) -> Tensor:
+        """The same with the expert's part of the choices of the whole last step: of this one it is known only at its
+        end, and would depend on the order of microbatches before. Without a last step f is 1, and the gradient 0."""
+        assert self.router.loads is not None
+        loads = self.router.loads.to(shares.dtype)
+        total = loads.sum()
+        f = torch.where(total > 0, loads * (self.config.num_experts / total), 1.0)
+        return (f * (shares.sum(1) / length)).sum()

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
-from megacore.parallel.collectives import copy_to_group
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
+from megacore.parallel.collectives import copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 
@@ -19,6 +20,7 @@ class LayerNorm(ShardedModule):
         hidden_size: h.
         epsilon: added to the variance.
         bias: whether there is one.
+        plus_one: whether the factor is 1 + weight.
         group: ranks that normalise different vectors, such as heads: parameters' gradients are summed over it.
     """
 
@@ -28,11 +30,12 @@ class LayerNorm(ShardedModule):
         epsilon: float,
         *,
         bias: bool = True,
+        plus_one: bool = False,
         group: Group = ALONE,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon, self.group = epsilon, group
+        self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
         self.weight = replicated(hidden_size, device=device)
         self.bias: ShardedParameter | None = replicated(hidden_size, device=device) if bias else None
 
@@ -50,9 +53,10 @@ class LayerNorm(ShardedModule):
 
     def _parameters_of_group(self) -> tuple[Tensor, Tensor | None]:
         if self.group.size == 1:
-            return self.weight, self.bias
+            return (self.weight + 1.0 if self.plus_one else self.weight), self.bias
         bias = None if self.bias is None else copy_to_group(self.bias, self.group)
-        return copy_to_group(self.weight, self.group), bias
+        weight = copy_to_group(self.weight, self.group)
+        return (weight + 1.0 if self.plus_one else weight), bias
 
 
 class RMSNorm(ShardedModule):
@@ -61,31 +65,140 @@ class RMSNorm(ShardedModule):
     Args:
         hidden_size: h.
         epsilon: added to the mean square.
+        plus_one: whether the factor is 1 + weight.
         group: as for LayerNorm.
     """
 
     def __init__(
-        self, hidden_size: int, epsilon: float, *, group: Group = ALONE, device: torch.device | None = None
+        self,
+        hidden_size: int,
+        epsilon: float,
+        *,
+        plus_one: bool = False,
+        group: Group = ALONE,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon, self.group = epsilon, group
+        self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
         self.weight = replicated(hidden_size, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        return ops.rms_norm(x, copy_to_group(self.weight, self.group), self.epsilon)
+        return ops.rms_norm(x, self._weight_of_group(), self.epsilon)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
-        return ops.rms_norm_with_input(x, copy_to_group(self.weight, self.group), self.epsilon)
+        return ops.rms_norm_with_input(x, self._weight_of_group(), self.epsilon)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""
-        return ops.add_rms_norm(x, residual, copy_to_group(self.weight, self.group), self.epsilon)
+        return ops.add_rms_norm(x, residual, self._weight_of_group(), self.epsilon)
+
+    def _weight_of_group(self) -> Tensor:
+        weight = copy_to_group(self.weight, self.group)
+        return weight + 1.0 if self.plus_one else weight
+
+
+class JointHeadNorm(ShardedModule):
+    """A norm over the queries, or the keys, of all heads together, as in OLMoE (Muennighoff et al. 2024, arXiv
+    2409.02060, section 2). Where ranks have different heads, they sum their squares, and the gradients of the sums.
+
+    Args:
+        config: which norm, and its epsilon.
+        heads: of all ranks.
+        ranks: of the layer group, which have different heads.
+        group: ranks over which the parameters' gradients are summed here.
+        device: where parameters live.
+    """
+
+    def __init__(
+        self, config: ResolvedModel, heads: int, *, ranks: Group, group: Group, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.ranks, self.group, self.size = ranks, group, heads * config.head_size
+        self.epsilon, self.is_rms = config.norm_epsilon, config.normalization == "RMSNorm"
+        self.plus_one = config.layernorm_1p
+        self.weight = replicated(self.size, device=device)
+        has_bias = not self.is_rms and config.norm_bias
+        self.bias: ShardedParameter | None = replicated(self.size, device=device) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, n, d] or, of this rank's heads, [b, s, n/t, d] -> the same"""
+        vectors = x.flatten(2).contiguous()
+        weight = copy_to_group(self.weight, self.group)
+        weight = weight + 1.0 if self.plus_one else weight
+        bias = None if self.bias is None else copy_to_group(self.bias, self.group)
+        if vectors.shape[-1] < self.size:
+            here = slice(self.ranks.rank * vectors.shape[-1], (self.ranks.rank + 1) * vectors.shape[-1])
+            normed = self._of_ranks(vectors, weight[here], None if bias is None else bias[here])
+        elif self.is_rms:
+            normed = ops.rms_norm(vectors, weight, self.epsilon)
+        else:
+            normed = ops.layer_norm(vectors, weight, bias, self.epsilon)
+        return normed.view(x.shape)
+
+    def _of_ranks(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[b, s, n d/t] -> the same, by means over all ranks"""
+        wide = x.float()
+        if not self.is_rms:
+            wide = wide - self._mean(wide)
+        normed = wide * torch.rsqrt(self._mean(wide.square()) + self.epsilon) * weight.float()
+        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the last dimension on all ranks, [..., 1]. Every rank uses it for other heads, so that its gradient is a
+        sum over the ranks too."""
+        return copy_to_group(reduce_from_group(x.sum(-1, keepdim=True), self.ranks), self.ranks) / self.size
+
+
+class _OfBlocks:
+    """A norm that is computed a block at a time, so that no layout changes a bit of its parameters' gradients.
+
+    Attributes:
+        blocks: of positions, or of heads.
+        of_heads: the vectors are those of this rank's heads, [b, s, heads, d].
+    """
+
+    blocks: Blocks
+    of_heads: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        over = self.blocks.over_heads if self.of_heads else self.blocks.over_positions
+        return over(self._normed, [x], [self.weight, getattr(self, "bias", None)])  # type: ignore[attr-defined]
+
+    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight + 1.0 if self.plus_one else weight  # type: ignore[attr-defined]
+        epsilon: float = self.epsilon  # type: ignore[attr-defined]
+        if isinstance(self, RMSNorm):
+            return ops.rms_norm(x, weight, epsilon)
+        return ops.layer_norm(x, weight, bias, epsilon)
+
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, and x."""
+        return self.forward(x), x
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of two tensors [..., h], and the sum."""
+        total = x + residual
+        return self.forward(total), total
+
+
+class LayerNormOfBlocks(_OfBlocks, LayerNorm):
+    """LayerNorm for --reproducible."""
+
+
+class RMSNormOfBlocks(_OfBlocks, RMSNorm):
+    """RMSNorm for --reproducible."""
 
 
 def build_norm(
-    config: ResolvedModel, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
+    config: ResolvedModel,
+    *,
+    device: torch.device | None,
+    size: int | None = None,
+    group: Group = ALONE,
+    blocks: Blocks = ONE_BLOCK,
 ) -> LayerNorm | RMSNorm:
     """The norm that the configuration asks for.
 
@@ -94,8 +207,18 @@ def build_norm(
         device: where its parameters live.
         size: of the last dimension. None: the hidden size.
         group: as for LayerNorm.
+        blocks: where sums over positions, or, with a size, over heads, are cut.
     """
-    size = size or config.hidden_size
+    length, plus_one = size or config.hidden_size, config.layernorm_1p
+    norm: LayerNorm | RMSNorm
     if config.normalization == "RMSNorm":
-        return RMSNorm(size, config.norm_epsilon, group=group, device=device)
-    return LayerNorm(size, config.norm_epsilon, bias=config.norm_bias, group=group, device=device)
+        kind = RMSNormOfBlocks if blocks else RMSNorm
+        norm = kind(length, config.norm_epsilon, plus_one=plus_one, group=group, device=device)
+    else:
+        of_layer = LayerNormOfBlocks if blocks else LayerNorm
+        norm = of_layer(
+            length, config.norm_epsilon, bias=config.norm_bias, plus_one=plus_one, group=group, device=device
+        )
+    if isinstance(norm, _OfBlocks):
+        norm.blocks, norm.of_heads = blocks, size is not None
+    return norm

@@ -3,7 +3,8 @@
 One object serves all layers of a model that share its frequencies, and keeps the tables of the longest sequence so far.
 Longer contexts than a model was trained on stretch the frequencies: all alike (linear; Chen et al. 2023, arXiv
 2306.15595), by the length of the sequence (dynamic NTK; Peng et al. 2023, arXiv 2309.00071, appendix B.1), or the low
-ones only (llama3; Llama team 2024, arXiv 2407.21783).
+ones only (llama3; Llama team 2024, arXiv 2407.21783; and yarn, Peng et al., section 3.2). yarn also makes queries and
+keys longer, because scores over more positions are flatter (section 3.4).
 
 Shape legend: b micro-batch, s positions, n heads, d head size, r rotated dimensions.
 """
@@ -11,6 +12,7 @@ Shape legend: b micro-batch, s positions, n heads, d head size, r rotated dimens
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS
 from megacore.parallel.context import WHOLE, SequenceShards
 
 
@@ -30,15 +33,49 @@ class RopeScaling:
         kind: by which rule.
         factor: how many times longer the context becomes.
         original: context in tokens before; not used by linear.
-        low: llama3 stretches frequencies that turn fewer times than this over the original context,
-        high: and leaves those that turn more often than this; between the two it goes over smoothly.
+        low: llama3 and yarn stretch frequencies that turn fewer times than this over the original context,
+        high: and leave those that turn more often than this; between the two they change over smoothly.
+        whole_pairs: yarn rounds these bounds to whole pairs of dimensions.
+        length: yarn multiplies rotated queries and keys by this.
     """
 
-    kind: Literal["linear", "dynamic", "llama3"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
     factor: float
     original: int = 0
     low: float = 1.0
     high: float = 4.0
+    whole_pairs: bool = True
+    length: float = 1.0
+
+    @classmethod
+    def of(cls, config: ResolvedModel) -> RopeScaling | None:
+        """The one that a configuration asks for, if any."""
+        if config.rope_scaling == "none":
+            return None
+        is_yarn = config.rope_scaling == "yarn"
+        return cls(
+            kind=config.rope_scaling,
+            factor=config.rope_scaling_factor,
+            original=config.rope_original_max_positions or 0,
+            low=config.rope_beta_slow if is_yarn else config.rope_low_freq_factor,
+            high=config.rope_beta_fast if is_yarn else config.rope_high_freq_factor,
+            whole_pairs=config.rope_truncate,
+            length=_yarn_length(config) if is_yarn else 1.0,
+        )
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """How much longer vectors become for a context that is `factor` times longer (arXiv 2309.00071, equation 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_length(config: ResolvedModel) -> float:
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    factor, ours, all_dimensions = config.rope_scaling_factor, config.rope_mscale, config.rope_mscale_all_dim
+    if ours is None or all_dimensions is None:
+        return yarn_scale(factor)
+    return yarn_scale(factor, ours) / yarn_scale(factor, all_dimensions)
 
 
 class Rotary:
@@ -74,15 +111,7 @@ class Rotary:
         """
         if config.position_embedding_type != "rope":
             return None
-        scaling = None
-        if config.rope_scaling != "none":
-            scaling = RopeScaling(
-                kind=config.rope_scaling,
-                factor=config.rope_scaling_factor,
-                original=config.rope_original_max_positions or 0,
-                low=config.rope_low_freq_factor,
-                high=config.rope_high_freq_factor,
-            )
+        scaling = RopeScaling.of(config)
         return cls(config.rotary_dimensions, base=config.rotary_base, scaling=scaling, sequence=sequence)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -99,7 +128,8 @@ class Rotary:
         cos, sin = self._angles(query, positions)
         if positions is None:
             return ops.rotary(query.contiguous(), cos, sin), ops.rotary(key.contiguous(), cos, sin)
-        turned = (ops.rotary(x.reshape(1, -1, *x.shape[2:]), cos, sin).view(x.shape) for x in (query, key))
+        rows = (x.contiguous().view(1, -1, *x.shape[2:]) for x in (query, key))
+        turned = (ops.rotary(x, cos, sin).view(like.shape) for x, like in zip(rows, (query, key), strict=True))
         return next(turned), next(turned)
 
     def split(self, packed: Tensor, *, groups: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,11 +160,13 @@ class Rotary:
         return cos[rows], sin[rows]
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position's angles, [s, r/2] fp32 each."""
+        """Cosines and sines of every position's angles, times the length of `RopeScaling`, [s, r/2] fp32 each."""
         exact = self.sequence.group.size > 1 or (self.scaling is not None and self.scaling.kind == "dynamic")
         if length > self._length or (exact and length != self._length) or self._tables[0].device != device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies(length)).to(device)
             self._length, self._tables = length, (angles.cos(), angles.sin())
+            if self.scaling is not None and self.scaling.length != 1.0:
+                self._tables = self._tables[0] * self.scaling.length, self._tables[1] * self.scaling.length
             if self.sequence.group.size > 1:
                 self._here = self.sequence.take(self._tables[0], 0), self.sequence.take(self._tables[1], 0)
         if length == self._length:
@@ -162,6 +194,35 @@ class Rotary:
             return frequencies
         if scaling.kind == "linear":
             return frequencies / scaling.factor
+        if scaling.kind == "yarn":
+            kept = 1.0 - _yarn_ramp(scaling, base, r)
+            return (frequencies / scaling.factor) * (1.0 - kept) + frequencies * kept
         turns = scaling.original * frequencies / (2.0 * math.pi)  # over the original context
         kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
         return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def _yarn_ramp(scaling: RopeScaling, base: float, r: int) -> Tensor:
+    """How far each pair of dimensions is stretched, [r/2]: 0 not at all, 1 fully, and between the bounds linearly by
+    the number of the pair (arXiv 2309.00071, section 3.2)."""
+
+    def pair_with(turns: float) -> float:
+        """The pair, as a fraction, that turns so often over the original context."""
+        return r * math.log(scaling.original / (turns * 2.0 * math.pi)) / (2.0 * math.log(base))
+
+    first, last = pair_with(scaling.high), pair_with(scaling.low)
+    if scaling.whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, r - 1)
+    if first == last:
+        last += 0.001
+    return ((torch.arange(r // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+
+
+def rotaries_of(config: ResolvedModel, sequence: SequenceShards = WHOLE) -> Mapping[str, Rotary | None]:
+    """What turns the queries and keys of each kind of block, by its letter in --attention-pattern."""
+    usual = Rotary.of(config, sequence)
+    local = usual
+    if usual is not None and config.window_rotary_base is not None and config.attention_pattern is not None:
+        local = Rotary(usual.dimensions, base=config.window_rotary_base, sequence=sequence)
+    return {WINDOW: local, FULL: usual, WITHOUT_POSITIONS: None}

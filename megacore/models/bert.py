@@ -60,10 +60,10 @@ class BertEmbedding(ShardedModule):
         if not config.bert.packed:
             self.positions = replicated(model.max_position_embeddings, h, device=device)
             self.segments = replicated(SEGMENTS, h, device=device)
-        self.norm = build_norm(model, device=device)
+        self.norm = build_norm(model, device=device, blocks=context.blocks)
         self.dropout = context.hidden_dropout(model, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.sequence = context.sequence
+        self.sequence, self.blocks = context.sequence, context.blocks
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens and segments of this rank's positions, and document numbers of whole sequences, [b, s] int64 each ->
@@ -75,7 +75,11 @@ class BertEmbedding(ShardedModule):
             if self.sequence.group.size > 1:
                 table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             positions = local_positions(tokens.shape[1], self.split)
-            x = x + F.embedding(segments[:, positions], self.segments) + table[positions]
+            x = (
+                x
+                + self.blocks.over_positions(F.embedding, [segments[:, positions]], [self.segments])
+                + table[positions]
+            )
         x = self.norm(x)
         return x if self.dropout is None else self.dropout(x), documents
 
@@ -89,11 +93,18 @@ class BertHead(ShardedModule):
         h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
-        self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
+        self.norm = (
+            build_norm(model, device=device, blocks=context.blocks) if config.bert.packed else nn.Identity()
+        )  # after pre-norm blocks
         self.transform = ReplicatedLinear(
-            h, h, bias=not model.disable_bias_linear, products=context.products, device=device
+            h,
+            h,
+            bias=not model.disable_bias_linear,
+            products=context.products,
+            blocks=context.blocks,
+            device=device,
         )
-        self.transform_norm = build_norm(model, device=device)
+        self.transform_norm = build_norm(model, device=device, blocks=context.blocks)
         self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
         self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
         self.loss, self.loss_options = context.chunked_loss(vocabulary), context.loss_options

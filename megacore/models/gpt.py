@@ -20,7 +20,7 @@ from megacore.layers.block import MLP, TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.moe import MoE
 from megacore.layers.norm import build_norm
-from megacore.layers.rotary import Rotary
+from megacore.layers.rotary import rotaries_of
 from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
@@ -40,14 +40,17 @@ class GPTEmbedding(ShardedModule):
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
         )
-        self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
+        self.norm = (
+            build_norm(config, device=context.device, blocks=context.blocks) if config.embedding_layernorm else None
+        )
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.sequence, self.beside = context.sequence, context.beside
+        self.sequence, self.beside, self.blocks = context.sequence, context.beside, context.blocks
+        self.multiplier = config.embedding_multiplier
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -68,6 +71,8 @@ class GPTEmbedding(ShardedModule):
 
     def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
@@ -81,7 +86,7 @@ class GPTEmbedding(ShardedModule):
         assert self.positions is not None
         table, here = self.positions, local_positions(tokens.shape[1], self.split)
         if positions is not None:
-            return F.embedding(self.sequence.take(positions, 1)[:, here], table)
+            return self.blocks.over_positions(F.embedding, [self.sequence.take(positions, 1)[:, here]], [table])
         if self.sequence.group.size > 1:
             rows: Tensor = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             return rows[here]
@@ -98,7 +103,8 @@ class GPTHead(ShardedModule):
         super().__init__()
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
-        self.norm = build_norm(config, device=context.device)
+        self.norm = build_norm(config, device=context.device, blocks=context.blocks)
+        self.divisor = config.logits_divisor
         self.weight = vocab_parallel_weight(
             config.vocab_size,
             config.hidden_size,
@@ -112,11 +118,11 @@ class GPTHead(ShardedModule):
         """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
         its inputs -> losses [b, s] fp32. What else follows the hidden states is not needed."""
         hidden, *others = (x,) if isinstance(x, Tensor) else x
-        if others and self.loss.chunks > 1:
+        if others and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()
-            return self.loss.losses(self.norm(hidden), self.weight, None, others[-1], options)
+            return self.loss.losses(self._normed(hidden), self.weight, None, others[-1], options)
         return column_parallel(
-            self.norm(hidden),
+            self._normed(hidden),
             self.weight,
             None,
             self.group,
@@ -124,6 +130,11 @@ class GPTHead(ShardedModule):
             split_backward=self.split_backward,
             products=self.products,
         )
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """The output layer's input, divided instead of the logits."""
+        normed = self.norm(hidden)
+        return normed if self.divisor == 1.0 else normed / self.divisor
 
 
 def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
@@ -133,19 +144,27 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         config: a resolved configuration (vocabulary and positions known).
         context: groups, device and what else the layers are built with.
     """
-    block = partial(
-        TransformerBlock,
-        context=context,
-        window=config.window_size,
-        rotary=Rotary.of(config, context.sequence),
-        alibi=alibi_of_rank(config, context),
-    )
+    block = partial(TransformerBlock, context=context, alibi=alibi_of_rank(config, context))
+    rotaries = rotaries_of(config, context.sequence)
     ranks = context.experts
     expert_ranks = ranks.dispatch.size * ranks.layer.size
     first, *blocks, last = gpt_outline(config, context.layer_group.size, expert_ranks=expert_ranks)
     return [
         LayerSpec.of(first, partial(GPTEmbedding, config, context)),
-        *(LayerSpec.of(size, partial(block, size.block, name=size.name, mlp=_mlp_of(size.block))) for size in blocks),
+        *(
+            LayerSpec.of(
+                size,
+                partial(
+                    block,
+                    size.block,
+                    name=size.name,
+                    window=None if size.block is None else size.block.window_size,
+                    rotary=rotaries[kind],
+                    mlp=_mlp_of(size.block),
+                ),
+            )
+            for size, kind in zip(blocks, config.attention_kinds, strict=True)
+        ),
         LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
 

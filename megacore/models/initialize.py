@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from megacore.config import ResolvedModel
 from megacore.parallel.random import normal_slice
@@ -20,6 +21,14 @@ class InitialWeights(Protocol):
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
+
+
+@runtime_checkable
+class InitialBuffers(Protocol):
+    """Initial weights that also have values of what is no parameter, such as the biases of routers."""
+
+    def fill_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what is no parameter, by global name, its values in place, where they are not those of a new layer."""
 
 
 class RandomWeights:
@@ -45,7 +54,7 @@ def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *,
     | parameter | value | why |
     |---|---|---|
     | biases | 0 | |
-    | norm weights | 1 | the norm starts as plain standardisation |
+    | norm weights | 1, or 0 with `layernorm_1p` | the norm starts as plain standardisation |
     | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
     | every other matrix, both embeddings | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
@@ -59,7 +68,7 @@ def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *,
         name = parameter.spec.name
         parameter.zero_()
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if config.layernorm_1p else 1.0)
         elif not name.endswith("bias"):
             scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
             values = parameter.spec.unpadded(parameter)

@@ -80,6 +80,11 @@ def uses_triton(x: Tensor) -> bool:
     return _Decision.choice == "triton"
 
 
+def is_triton_asked_for() -> bool:
+    """Whether Triton was chosen by name, and is not only what `auto` found."""
+    return _Decision.choice == "triton"
+
+
 def on_accelerator(x: Tensor) -> bool:
     """Whether operators on this tensor are kernels that the host launches one by one: fewer and larger ones are faster
     there. Not in what torch.compile compiles. With Triton chosen on a CPU as on the GPU that it stands for."""

@@ -27,10 +27,16 @@ class AdamW(Optimizer[AdamWConfig]):
     counts_updates: ClassVar[bool] = True
     has_one_pass: ClassVar[bool] = True
 
-    def __init__(self, runs: Sequence[LocalRun], settings: AdamWConfig, *, weight_decay: float) -> None:
-        super().__init__(runs, settings, weight_decay=weight_decay)
+    def __init__(
+        self, runs: Sequence[LocalRun], settings: AdamWConfig, *, weight_decay: float, adam: AdamWConfig | None = None
+    ) -> None:
+        super().__init__(runs, settings, weight_decay=weight_decay, adam=adam)
         self._moments: dict[tuple[Bucket, str], Tensor] = {}  # by bucket and kind: see `_moment`
         self._decays: dict[Bucket, Tensor] = {}
+
+    @property
+    def usual_momentum(self) -> float:
+        return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         adamw(
@@ -42,7 +48,7 @@ class AdamW(Optimizer[AdamWConfig]):
             self.steps(runs),
             fused=True,
             amsgrad=False,
-            beta1=self.settings.adam_beta1,
+            beta1=self.momentum,
             beta2=self.settings.adam_beta2,
             lr=lr,
             weight_decay=weight_decay,
@@ -62,7 +68,7 @@ class AdamW(Optimizer[AdamWConfig]):
             square=self._moment(bucket, "exp_avg_sq"),
             step=number,
             lr=lr,
-            betas=(self.settings.adam_beta1, self.settings.adam_beta2),
+            betas=(self.momentum, self.settings.adam_beta2),
             epsilon=self.settings.adam_eps,
             weight_decay=self.weight_decay if True in decaying else 0.0,
             factor=factor,

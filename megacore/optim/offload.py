@@ -43,7 +43,11 @@ def step_on_host(
             members, downloaded = data_parallel.runs_of(bucket), bucket.downloaded()
             gradients = [None if run.gradient is None else downloaded[run.shard_slice] for run in members]
             optimizer.step(members, gradients, lr=lr, factor=factor)
-            bucket.publish()
+            if not optimizer.defers:
+                bucket.publish()
+        if optimizer.defers:
+            optimizer.finish()
+            data_parallel.publish()
 
 
 def host_cores(world: Group) -> int:

@@ -14,8 +14,10 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megacore.config.optimizers import OptimizerSettings, StateKind
-from megacore.zero.data_parallel import LocalRun
+from megacore.config import ResolvedConfig
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings, StateKind
+from megacore.parallel.mesh import Mesh
+from megacore.zero.data_parallel import LocalRun, LocalSegment
 
 S = TypeVar("S", bound=OptimizerSettings)
 
@@ -30,8 +32,11 @@ class Optimizer(ABC, Generic[S]):
         runs: all that this rank updates; there may be none.
         settings: of this optimizer.
         weight_decay: of matrices; vectors (biases, norm weights) have none.
+        adam: the settings of Adam's moments, which several optimizers share.
 
     Attributes:
+        weight_decay: of matrices, in the next update.
+        momentum: in the next update; unused by an optimizer without `usual_momentum`.
         kinds: of state, the same on every rank.
         state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
             kind: it counts the run's updates (a float32 scalar), for bias correction.
@@ -39,13 +44,36 @@ class Optimizer(ABC, Generic[S]):
 
     counts_updates: ClassVar[bool] = False
     """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
+    defers: ClassVar[bool] = False
+    """Whether the weights change in `finish`, once `update` has seen all buckets, and not in `update`."""
     has_one_pass: ClassVar[bool] = False
     """Whether there is a `step_shard`, which runs on devices with Triton."""
 
-    def __init__(self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float) -> None:
+    def __init__(
+        self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float, adam: AdamWConfig | None = None
+    ) -> None:
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
+        self.adam = settings if isinstance(settings, AdamWConfig) else adam or AdamWConfig()
+        self.momentum = self.usual_momentum or 0.0
         self.kinds: tuple[StateKind, ...] = settings.state
         self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
+
+    @property
+    def usual_momentum(self) -> float | None:
+        """The momentum that the settings state; None: the optimizer has none that a schedule may change."""
+        return None
+
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
+        """Prepare for the first update; all ranks call this together.
+
+        Args:
+            segments: that the runs consist of.
+            mesh: this rank's groups.
+            config: of the run.
+        """
+
+    def finish(self) -> None:
+        """Change the weights, for an optimizer that `defers`; all ranks call this together, after the last bucket."""
 
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.
@@ -58,11 +86,13 @@ class Optimizer(ABC, Generic[S]):
         """
         present = [(run, grad) for run, grad in zip(runs, gradients, strict=True) if grad is not None]
         scale_gradients([grad for _, grad in present], factor)
-        for is_matrix in (True, False):
-            members = [(run, grad) for run, grad in present if run.is_matrix is is_matrix]
-            if members:
-                decay = self.weight_decay if is_matrix else 0.0
-                self.update([run for run, _ in members], [grad for _, grad in members], lr=lr, weight_decay=decay)
+        alike: dict[tuple[float, float], list[tuple[LocalRun, Tensor]]] = {}
+        for run, grad in present:
+            if not run.scale.frozen:
+                decay = self.weight_decay * run.scale.weight_decay if run.is_matrix else 0.0
+                alike.setdefault((lr * run.scale.lr, decay), []).append((run, grad))
+        for (rate, decay), members in alike.items():
+            self.update([run for run, _ in members], [grad for _, grad in members], lr=rate, weight_decay=decay)
 
     def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:
         """Update the shard of a bucket in one pass, which writes the parameters in their 16-bit format too.
@@ -80,7 +110,7 @@ class Optimizer(ABC, Generic[S]):
         """Update `run.master` and the state of each run.
 
         Args:
-            runs: one or more, all matrices or all vectors.
+            runs: one or more, with the same rates.
             gradients: of each run, fp32, flat, clipped and without the loss scale.
             lr: the learning rate.
             weight_decay: of these runs.

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum (Sutskever et al. 2013) or without."""
+"""Stochastic gradient descent, with momentum, Nesterov's too (Sutskever et al. 2013), or without."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from megacore.zero.data_parallel import LocalRun
 class SGD(Optimizer[SGDConfig]):
     """PyTorch's operator. Elementwise: a shard is updated as it would be within the whole parameter."""
 
+    @property
+    def usual_momentum(self) -> float:
+        return self.settings.sgd_momentum
+
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
-        momentum = self.settings.sgd_momentum
+        momentum = self.momentum
         buffers = [self.state[run].get("momentum_buffer") for run in runs]
         sgd(
             [run.master for run in runs],
@@ -26,7 +30,7 @@ class SGD(Optimizer[SGDConfig]):
             momentum=momentum,
             lr=lr,
             dampening=0.0,
-            nesterov=False,
+            nesterov=self.settings.sgd_nesterov,
             maximize=False,
         )
         for run, buffer in zip(runs, buffers, strict=True):  # the first update makes them: the gradient itself

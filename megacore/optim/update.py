@@ -24,6 +24,7 @@ from megacore.config import ResolvedConfig, ResolvedPrecision
 from megacore.config.messages import counted
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
+from megacore.optim.lr_schedules import momentum, weight_decay
 from megacore.optim.nonfinite import Copies, NonFinite, copies_of, non_finite_state
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
@@ -116,6 +117,7 @@ class WeightUpdate:
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
         self.optimizer = build_optimizer(data_parallel.runs, config)
+        self.optimizer.attach(data_parallel.segments, mesh, config)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
@@ -123,9 +125,11 @@ class WeightUpdate:
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = bool(config.parallel.sequence_parallel)
+        self._config, self._train_iters = config.optimizer, config.training.train_iters
         self._clip = config.optimizer.clip_grad
         self._adaptive_clip = AdaptiveClip(config.optimizer) if config.optimizer.clip_grad_adaptive else None
-        self.guard = SpikeGuard(config.spikes, warmup_steps=config.optimizer.lr_warmup_iters)
+        warmup = config.optimizer.lr_warmup_iters * config.training.global_batch_size  # samples
+        self.guard = SpikeGuard(config.spikes, warmup_steps=config.batch_sizes.steps(warmup))
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
         self._counted = counted_segments(data_parallel.segments, mesh)
@@ -160,6 +164,7 @@ class WeightUpdate:
         for name, holders in self._shared.items():
             self._all_reduce_tied_grads(name, holders)
         data_parallel.convert_exact_sums()
+        data_parallel.drop_frozen_gradients()
         exact = data_parallel.options.exact_terms > 0
         scale = 1.0 if exact else self.scaler.scale  # still a factor of the gradients
         total = totals(
@@ -172,6 +177,7 @@ class WeightUpdate:
             votes=votes,
             exact=exact,
         )
+        self._set_rates(step)
         limits = self.guard.limits(step)
         queue_more = None
         if data_parallel.options.offload:
@@ -205,6 +211,13 @@ class WeightUpdate:
         if self._adaptive_clip is not None:
             self._adaptive_clip.observe(norm)
         return Outcome(loss=total.loss, norm=norm, votes=summed_votes, spike=spike, clip_limit=clip_limit)
+
+    def _set_rates(self, step: int) -> None:
+        """Give the optimizer the weight decay and the momentum of a step."""
+        optimizer, config = self.optimizer, self._config
+        optimizer.weight_decay = weight_decay(step, config, train_iters=self._train_iters)
+        if (usual := optimizer.usual_momentum) is not None:
+            optimizer.momentum = momentum(step, config, usual=usual, train_iters=self._train_iters)
 
     def _reject(self, spike: str) -> None:
         """Count a spike.
@@ -246,7 +259,11 @@ class WeightUpdate:
             runs = self.data_parallel.runs_of(bucket)
             gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
             self.optimizer.step(runs, gradients, lr=lr, factor=factor)
-            bucket.publish()
+            if not self.optimizer.defers:
+                bucket.publish()
+        if self.optimizer.defers:
+            self.optimizer.finish()
+            self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:
         """The state of a resumed run that is not in tensors."""

@@ -81,7 +81,10 @@ def compile_layer(
         split_backward: gradients of inputs and of weights may be computed separately.
     """
     if split_backward:
+        as_they_are = {id(inner) for module in layer.modules() if _runs_as_it_is(module) for inner in module.modules()}
         for module in layer.modules():
+            if id(module) in as_they_are:
+                continue
             if isinstance(products := getattr(module, "products", None), Products):
                 apart = _UncompiledLinears(products)
                 apart.linear = torch.compiler.disable(apart.linear)  # type: ignore[method-assign]
@@ -101,6 +104,11 @@ def compile_layer(
     layer.forward = compile_function(
         layer.forward, backend=backend, fixed_shapes=fixed_shapes, split_backward=split_backward
     )
+
+
+def _runs_as_it_is(module: nn.Module) -> bool:
+    """Whether compiled code ends before the module."""
+    return "forward" in getattr(module, "uncompiled", ())
 
 
 def compile_function(

@@ -382,21 +382,68 @@ def _by_heads(
     """As `context_attention`: whole sequences of 1/p of the heads on each rank. Where there are fewer key heads than
     ranks, ranks get copies of one."""
     ranks, rank = shards.group.size, shards.group.rank
-    copies = max(1, ranks // key.shape[1])
-    heads = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
-    joined = torch.cat([x.transpose(1, 2).unflatten(2, (ranks, -1)) for x in (query, *heads)], 3)
-    sizes = [x.shape[1] // ranks for x in (query, *heads)]
-    whole: Tensor = _Exchange.apply(joined, shards, True)  # [b, s, (n + 2 g) / p, d]
-    mixed = attention(
-        *(x.transpose(1, 2) for x in whole.split(sizes, 2)),
-        causal=view.causal,
-        window=view.window,
-        documents=view.documents,
-        padded=view.padded,
-        alibi=None if slopes is None else Alibi(slopes.chunk(ranks)[rank]),
-    )
+    slopes = None if slopes is None else slopes.chunk(ranks)[rank]
+    if key.shape[1] < ranks:
+        mixed: Tensor = _CopiedKeysAttention.apply(query, key, value, shards, view, slopes)
+        if view.documents is not None and view.padded:
+            mixed = mixed.masked_fill((view.documents == 0)[:, None, :, None], 0.0)
+    else:
+        joined, sizes = _joined_heads((query, key, value), ranks)
+        whole: Tensor = _Exchange.apply(joined, shards, True)  # [b, s, (n + 2 g) / p, d]
+        mixed = attention(
+            *(x.transpose(1, 2) for x in whole.split(sizes, 2)),
+            causal=view.causal,
+            window=view.window,
+            documents=view.documents,
+            padded=view.padded,
+            alibi=None if slopes is None else Alibi(slopes),
+        )
     back: Tensor = _Exchange.apply(mixed.transpose(1, 2), shards, False)  # [b, s/p, p, n/p, d]
     return back.flatten(2, 3).contiguous().transpose(1, 2)
+
+
+def _joined_heads(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list[int]]:
+    """What each rank computes with of this rank's positions, [b, s/p, p, (n + 2 g) / p, d]; and how many heads of
+    queries, keys and values these are."""
+    joined = torch.cat([x.transpose(1, 2).unflatten(2, (ranks, -1)) for x in tensors], 3)
+    return joined, [x.shape[1] // ranks for x in tensors]
+
+
+class _CopiedKeysAttention(Node):
+    """Attention over whole sequences with this rank's query heads, [b, n/p, s, d], and a copy of the key head that they
+    read. The gradients of the copies travel in fp32 to the ranks of the positions, which sum them: of terms that are
+    rounded to 16 bits one by one the sum is less exact than the gradient that one process computes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shards: SequenceShards,
+        view: Visibility,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        ranks = shards.group.size
+        copies = (x.repeat_interleave(ranks // key.shape[1], 1) for x in (key, value))
+        joined, sizes = _joined_heads((query, *copies), ranks)
+        operands = [x.transpose(1, 2) for x in _positions_to_heads(joined, shards).split(sizes, 2)]
+        out, logarithm = attend(*operands, view=view, slopes=slopes, offset=0)
+        ctx.save_for_backward(*operands, out, logarithm, view.documents, slopes)
+        ctx.shards, ctx.causal, ctx.window, ctx.key_heads = shards, view.causal, view.window, key.shape[1]
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, out, logarithm, documents, slopes = ctx.saved_tensors
+        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
+        d_whole = attend_backward(d_out, out, logarithm, tuple(operands), view=view, slopes=slopes, offset=0)
+        d_query, d_key, d_value = (x.transpose(1, 2) for x in d_whole)  # [b, s, n/p or 1, d] fp32
+        queries = _heads_to_positions(d_query.to(out.dtype), ctx.shards)  # [b, s/p, p, n/p, d]
+        copies = _heads_to_positions(torch.cat((d_key, d_value), 2), ctx.shards)  # [b, s/p, p, 2, d]
+        sums = copies.unflatten(2, (ctx.key_heads, -1)).sum(3).to(out.dtype)  # [b, s/p, g, 2, d]
+        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), None, None, None
 
 
 class _Exchange(Node):

@@ -14,18 +14,25 @@ import torch
 from torch import Tensor
 
 from megacore.ops import VocabularyShare
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import split_evenly
 
 
-def vocabulary_share(vocab_size: int, group: Group = ALONE) -> VocabularyShare:
+def vocabulary_share(vocab_size: int, group: Group = ALONE, blocks: Blocks = ONE_BLOCK) -> VocabularyShare:
     """Which columns of the logits this rank holds, and the exchange.
 
     Args:
         vocab_size: the true vocabulary size V; rank r of t holds columns [r V / t, (r + 1) V / t).
         group: the tensor-parallel group.
+        blocks: that the ranks have statistics of, in place of one set for all their columns.
     """
+    if blocks:
+        return VocabularyShare(
+            bounds=tuple(split_evenly(vocab_size, number, blocks.count) for number in range(blocks.count)),
+            exchange=lambda parts: all_gather(parts, group).flatten(0, 1),
+        )
     if group.size == 1:
         return VocabularyShare(((0, vocab_size),))
     return VocabularyShare(

@@ -1,9 +1,11 @@
 """Expert parallelism: which rank computes which expert, and how the tokens travel there and back.
 
 The ranks of a group hold different experts of a layer (Lepikhin et al. 2020, arXiv 2006.16668). Each sends every other
-one the rows of the tokens that use its experts, as many as there are: nothing is dropped or padded. A rank computes the
-rows of an expert together, in the order of their source and then of their token, and sends the results back. The rank
-of the token adds them up in fp32, in ascending order of experts: the order of a sum does not depend on the layout.
+one the rows of the tokens that use its experts, as many as there are: nothing is padded. A rank computes the rows of an
+expert together, in the order of their source and then of their token, and sends the results back. The rank of the token
+adds them up in fp32, in ascending order of experts: the order of a sum does not depend on the layout.
+
+A choice may be left out: padding, and tokens beyond the capacity of an expert, are sent nowhere and get 0 from it.
 
 Every exchange has its reverse as backward, so that the pairs are adjoint like the other collectives. A rank that
 receives no row takes part in all of them, and its weights get gradients of zero.
@@ -23,9 +25,20 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import Node
+from megacore.ops.grouped import (
+    Implementation,
+    RowGroups,
+    add_grouped_weight_gradients,
+    combine_rows,
+    gather_rows,
+    grouped_implementation,
+    grouped_products,
+    grouped_weight_gradients,
+    spread_rows,
+)
 from megacore.parallel.collectives import PartsExchanged, RowsExchanged
 from megacore.parallel.mesh import ALONE, Group, Mesh
-from megacore.parallel.products import Products
+from megacore.parallel.products import Products, TorchProducts
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
 
@@ -45,17 +58,20 @@ class ExpertRanks:
         layer: ranks that split the same experts.
         sequences: of the global batch, by which the losses of the router are divided.
         loss_scale: of the current step.
+        apart: the rows of each source are multiplied apart, and give a gradient of the weights each, as they do on the
+            rank that they come from: --reproducible adds these terms exactly.
     """
 
     dispatch: Group = ALONE
     layer: Group = ALONE
     sequences: int = 1
     loss_scale: LossScale = field(default_factory=LossScale)
+    apart: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh, *, sequences: int) -> ExpertRanks:
+    def of(cls, mesh: Mesh, *, sequences: int, apart: bool = False) -> ExpertRanks:
         """Those of a mesh."""
-        return cls(dispatch=mesh.dispatch, layer=mesh.expert_layer, sequences=sequences)
+        return cls(dispatch=mesh.dispatch, layer=mesh.expert_layer, sequences=sequences, apart=apart)
 
 
 # ---- where rows go
@@ -67,55 +83,75 @@ class Assignment:
 
     Attributes:
         chosen: k.
-        order: [t k] which pair of token and choice each row is that is sent, by expert and then by token.
-        positions: [t k] the reverse: which row each pair is.
-        counts: rows of each expert of this rank.
+        order: [rows sent] which pair of token and choice each row is that is sent, by expert and then by token.
+        positions: [t k] the reverse: which row each pair is; the one after the last for a pair that is not sent.
+        counts: rows of each expert of this rank: of all sources together, or a list for each of them.
+        sends_all: every pair is sent.
         send: rows for each rank of the group; none where it has one.
         receive: rows from each of them.
-        grouped: [r] which received row comes when they are ordered by expert, source and token.
+        grouped: [r] which received row comes when they are ordered by expert, source and token; None: they stay in the
+            order of their arrival, by source, expert and token.
         arrival: [r] the reverse.
     """
 
     chosen: int
     order: Tensor
     positions: Tensor
-    counts: Sequence[int]
+    counts: Sequence[Sequence[int]]
+    sends_all: bool = True
     send: Sequence[int] = ()
     receive: Sequence[int] = ()
     grouped: Tensor | None = None
     arrival: Tensor | None = None
 
 
-def assign(indices: Tensor, experts: int, group: Group) -> Assignment:
-    """Agree with the other ranks on what each sends to each. The host waits once, for the counts.
+def assign(
+    indices: Tensor,
+    experts: int,
+    group: Group,
+    *,
+    counts: Tensor | None = None,
+    sends_all: bool = True,
+    apart: bool = False,
+) -> Assignment:
+    """Agree with the other ranks on what each sends to each. The host waits for the counts, once.
 
     Args:
-        indices: [t, k] int64, the experts of each token.
+        indices: [t, k] int64, the experts of each token; E for a choice that is not sent.
         experts: E, which the group's size divides; each rank holds as many, in order.
         group: ranks that hold different experts.
+        counts: [E or more] int64, how often each index occurs; None: they are counted.
+        sends_all: no index is E.
+        apart: the rows of each source are computed apart.
     """
     flat = indices.flatten()
     order = torch.sort(flat, stable=True).indices
-    counts = occurrences(flat, experts)
-    pairs = partial(Assignment, chosen=indices.shape[1], order=order, positions=_reverse(order))
+    counts = (occurrences(flat, experts + 1) if counts is None else counts)[:experts]
     if group.size == 1:
-        return pairs(counts=counts.tolist())
+        local = counts.tolist()
+        return _assignment(order, indices, sum(local), sends_all=sends_all, counts=[local])
     mine = counts.view(group.size, -1)  # [rank, expert of it]
     theirs = PartsExchanged(mine, group).wait()  # [source, expert of this rank]
     held = mine.shape[1]
     numbers = torch.cat([mine.sum(1), theirs.flatten()]).tolist()
-    sources = [numbers[start : start + held] for start in range(group.size, len(numbers), held)]
-    receive = list(map(sum, sources))
-    rows = torch.arange(sum(receive), device=flat.device)  # as they arrive, by source and expert
-    expert = torch.searchsorted(theirs.flatten().cumsum(0), rows, right=True) % held
-    grouped = torch.sort(expert, stable=True).indices
-    return pairs(
-        counts=list(map(sum, zip(*sources, strict=True))),
-        send=numbers[: group.size],
-        receive=receive,
-        grouped=grouped,
-        arrival=_reverse(grouped),
-    )
+    by_source = [numbers[start : start + held] for start in range(group.size, len(numbers), held)]
+    send, receive = numbers[: group.size], list(map(sum, by_source))
+    pairs = partial(_assignment, order, indices, sum(send), sends_all=sends_all, send=send, receive=receive)
+    if apart:
+        return pairs(counts=by_source)
+    ends = theirs.flatten().cumsum(0)  # of the rows of each source and expert
+    number = torch.searchsorted(ends, torch.arange(sum(receive), device=flat.device), right=True)
+    grouped = torch.sort(number % held, stable=True).indices
+    together = [list(map(sum, zip(*by_source, strict=True)))]
+    return pairs(counts=together, grouped=grouped, arrival=_reverse(grouped))
+
+
+def _assignment(order: Tensor, indices: Tensor, sent: int, *, sends_all: bool, **others: Any) -> Assignment:
+    """That of pairs in this order, of which the first `sent` are sent."""
+    positions = _reverse(order)
+    if not sends_all:
+        order, positions = order[:sent], positions.clamp_(max=sent)
+    return Assignment(chosen=indices.shape[1], order=order, positions=positions, sends_all=sends_all, **others)
 
 
 def occurrences(indices: Tensor, count: int) -> Tensor:
@@ -125,12 +161,13 @@ def occurrences(indices: Tensor, count: int) -> Tensor:
 
 
 def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
-    """The rows of this rank's experts: [t, h] of every rank -> [r, h], by expert, source and token."""
+    """The rows of this rank's experts: [t, h] of every rank -> [r, h], by expert, source and token; where sources are
+    computed apart, by source, expert and token."""
     rows: Tensor = _Replicated.apply(tokens, assignment)
     if group.size == 1:
         return rows
     received: Tensor = _Exchanged.apply(rows, assignment.send, assignment.receive, group)
-    return _permuted(received, assignment.grouped, assignment.arrival)
+    return received if assignment.grouped is None else _permuted(received, assignment.grouped, assignment.arrival)
 
 
 def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group) -> Tensor:
@@ -146,7 +183,8 @@ def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group)
         [t, h]
     """
     if group.size > 1:
-        rows = _permuted(rows, assignment.arrival, assignment.grouped)
+        if assignment.grouped is not None:
+            rows = _permuted(rows, assignment.arrival, assignment.grouped)
         rows = _Exchanged.apply(rows, assignment.receive, assignment.send, group)
     combined: Tensor = _Combined.apply(rows, weights, assignment)
     return combined
@@ -180,15 +218,11 @@ class _Replicated(Node):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, assignment: Assignment) -> Tensor:
         ctx.assignment = assignment
-        return tokens.index_select(0, assignment.order // assignment.chosen)
+        return gather_rows(tokens, assignment.order, assignment.chosen)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        pairs = _pairs(grad, ctx.assignment)
-        total = pairs[:, 0].float()
-        for number in range(1, pairs.shape[1]):
-            total = total + pairs[:, number]
-        return total.to(grad.dtype), None
+        return combine_rows(grad, ctx.assignment.positions, None, ctx.assignment.chosen), None
 
 
 class _Combined(Node):
@@ -196,25 +230,14 @@ class _Combined(Node):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
-        pairs = _pairs(rows, assignment)
-        ctx.save_for_backward(pairs, weights)
-        ctx.order = assignment.order
-        total = pairs[:, 0].float() * weights[:, 0, None]
-        for number in range(1, pairs.shape[1]):
-            total = total + pairs[:, number].float() * weights[:, number, None]
-        return total.to(rows.dtype)
+        ctx.save_for_backward(rows, weights)
+        ctx.assignment = assignment
+        return combine_rows(rows, assignment.positions, weights, assignment.chosen)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        pairs, weights = ctx.saved_tensors
-        of_rows = (grad.float()[:, None] * weights[..., None]).to(pairs.dtype)  # [t, k, h]
-        of_weights = (grad.float()[:, None] * pairs.float()).sum(-1)
-        return of_rows.flatten(0, 1).index_select(0, ctx.order), of_weights, None
-
-
-def _pairs(rows: Tensor, assignment: Assignment) -> Tensor:
-    """[t k, h] by expert -> [t, k, h]"""
-    return rows.index_select(0, assignment.positions).unflatten(0, (-1, assignment.chosen))
+        rows, weights = ctx.saved_tensors
+        return *spread_rows(grad, rows, ctx.assignment.positions, ctx.assignment.order, weights), None
 
 
 class _Exchanged(Node):
@@ -264,43 +287,51 @@ def with_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
 class GroupedProducts(Products):
     """The products of a linear layer of each expert with the rows that use it, as one layer with stacked weights.
 
+    Where the products are torch's, one operator may compute those of all experts (ops/grouped.py).
+
     Args:
         products: computes those of one expert.
-        counts: rows of each expert, which follow each other.
+        groups: rows of each expert.
     """
 
-    def __init__(self, products: Products, counts: Sequence[int]) -> None:
-        self._products, self._counts = products, counts
+    def __init__(self, products: Products, groups: RowGroups) -> None:
+        self._products, self._groups = products, groups
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[r, i] and [E, o, i] -> [r, o]"""
+        if (together := self._together(x, weight.shape[2], weight.shape[1])) != "loop":
+            return grouped_products(x, weight, self._groups, together)
         y = x.new_empty(len(x), weight.shape[1])
-        for rows, matrix in zip(self._ranges(), weight, strict=True):
+        for rows, matrix in zip(self._groups.ranges(), weight, strict=True):
             self._products.write_output(y[rows], x[rows], matrix, None)
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """[r, o] and [E, o, i] -> [r, i]"""
+        if (together := self._together(grad, weight.shape[2], weight.shape[1])) != "loop":
+            return grouped_products(grad, weight, self._groups, together, transposed=True)
         dx = grad.new_empty(len(grad), weight.shape[2])
-        for rows, matrix in zip(self._ranges(), weight, strict=True):
+        for rows, matrix in zip(self._groups.ranges(), weight, strict=True):
             self._products.write_input_gradient(dx[rows], grad[rows], matrix)
         return dx
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """[r, o] and [r, i] -> [E, o, i], with zeros for an expert without rows"""
-        return torch.stack([self._products.weight_gradient(grad[rows], x[rows]) for rows in self._ranges()])
+        if (together := self._together(x, x.shape[1], grad.shape[1])) != "loop":
+            return grouped_weight_gradients(grad, x, self._groups, together)
+        return torch.stack([self._products.weight_gradient(grad[rows], x[rows]) for rows in self._groups.ranges()])
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
         """The same, added to `total`."""
-        for rows, of_expert in zip(self._ranges(), total, strict=True):
+        if (together := self._together(x, x.shape[1], grad.shape[1])) != "loop":
+            add_grouped_weight_gradients(total, grad, x, self._groups, together, has_terms=has_terms)
+            return
+        for rows, of_expert in zip(self._groups.ranges(), total, strict=True):
             self._products.add_weight_gradient(of_expert, grad[rows], x[rows], has_terms=has_terms)
 
-    def _ranges(self) -> list[slice]:
-        ranges, start = [], 0
-        for count in self._counts:
-            ranges.append(slice(start, start + count))
-            start += count
-        return ranges
+    def _together(self, x: Tensor, inputs: int, outputs: int) -> Implementation:
+        """What computes the products of all experts at once; `loop`: nothing does."""
+        return grouped_implementation(x, inputs, outputs) if isinstance(self._products, TorchProducts) else "loop"
 
 
 class GroupedLinear(ShardedModule):
@@ -336,11 +367,11 @@ class GroupedLinear(ShardedModule):
         spec = ShardSpec(shape=shape, slices=slices, is_replicated=False, replica_role="expert_replicas")
         self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
         """[r, i] -> [r, o]
 
         Args:
             x: the rows of each expert, one after the other.
-            counts: how many each has.
+            groups: how many each has.
         """
-        return GroupedProducts(self.products, counts).linear(x, self.weight)
+        return GroupedProducts(self.products, groups).linear(x, self.weight)

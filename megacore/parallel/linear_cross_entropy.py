@@ -27,6 +27,7 @@ from megacore.ops.loss import (
     merged,
     statistics,
 )
+from megacore.parallel.canonical import ONE_BLOCK, Blocks, aligned, tree_sum
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
 from megacore.parallel.mesh import Group
@@ -48,6 +49,7 @@ class ChunkedLoss:
         sequence_parallel: the input is split along the sequence.
         split_backward: the gradients of input and weight are computed apart, each with the logits it needs.
         products: computes the matrix products.
+        blocks: of the vocabulary, each of which is a chunk whatever `chunks` says, so that no layout changes a bit.
     """
 
     vocab_size: int
@@ -56,6 +58,12 @@ class ChunkedLoss:
     sequence_parallel: bool
     split_backward: bool
     products: Products
+    blocks: Blocks = ONE_BLOCK
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the loss is computed a part of the vocabulary at a time, without all logits."""
+        return self.chunks > 1 or bool(self.blocks)
 
     def losses(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: CrossEntropyOptions
@@ -94,17 +102,19 @@ class ChunkedLoss:
         """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
         setting = _Setting(self, self._share(), options)
         made = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
-        likeliest = likeliest_of_ranks(*made.likeliest, setting.share)
+        likeliest = likeliest_of_ranks(*made.likeliest, vocabulary_share(self.vocab_size, self.group))
         return made.loss.view(targets.shape), likeliest.view(targets.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
         """All of the input, [b, s, h]."""
         if self.group.size == 1:
             return x
+        if self.blocks:
+            return self.blocks.entered(x)
         return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group, in_place=True)
 
     def _share(self) -> VocabularyShare:
-        return vocabulary_share(self.vocab_size, self.group)
+        return vocabulary_share(self.vocab_size, self.group, self.blocks)
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,9 @@ class _Setting:
     def parts(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
         """The chunks of a rank's rows; the last one includes the padding, which a rank without columns has at
         least one row of."""
+        if self.layer.blocks:
+            yield from self._blocks(weight, bias)
+            return
         columns, rows = self.share.columns, weight.shape[0]
         height = -(-columns // self.layer.chunks) or rows
         if height >= _WIDE:
@@ -133,9 +146,22 @@ class _Setting:
                 columns=min(height, columns - start),
             )
 
+    def _blocks(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
+        """The blocks of a rank's rows, without the padding, which differs between layouts."""
+        bounds = self.layer.blocks.bounds(self.share.vocab_size)
+        for start, stop in bounds:
+            here = slice(start - bounds[0][0], stop - bounds[0][0])
+            yield _Part(
+                rows=here,
+                weight=aligned(weight[here]),
+                bias=None if bias is None else aligned(bias[here]),
+                first=start,
+                columns=stop - start,
+            )
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool) -> _Forward:
         """The losses, and if wanted the likeliest tokens."""
-        tokens, ids = x.flatten(0, -2), targets.reshape(-1)
+        tokens, ids = x.flatten(0, -2).to(weight.dtype), targets.reshape(-1)
         partial_sums, bounds = [], []
         best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
         for part in self.parts(weight, bias):
@@ -147,7 +173,9 @@ class _Setting:
                 best = _better(best, logits[:, : part.columns].float().max(-1), part.first)
             del logits
         vocab_size = self.share.vocab_size
-        local = merged(torch.stack(partial_sums), ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
+        local = torch.stack(partial_sums)
+        if not self.layer.blocks:  # the exchange merges those of all blocks
+            local = merged(local, ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
         loss, sums = losses(local, ids, share=self.share, options=self.options)
         return _Forward(loss, sums, best)
 
@@ -200,19 +228,24 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *sums = ctx.saved_tensors
         setting: _Setting = ctx.setting
-        products, tokens = setting.layer.products, x.flatten(0, -2)
+        products, tokens = setting.layer.products, x.flatten(0, -2).to(weight.dtype)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
         gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
-        grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x else None
+        blocks = setting.layer.blocks
+        grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x and not blocks else None
+        terms = list[Tensor]()
         added = ctx.sum if wants_weight else None
         total, has_terms = (None, False) if added is None else added.buffer()
-        grad_weight = torch.empty_like(weight) if wants_weight and total is None else None
-        grad_bias = torch.empty_like(bias) if wants_bias else None
+        empty = torch.zeros_like if blocks else torch.empty_like  # blocks leave the padding out
+        grad_weight = empty(weight) if wants_weight and total is None else None
+        grad_bias = empty(bias) if wants_bias else None
         for part in setting.parts(weight, bias):
             logits = products.output(tokens, part.weight, part.bias)
             gradient_of.write_(logits, start=part.first, columns=part.columns)
             if grad_x is not None:
                 products.add_input_gradient(grad_x, logits, part.weight)
+            elif wants_x:
+                terms.append(products.input_gradient(logits, part.weight).float())
             if grad_weight is not None:
                 grad_weight[part.rows] = products.weight_gradient(logits, tokens)
             if total is not None:
@@ -222,5 +255,7 @@ class _Gradients(torch.autograd.Function):
             del logits
         if added is not None:
             added.added()
+        if terms:
+            grad_x = tree_sum(terms)
         grad_x = None if grad_x is None else grad_x.to(x.dtype).view(x.shape)
         return None, None, None, grad_x, grad_weight, grad_bias

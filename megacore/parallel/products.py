@@ -71,8 +71,7 @@ class Products:
         y: Tensor = _Output.apply(self, x, weight.detach(), None if bias is None else bias.detach())
         if gradient is None:
             return y
-        joined: Tensor = _Joined.apply(y, gradient)
-        return joined
+        return with_gradient(y, gradient)
 
 
 class TorchProducts(Products):
@@ -176,6 +175,12 @@ class _Joined(Node):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad
+
+
+def with_gradient(y: Tensor, gradient: Tensor) -> Tensor:
+    """y, whose gradient backward hands to the node of `gradient` too; that is zeros of y's shape."""
+    joined: Tensor = _Joined.apply(y, gradient)
+    return joined
 
 
 class _SavedInput(Node):

@@ -5,6 +5,7 @@ rank's history.
   generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than its slice and one block.
 - Dropout: the mask of a site is a pure function of (seed, site name, global microbatch index, shard). Two pipelines,
   two data layouts or a recomputation therefore see the same mask, and no generator state is ever saved or restored.
+- Noise of a position is a pure function of (seed, site name, global sample number, position): also of no shard.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
+from megacore.ops.dropout import philox
+from megacore.parallel.canonical import Blocks
 from megacore.parallel.sharding import ShardSpec
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -88,12 +91,15 @@ class RandomStreams:
     Attributes:
         microbatch: global index of the microbatch that is being computed. Who computes one sets it first: the runtime
             before a forward, recomputation before the second one.
+        decided: what layers have decided in the first pass of what is computed again, by layer, and must not decide
+            anew in the second; None: nothing is computed again.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generator = torch.Generator(device=device)
         self.microbatch = 0
+        self.decided: dict[nn.Module, Any] | None = None
 
     def key(self, site: str, shard: int) -> int:
         """The seed of a site's mask, for operators that draw it themselves."""
@@ -107,6 +113,25 @@ class RandomStreams:
         """A generator at the start of the site's stream; valid until the next call."""
         self._generator.manual_seed(self.seed(site, shard))
         return self._generator
+
+    def uniform(self, site: str, positions: Tensor, *, samples: int, width: int) -> Tensor:
+        """Random numbers in [0, 1) of each position, the same bits whichever ranks hold which of them.
+
+        Args:
+            site: what they are for.
+            positions: [s] int64, in the sequence.
+            samples: b, of the microbatch.
+            width: how many there are of each position.
+
+        Returns:
+            [b, s, width] fp32
+        """
+        columns = torch.arange(-(-width // 4), device=positions.device)
+        numbers = torch.arange(samples, device=positions.device) + self.microbatch * samples  # in the run
+        sample, position, column = numbers[:, None, None], positions[:, None], columns
+        counter = column, position, sample & 0xFFFFFFFF, sample >> 32
+        words = torch.stack(philox(stable_hash(self._seed, site), counter), dim=-1).flatten(-2)[..., :width]
+        return (words >> 8).float().mul_(2.0**-24)
 
 
 @torch.library.custom_op("megacore::kept", mutates_args=())
@@ -129,11 +154,15 @@ class Dropout(nn.Module):
         site: global name of the position in the model.
         shard: which slice of the activations this rank holds; 0 where all tensor-parallel ranks hold the same, which
             must then draw the same mask.
+        blocks: of positions, each with a mask of its number instead of the shard's; None: the shard has one.
     """
 
-    def __init__(self, probability: float, streams: RandomStreams, site: str, *, shard: int = 0) -> None:
+    def __init__(
+        self, probability: float, streams: RandomStreams, site: str, *, shard: int = 0, blocks: Blocks | None = None
+    ) -> None:
         super().__init__()
         self.probability, self.streams, self.site, self.shard = probability, streams, site, shard
+        self.blocks = blocks or None
         self._scale = float(np.float32(1.0) / np.float32(1.0 - probability))
         self._seed = torch.zeros((), dtype=torch.int64)
 
@@ -151,7 +180,7 @@ class Dropout(nn.Module):
         """residual + dropout(x), of two tensors of one shape and dtype; on a device with kernels in one pass."""
         if not self.drops:
             return residual + x
-        if ops.uses_triton(x) and not torch.compiler.is_compiling():
+        if ops.uses_triton(x) and not torch.compiler.is_compiling() and self.blocks is None:
             seed = self.streams.seed(self.site, self.shard)
             return ops.dropout_add(x, residual, probability=self.probability, seed=seed)
         dropped: Tensor = self(x)
@@ -163,9 +192,16 @@ class Dropout(nn.Module):
             return x
         if torch.compiler.is_compiling():
             mask: Tensor = _kept(self._seed, x.shape, 1.0 - self.probability, x.device)
+        elif self.blocks is not None:
+            sizes = self.blocks.sizes_of_positions(x.shape[1])
+            numbers = self.blocks.held_positions
+            mask = torch.cat([self._drawn(x[:, :size], n) for size, n in zip(sizes, numbers, strict=True)], 1)
         else:
-            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-            mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, self.shard))
+            mask = self._drawn(x, self.shard)
         # The factor stays a Python number, which torch multiplies by in fp32: 1 / 0.9 in bf16 is 1.109, and every
         # activation would be 0.16% too small. The mask comes second, so that backward scales no dropped gradient.
         return (x * self._scale).mul_(mask)
+
+    def _drawn(self, like: Tensor, shard: int) -> Tensor:
+        mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
+        return mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, shard))

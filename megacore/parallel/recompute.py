@@ -2,7 +2,8 @@
 
 (Chen et al. 2016, arXiv 1604.06174; selective: Korthikanti et al. 2022, arXiv 2205.05198, section 5.) Dropout masks are
 functions of the microbatch's index, so that stating the index again is all it takes for the second pass to be bit
-for bit the first; no generator state is saved.
+for bit the first; no generator state is saved. What a layer decides by comparing numbers, such as the experts of each
+token, it decides once (`RandomStreams.decided`): otherwise another rounding in the second pass could change sizes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
     if torch.compiler.is_compiling():  # compiled code takes the seeds of its masks as tensors
         compiled: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
         return compiled
-    microbatch = streams.microbatch
+    microbatch, decided = streams.microbatch, dict[nn.Module, Any]()
 
     def again(*tensors: Tensor) -> T:
         streams.microbatch = microbatch
-        return function(*tensors)
+        around, streams.decided = streams.decided, decided
+        try:
+            return function(*tensors)
+        finally:
+            streams.decided = around
 
     output: T = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output

@@ -91,18 +91,24 @@ class GradientSum(Protocol):
         """The gradient of this backward is in the buffer."""
 
 
+TakeTerm = Callable[["ShardedParameter", Tensor], None]
+"""Takes one of several gradients of a parameter, to be added to its others."""
+
+
 class _Sliced:
     """A parameter with its `spec`: the global tensor, and the slice of it on this rank.
 
     Attributes:
         spec: the global tensor, and this rank's slice of it.
         gradient_sum: where linear layers add the gradient; None: they give it to autograd.
+        take_term: takes gradients that autograd must not add up itself; None: it may.
         beside_next: keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one
             product can read both.
     """
 
     spec: ShardSpec
     gradient_sum: GradientSum | None = None
+    take_term: TakeTerm | None = None
     beside_next: bool = False
 
     def named(self, name: str) -> None:
@@ -167,6 +173,29 @@ class ShardedModule(nn.Module):
                 sharded.grad = new.grad
                 self._parameters[name] = sharded
         return self
+
+
+class _SeparateTerm(torch.autograd.Function):
+    """The identity; backward gives the gradient to `take`, and nothing to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter, take: TakeTerm) -> Tensor:
+        ctx.parameter, ctx.take = parameter, take
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.take(ctx.parameter, grad)
+        return None, None
+
+
+def separate_term(parameter: ShardedParameter) -> Tensor:
+    """The parameter for a further use, whose gradient is added like that of another microbatch; the parameter itself
+    where autograd may add up the gradients of its uses."""
+    if parameter.take_term is None or not torch.is_grad_enabled():
+        return parameter
+    term: Tensor = _SeparateTerm.apply(parameter, parameter.take_term)
+    return term
 
 
 def replicated(*shape: int, device: torch.device | None = None) -> ShardedParameter:

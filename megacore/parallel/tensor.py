@@ -26,6 +26,7 @@ from torch import Tensor
 from megacore.config.model import padded_rows
 from megacore.ops import on_accelerator
 from megacore.ops.dispatch import Node
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import (
     Pending,
     ShardsGathered,
@@ -88,6 +89,7 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
+        blocks: where sums over features are cut, so that no layout changes a bit of them.
 
     Raises:
         ValueError: the group's size does not divide `out_features`.
@@ -103,12 +105,13 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         split_backward: bool = False,
         products: Products = TORCH,
+        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("out_features", out_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
-        self.products = products
+        self.products, self.blocks = products, blocks
         start, stop = split_evenly(out_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(stop - start, in_features, device=device),
@@ -121,6 +124,8 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
+        if self.blocks:
+            return self.blocks.columns(x, (self.weight, self.bias if with_bias else None), self.products)[0]
         return _linears(
             x,
             (self.weight, self.bias if with_bias else None),
@@ -142,6 +147,7 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
+        blocks: where sums over features are cut, so that no layout changes a bit of them.
         ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends before
             the product and its communication.
 
@@ -159,13 +165,14 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         split_backward: bool = False,
         products: Products = TORCH,
+        blocks: Blocks = ONE_BLOCK,
         ends_recomputed: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("in_features", in_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
-        self.products, self.ends_recomputed = products, ends_recomputed
+        self.products, self.blocks, self.ends_recomputed = products, blocks, ends_recomputed
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
@@ -177,6 +184,8 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
+        if self.blocks:
+            return self.blocks.row(x, self.weight, self.bias, self.products)
         saved = self.ends_recomputed and self._is_one_node(x)
         saved = saved and (self.group.size > 1 or gradient_sum(self.weight) is not None)
         if self.group.size == 1:
@@ -256,9 +265,12 @@ def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple
         [b, s, o/t] of each.
     """
     first = layers[0]
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    if first.blocks:
+        return first.blocks.columns(x, parameters, first.products)
     return _linears(
         x,
-        [parameter for layer in layers for parameter in (layer.weight, layer.bias)],
+        parameters,
         first.group,
         sequence_parallel=first.sequence_parallel,
         split_backward=first.split_backward,
@@ -297,7 +309,7 @@ def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
         that is split, or where the weights do not lie one after the other in memory.
     """
     first = layers[0]
-    if first.split_backward or not torch.is_grad_enabled():
+    if first.blocks or first.split_backward or not torch.is_grad_enabled():
         return None
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     weights = [weight for weight in parameters[::2] if weight is not None]

@@ -15,8 +15,9 @@ from typing import Literal
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.reproducible import canonical_blocks
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
-from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.once import once_per_config
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -84,11 +85,12 @@ def kept_by_operator(
     if block.activation.startswith("geglu") and (on_cpu or not config.training.compile):
         of_activation += 1  # the activated gate: no kernel computes GeGLU
     attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
-    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    norms = block.block_norms * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    # What the second norm of a parallel block reads is the input of the first.
     return {
-        "norms": residual * (1 if block.parallel_residual else 2) + norms,
+        "norms": residual * (block.block_norms - block.parallel_residual) + norms,
         "products of norms": residual * outputs,
-        "attention": attention + e * tokens * block.num_attention_heads * block.head_size / t,
+        "attention": attention + e * tokens * block.num_attention_heads * block.value_size / t,
         "activation": inner * of_activation,
         "product of the activation": inner * (0 if light else activated),
         "dropout": residual * masks,
@@ -124,7 +126,7 @@ def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included."""
-    split = (block.num_attention_heads + 2 * block.query_groups) * block.head_size  # of qkv
+    split = sum(rows for rows, _ in attention_matrices(block)[:-1])  # of qkv, or those from short vectors
     share, of_experts = expert_share(config, block), 0.0
     gated, mlps = 2 if block.gated else 1, 1
     inner = block.inner_size
@@ -133,10 +135,12 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
         inner = share.experts.moe_shared_expert_size or 0
         mlps = min(inner, 1)
     split += inner * gated  # of gate and up
-    norms = 1 if block.parallel_residual else 2
+    norms = block.block_norms - block.parallel_residual
     whole = _element(config) * _tokens(config)
+    here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
+    short = sum(rows for rows, _ in short_matrices(block)) / here
     residuals = norms * residual_bytes(config) + of_experts
-    return whole * (split / _layer_ranks(config) + (1 + mlps) * block.hidden_size) + residuals
+    return whole * (split / _layer_ranks(config) + short + (1 + mlps) * block.hidden_size) + residuals
 
 
 @once_per_config
@@ -152,9 +156,18 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
     queries, keys = n * d / t, d * max(g / t, 1)
     normed = 0.0
-    if block.qk_layernorm:
-        heads = n / t + max(g / t, 1)
-        normed = tokens * (e * (queries + keys) + heads * _norm_bytes(config, block, d, on_cpu=on_cpu))
+    if block.multi_latent_attention:
+        normed, width = _short_bytes(config, block, on_cpu=on_cpu), n * max(d, block.v_head_dim) / t
+        queries = keys = width
+        if width * t > n * block.v_head_dim:  # the result, of which the output layer keeps the part that counts
+            normed += e * tokens * width
+    elif block.qk_layernorm:
+        # The rows that norms take: each head, or the queries and the keys.
+        rows = [(n / t, d), (max(g / t, 1), d)]
+        if block.qk_layernorm_all_heads:
+            rows = [(1, n * d // t), (1, max(g * d // t, d))]
+        kept = sum(number * _norm_bytes(config, block, size, on_cpu=on_cpu) for number, size in rows)
+        normed = tokens * (e * (queries + keys) + kept)
     if block.qk_layernorm or block.position_embedding_type == "rope":
         taken = e * tokens * (queries + 2 * keys)
     else:  # views of the projection, but grouped queries are copied; ranks that share a group exchange theirs
@@ -179,11 +192,20 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
 
 
+def _short_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What latent attention keeps of its short vectors: as they are, normalised, and what the norms keep."""
+    e = _element(config)
+    tokens = _tokens(config) / (_layer_ranks(config) if config.parallel.sequence_parallel else 1)
+    sizes = [block.kv_lora_rank, *filter(None, [block.q_lora_rank])]
+    normed = sum(e * size + _norm_bytes(config, block, size, on_cpu=on_cpu) for size in sizes)
+    return tokens * (e * sum(sizes) + (normed if block.qk_layernorm else 0))
+
+
 def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
     sequence is long; and where ranks divide sequences."""
     s = config.data.seq_length
-    if config.rank_positions < s and config.context_comm != "ulysses":
+    if config.rank_positions < s and (config.context_comm != "ulysses" or copies_keys(config, block)):
         return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
@@ -223,13 +245,22 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
     gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
     these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
     ranks = config.data.seq_length // config.rank_positions
-    if ranks == 1 or config.context_comm == "ulysses":
+    queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
+    if config.context_comm == "ulysses":  # gradients of copied keys in fp32: of whole sequences, and as they are sent
+        copied = 2.0 * config.training.micro_batch_size * config.data.seq_length * block.head_size
+        return 4 * (2 * copied + queries) if copies_keys(config, block) else 0.0
+    if ranks == 1:
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
     if config.context_comm == "ring":
-        queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
         return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
     return keys * (e + 2 * 4 + returned)
+
+
+def copies_keys(config: ResolvedConfig, block: ResolvedModel) -> bool:
+    """Whether ranks that exchange positions for heads get copies of a key head, because there are fewer than ranks."""
+    held = max(block.query_groups // _layer_ranks(config), 1)
+    return config.context_comm == "ulysses" and held < config.parallel.cp
 
 
 def gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:
@@ -275,8 +306,10 @@ def logits_bytes(config: ResolvedConfig) -> float:
 
 
 def loss_chunks(config: ResolvedConfig) -> int:
-    """In how many chunks of the vocabulary the head computes its logits: what --loss-chunks says, or the fewest that
-    keep them within `MOST_LOGITS`."""
+    """In how many chunks of the vocabulary the head computes its logits: canonical blocks, or what --loss-chunks says,
+    or the fewest that keep them within `MOST_LOGITS`."""
+    if (blocks := canonical_blocks(config)) > 1:
+        return max(2, blocks // _layer_ranks(config))
     return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
 
 

@@ -12,6 +12,7 @@ import functools
 from typing import Literal
 
 from megacore.config import ResolvedModel
+from megacore.plan.model_size import attention_matrices, short_matrices
 
 CONVENTION = "model FLOPs, full attention"
 Attention = Literal["full", "causal"]
@@ -49,12 +50,13 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
 
     With a window no more keys than it holds are counted; causal attention sees half of them where it holds all.
     """
-    h, d, n = config.hidden_size, config.head_size, config.num_attention_heads
-    projections = 2.0 * h * d * (2 * n + 2 * config.query_groups)
+    h, n = config.hidden_size, config.num_attention_heads
+    matrices = (*attention_matrices(config), *short_matrices(config))
+    projections = 2.0 * sum(rows * columns for rows, columns in matrices)
     keys = float(min(seq_length, config.window_size or seq_length))
     if attention == "causal":
         keys -= keys**2 / (2.0 * seq_length)
-    mixing = 4.0 * keys * n * d
+    mixing = 2.0 * keys * n * (config.head_size + config.value_size)
     inner, router = config.inner_size, 0.0
     if config.experts is not None:
         inner, router = config.experts.active_inner_size, 2.0 * h * config.experts.num_experts

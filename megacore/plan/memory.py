@@ -24,6 +24,7 @@ from megacore.plan.state import (
     PlannedLayer,
     building_bytes,
     forgets_gradients,
+    held_blocks,
     held_by_layer,
     held_experts,
     held_parameters,
@@ -175,7 +176,8 @@ def _rank_memory(
 ) -> RankMemory:
     on_rank = stages[rank :: ranks_of_role("pipeline", config.parallel)]
     parameters = held_parameters(layers, on_rank)
-    state = state_bytes(parameters, config, experts=held_experts(config, layers, on_rank))
+    held = {"experts": held_experts(config, layers, on_rank), "blocks": held_blocks(layers, on_rank)}
+    state = state_bytes(parameters, config, **held)
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu

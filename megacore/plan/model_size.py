@@ -31,7 +31,7 @@ def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
 
 
 def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ranks: int = 1) -> int:
-    """Attention h d (2 n + 2 g), MLP 2 h f or, gated, 3 h f; biases; two norms. `tp` as for `embedding_parameters`.
+    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f; biases; two norms, or four.
 
     Every rank holds the norms and the biases of the two layers that write to the residual stream. Experts take the
     place of the MLP where the block has them.
@@ -41,18 +41,40 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
         tp: as for `embedding_parameters`.
         expert_ranks: ranks that divide the experts' weights, ep x etp.
     """
-    h, d, f, t = config.hidden_size, config.head_size, config.inner_size, tp or 1
-    query, projected = config.num_attention_heads * d, (config.num_attention_heads + 2 * config.query_groups) * d
+    h, f, t = config.hidden_size, config.inner_size, tp or 1
     into = 2 if config.gated else 1  # matrices that lead into the MLP's inner width
     mixture, mlp = 0, (into + 1) * h * f
     if config.experts is not None:
         mixture = mixture_parameters(config, config.experts, tp, expert_ranks=expert_ranks)
         into = mlp = 0
-    weights = h * projected + query * h + mlp
-    split_biases = (0 if config.disable_bias_linear else into * f) + (projected if config.qkv_bias else 0)
-    whole_biases = 0 if config.disable_bias_linear else 2 * h
-    head_norms = 2 * norm_parameters(config, d) if config.qk_layernorm else 0
-    return (weights + split_biases) // t + whole_biases + head_norms + 2 * norm_parameters(config) + mixture
+    weights = sum(rows * columns for rows, columns in attention_matrices(config)) + mlp
+    projected = (config.num_attention_heads + 2 * config.query_groups) * config.head_size
+    split_biases = (into * f if config.mlp_bias else 0) + (projected if config.qkv_bias else 0)
+    whole_biases = (config.mlp_bias + config.attention_output_bias) * h
+    whole = whole_biases + whole_attention_parameters(config) + config.block_norms * norm_parameters(config)
+    return (weights + split_biases) // t + whole + mixture
+
+
+def attention_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
+    """Outputs and inputs of the matrices of attention that tensor-parallel ranks split."""
+    h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
+    if not config.multi_latent_attention:
+        return [((n + 2 * config.query_groups) * d, h), (h, n * d)]
+    latent, values = config.kv_lora_rank, n * config.v_head_dim
+    return [(n * d, config.q_lora_rank or h), (n * config.qk_nope_head_dim + values, latent), (h, values)]
+
+
+def short_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
+    """Those of latent attention that every rank holds: h -> the short vectors."""
+    if not config.multi_latent_attention:
+        return []
+    widths = [*filter(None, [config.q_lora_rank]), config.kv_lora_rank + config.qk_rope_head_dim]
+    return [(width, config.hidden_size) for width in widths]
+
+
+def whole_attention_parameters(config: ResolvedModel) -> int:
+    """Those of attention that every tensor-parallel rank holds: norms, and the matrices to short vectors."""
+    return head_norm_parameters(config) + sum(rows * columns for rows, columns in short_matrices(config))
 
 
 def active_parameters(config: ResolvedModel) -> int:
@@ -79,15 +101,14 @@ def mixture_parameters(
 def largest_product(config: ResolvedModel, tp: int) -> int:
     """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product. Experts
     are left out."""
-    query = config.num_attention_heads * config.head_size
     inner = config.inner_size if config.experts is None else config.experts.moe_shared_expert_size or 0
-    widths = (query, inner * (2 if config.gated else 1))
-    return max(projection(config, tp), config.hidden_size * max(widths) // tp)
+    of_mlp = config.hidden_size * inner * (2 if config.gated else 1)
+    return max(of_mlp, *(rows * columns for rows, columns in attention_matrices(config))) // tp
 
 
 def projection(config: ResolvedModel, tp: int) -> int:
-    """Weights of the projection to queries, keys and values, on one of `tp` ranks."""
-    return config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_size // tp
+    """Weights of the projections to queries, keys and values, on one of `tp` ranks."""
+    return sum(rows * columns for rows, columns in attention_matrices(config)[:-1]) // tp
 
 
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
@@ -117,6 +138,16 @@ def vocabulary_rows(config: ResolvedModel, tp: int | None = None) -> int:
     if tp is None:
         return config.vocab_size
     return padded_rows(config.vocab_size, tp, config.make_vocab_size_divisible_by)
+
+
+def head_norm_parameters(config: ResolvedModel) -> int:
+    """The norms of queries and of keys: of each head, of all heads together, or of short vectors."""
+    if not config.qk_layernorm:
+        return 0
+    if config.multi_latent_attention:
+        return norm_parameters(config, config.kv_lora_rank + (config.q_lora_rank or 0))
+    heads = config.num_attention_heads + config.query_groups if config.qk_layernorm_all_heads else 2
+    return heads * norm_parameters(config, config.head_size)
 
 
 def norm_parameters(config: ResolvedModel, size: int | None = None) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypedDict
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
 from megacore.plan.flops import block_flops, head_flops, without_experts
 from megacore.plan.model_size import (
     bert_embedding_parameters,
@@ -80,18 +81,29 @@ def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> lis
             block=block,
         )
 
-    kinds = {True: outlined(config), False: outlined(without_experts(config))}
+    kinds: dict[tuple[bool, str], LayerOutline] = {}  # by whether the block has the experts, and its attention
+    blocks = []
+    for i, letter in enumerate(config.attention_kinds):
+        kind = (config.experts is None or config.experts.holds(i), letter)
+        if kind not in kinds:
+            kinds[kind] = outlined(_block_of_kind(config if kind[0] else without_experts(config), letter))
+        blocks.append(dataclasses.replace(kinds[kind], name=f"blocks.{i}"))
     return _between_embedding_and_head(
-        [
-            dataclasses.replace(kinds[config.experts is None or config.experts.holds(i)], name=f"blocks.{i}")
-            for i in range(config.num_layers)
-        ],
+        blocks,
         config,
         tp,
         embedding=_Parameters(embedding_parameters(config), embedding_parameters(config, tp)),
         head=_Parameters(head_parameters(config), head_parameters(config, tp)),
         head_flops=head_flops(config),
     )
+
+
+def _block_of_kind(config: ResolvedModel, kind: str) -> ResolvedModel:
+    """The configuration with the attention of one block."""
+    if config.attention_pattern is None or kind == WINDOW:
+        return config
+    full = _without_window(config)
+    return dataclasses.replace(full, position_embedding_type="none") if kind == WITHOUT_POSITIONS else full
 
 
 def bert_outline(config: ResolvedBertConfig) -> list[LayerOutline]:

@@ -235,7 +235,8 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
         flops += share * s * sum(number * block_flops(block, s, attention=attention) for block, number in blocks)
     elif hardware and config.training.recompute == "selective":
         keys = float(min(s, model.window_size or s)) * (0.5 if attention == "causal" else 1.0)
-        flops += s * model.num_layers * 4.0 * keys * model.num_attention_heads * model.head_size
+        width = model.head_size + model.value_size
+        flops += s * model.num_layers * 2.0 * keys * model.num_attention_heads * width
     return batch * flops
 
 

@@ -30,13 +30,14 @@ class PlannedLayer(LayerCost, Protocol):
     def block(self) -> ResolvedModel | None: ...
 
 
-def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0) -> dict[str, float]:
+def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, blocks: int = 0) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
 
     Args:
         parameters: of a rank's slice of its pipeline stages.
         config: a resolved configuration.
         experts: how many of them are of experts, which fewer ranks hold copies of.
+        blocks: how many of them are of blocks, whose matrices some optimizers take whole and keep less for.
     """
     compute, stage = ELEMENT_BYTES[config.precision.precision], zero_stage(config)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
@@ -47,9 +48,27 @@ def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0) ->
     return {
         "params": (shard if stage >= 3 else parameters) * compute,
         "grads": (shard if stage >= 2 else parameters) * reduce,
-        "optimizer": shard * (config.optimizer_settings.bytes_per_parameter + master),
+        "optimizer": shard * (moment_bytes(parameters, config, blocks=blocks) + master),
         "buffers": shard * summed if offload else 0.0,
     }
+
+
+def moment_bytes(parameters: int, config: ResolvedConfig, *, blocks: int) -> float:
+    """Bytes of the optimizer's state per parameter without the master weight, a mean. Arguments as for `state_bytes`.
+
+    The few vectors of blocks count like their matrices.
+    """
+    settings, share = config.optimizer_settings, blocks / parameters if parameters else 0.0
+    if not settings.takes_some_whole:
+        return settings.bytes_per_parameter
+    return share * settings.bytes_of(whole=True) + (1 - share) * settings.bytes_of(whole=False)
+
+
+def held_blocks(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
+    """How many of `held_parameters` are of blocks; arguments as there."""
+    held = held_by_layer([[layers[i] for i in numbers] for numbers in stages])
+    pairs = zip([layers[i] for numbers in stages for i in numbers], [n for chunk in held for n in chunk], strict=True)
+    return sum(count for layer, count in pairs if layer.block is not None)
 
 
 def zero_stage(config: ResolvedConfig) -> int:

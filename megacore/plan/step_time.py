@@ -29,9 +29,16 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
 from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.simulator import Costs, Simulator, Timeline
-from megacore.plan.state import PlannedLayer, held_experts, held_parameters, updated_parameters
+from megacore.plan.state import (
+    PlannedLayer,
+    held_blocks,
+    held_experts,
+    held_parameters,
+    moment_bytes,
+    updated_parameters,
+)
 from megacore.plan.traffic import (
     ReplicaTraffic,
     Sent,
@@ -174,7 +181,12 @@ def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
         inner = block.experts.moe_shared_expert_size or 0
     heads, f = block.num_attention_heads * d / t, inner / t
     projected = heads + 2 * d * max(block.query_groups / t, 1)
-    return [(h, projected), (heads, h), *([*[(h, f)] * (2 if block.gated else 1), (f, h)] if inner else [])]
+    of_mlp = [*[(h, f)] * (2 if block.gated else 1), (f, h)] if inner else []
+    if block.multi_latent_attention:
+        *into, (_, values) = attention_matrices(block)
+        of_attention = [(k, n / t) for n, k in into] + [(k, n) for n, k in short_matrices(block)]
+        return [*of_attention, (values / t, h), *of_mlp]
+    return [(h, projected), (heads, h), *of_mlp]
 
 
 class _Experts(NamedTuple):
@@ -644,7 +656,7 @@ def _step_end(
     hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
     shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
-    state = config.optimizer_settings.bytes_per_parameter
+    state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
     return _End(
         exposed=reduce + gather - hidden_reduce - hidden_gather,

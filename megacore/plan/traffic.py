@@ -20,11 +20,12 @@ from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.reproducible import canonical_blocks
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
 from megacore.plan.experts import expert_copies, expert_share
-from megacore.plan.model_size import norm_parameters, vocabulary_rows
+from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters, zero_stage
 
@@ -174,7 +175,8 @@ def _sent(
 
 def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
     """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
-    rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms."""
+    rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms.
+    Or positions for heads, and back."""
     ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
@@ -184,22 +186,27 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
         return (one,)
 
-    returning: tuple[Sent, ...] = ()
     if config.context_comm == "ulysses":
         t, block = ranks_of_role("layer", config.parallel), layer.block
         tokens, queries = config.training.micro_batch_size * config.rank_positions, block.num_attention_heads / t
-        copied = max(block.query_groups / t, 1, ranks)  # key heads; at least one for each rank
-        taken = sent("all-to-all", "queries, keys and values", e * tokens * block.head_size * (queries + 2 * copied), 1)
-        passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
+        held = max(block.query_groups / t, 1)
+        copied = max(held, ranks)  # key heads; at least one for each rank
+        sizes = tokens * block.head_size * queries, tokens * block.head_size * 2 * copied
+        taken = sent("all-to-all", "queries, keys and values", e * sum(sizes), 1)
+        results = sent("all-to-all", "attention's results", e * sizes[0], 1)
+        passing, returning = taken + results, taken + results
+        if held < copied:  # the gradients of copies are summed in fp32
+            returning = results + sent("all-to-all", "gradients of queries", e * sizes[0], 1)
+            returning += sent("all-to-all", "gradients of keys and values", 4 * sizes[1], 1)
     elif config.context_comm == "ring":
         taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
-        returning = sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
+        returning = passing + sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
     else:
         taken = passing = sent("all-gather", "keys and values", keys * e, 1)
-        returning = sent("reduce-scatter", "their gradients", keys * 4, 1)
+        returning = passing + sent("reduce-scatter", "their gradients", keys * 4, 1)
     # Recomputation of attention stops before its results, which backward does not need, are exchanged.
     repeated = passing if again else taken if config.training.recompute == "selective" else ()
-    return LayerTraffic(passing, passing + returning, repeated)
+    return LayerTraffic(passing, returning, repeated)
 
 
 def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
@@ -207,11 +214,14 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
     if t == 1:
         return LayerTraffic((), (), ())
     e = ELEMENT_BYTES[config.precision.precision]
-    whole = float(e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size)
+    numbers = float(config.training.micro_batch_size * config.rank_positions * config.model.hidden_size)
+    # Sums of canonical blocks are fp32: an all-to-all, and without sequence parallelism an all-gather.
+    summed = 4 if canonical_blocks(config) > 1 and layer.name != "embedding" else e
     entering, leaving = layer_sums(layer)
 
     def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
-        one = Sent(role="layer", pattern=pattern, what="activations", bytes=whole, count=count, ranks=t, stride=1)
+        size = numbers * (e if pattern == "all-gather" else summed)
+        one = Sent(role="layer", pattern=pattern, what="activations", bytes=size, count=count, ranks=t, stride=1)
         return (one,) if count else ()
 
     if config.parallel.sequence_parallel:
@@ -378,11 +388,11 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     """Parameters that every rank of the layer group holds whole."""
     norm = norm_parameters(model)
     if layer.block is not None:
-        biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
+        biases = (layer.block.mlp_bias + layer.block.attention_output_bias) * model.hidden_size
         if layer.block.experts is not None:  # the router, and the gate of a shared expert
             experts = layer.block.experts
             biases += model.hidden_size * (experts.num_experts + experts.moe_shared_expert_gate)
-        return 2 * norm + biases + (2 * norm_parameters(model, model.head_size) if model.qk_layernorm else 0)
+        return model.block_norms * norm + biases + whole_attention_parameters(model)
     if layer.name == "head":
         return norm
     positions = model.max_position_embeddings * model.hidden_size

@@ -57,7 +57,7 @@ class BertTask(Task):
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.has_pairs = config.bert.has_sentence_head
-        self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
+        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
         self.compiled_loss = compiled_loss(config)
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:

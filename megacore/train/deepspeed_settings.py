@@ -16,6 +16,7 @@ from megacore.config.deepspeed_keys import Document, value_at
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, field_infos, flag_and_value
 from megacore.config.flags import Given, translate_foreign
+from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import world_size
@@ -23,6 +24,7 @@ from megacore.parallel.mesh import world_size
 # What an engine has, besides the sections parallel, precision, optimizer and those of the optimizers.
 _OF_LOGGING = ("csv", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_group", "profile_steps")
 _OF_TRAINING = ("micro_batch_size", "global_batch_size", "recompute", "compile")
+_OPTIMIZERS = ("adamw", "sgd", "lion")
 _EITHER = "train_batch_size and train_micro_batch_size_per_gpu are both left out: give one of them"
 
 
@@ -81,6 +83,8 @@ def engine_settings(
     for name, value in values.items():
         if name not in of_sections and name not in (*_OF_LOGGING, *_OF_TRAINING, "log_interval"):
             given.problems.append(f"{flag_and_value(name, value)} is of the training programs, not of an engine")
+    if (kind := values.get("optimizer", "adamw")) not in _OPTIMIZERS:
+        given.problems.append(f"optimizer {kind} is of the training programs: use {one_of(_OPTIMIZERS)} with an engine")
     if not values.keys() & {"micro_batch_size", "global_batch_size"} and not given.problems:
         given.problems.append(_EITHER)
     if given.problems:

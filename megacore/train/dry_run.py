@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import megacore
 from megacore import ops
-from megacore.config import ResolvedConfig
+from megacore.config import RampupConfig, ResolvedConfig
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import DIMENSIONS, coordinates_of, pipeline_dimension, ranks_of_role
 from megacore.data.loading.batch import Batch
@@ -225,7 +225,7 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
     counts = _counts(config, rank)
     training = config.training
     samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)
-    config = replace(config, training=replace(training, global_batch_size=samples))
+    config = replace(config, training=replace(training, global_batch_size=samples), rampup=RampupConfig())
     pipeline_rank = coordinates_of(rank, config.parallel.degrees)[pipeline_dimension()]
     formula = (
         replace(config, model=replace(config.model, attention_dropout=0.0)) if on_cpu else config

@@ -31,6 +31,8 @@ class ExpertBalance:
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._rate = mesh, config.experts.moe_router_bias_update_rate
+        self._drops = config.experts.moe_expert_capacity_factor is not None
+        self._blocks = [block for block in range(config.model.num_layers) if config.experts.holds(block)]
         # Ranks with other tokens: with sequence parallelism those of the layer group too.
         self._groups = (mesh.loss, *([mesh.layer] if config.parallel.sequence_parallel else []))
         self._layers: dict[str, MoE] = {}  # by global name
@@ -39,7 +41,8 @@ class ExpertBalance:
                 for module in layer.modules():
                     if isinstance(module, MoE):
                         self._layers[f"{name}.mlp"] = module
-        self._counts = torch.zeros(len(self._layers), config.experts.num_experts or 0, dtype=torch.int64)
+        size = (len(self._layers), (config.experts.num_experts or 0) + 2)
+        self._counts = torch.zeros(size, dtype=torch.int64, device=mesh.device)
 
     def begin_step(self, loss_scale: float) -> None:
         """The forwards of a step follow.
@@ -50,6 +53,7 @@ class ExpertBalance:
         for layer in self._layers.values():
             layer.ranks.loss_scale.value = loss_scale
             layer.router.counts.zero_()
+            layer.router.gap.fill_(torch.inf)
 
     @torch.no_grad()
     def end_step(self, *, updated: bool) -> None:
@@ -60,39 +64,76 @@ class ExpertBalance:
         """
         if not self._layers:
             return
-        self._counts = torch.stack([layer.router.counts for layer in self._layers.values()])  # [layers, E]
+        self._counts = torch.stack([layer.router.counts for layer in self._layers.values()])  # [layers, E + 2]
         for group in self._groups:
             all_reduce_(self._counts, group)
         if not updated:
             return
+        loads = self._counts[:, :-2]
         # In integers: above or below the mean does not depend on rounding.
-        below = (self._counts.sum(1, keepdim=True) - self._counts.shape[1] * self._counts).sign()
-        for layer, direction in zip(self._layers.values(), below, strict=True):
+        below = (loads.sum(1, keepdim=True) - loads.shape[1] * loads).sign()
+        for layer, load, direction in zip(self._layers.values(), loads, below, strict=True):
             if layer.router.bias is not None:
                 layer.router.bias.add_(direction, alpha=self._rate)
+            if layer.router.loads is not None:
+                layer.router.loads.copy_(load)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The biases by global name, for a checkpoint."""
+        """The biases, and the counts of the last step that a loss goes by, by global name, for a checkpoint."""
         return {
-            f"{name}.router.bias": layer.router.bias
+            f"{name}.router.{kind}": buffer
             for name, layer in self._layers.items()
-            if layer.router.bias is not None
+            for kind, buffer in (("bias", layer.router.bias), ("loads", layer.router.loads))
+            if buffer is not None
         }
+
+    def loads(self) -> dict[str, Tensor]:
+        """How many tokens of the last step's global batch have chosen each expert, [E] int64, by the name of the
+        layer."""
+        return dict(zip(self._layers, self._counts[:, :-2], strict=True))
 
     def figures(self) -> dict[str, float]:
         """The balance of the last step by the keys of metrics.jsonl, equal on every rank; all ranks call this together.
 
         The violation of a layer is the largest load of an expert over the mean, less 1 (arXiv 2408.15664, section 4.1).
         """
-        counts = self._counts.double()
-        violations = counts.amax(1) / counts.mean(1) - 1.0 if len(counts) else counts.new_zeros(0)
-        device = self._mesh.device
-        idle = (counts == 0).sum().double()
-        sums = torch.stack([violations.sum(), counts.new_full((), len(counts)), idle]).to(device)
-        worst = torch.cat([violations, violations.new_zeros(1)]).max().to(device)
-        total, layers, unused = all_reduce_(sums, self._mesh.pipeline).tolist()
-        return {
-            "moe/max_violation": float(all_reduce_(worst, self._mesh.pipeline, "max")),
-            "moe/mean_violation": total / max(layers, 1.0),
-            "moe/idle_experts": unused,
+        rows = all_reduce_(self._table(), self._mesh.pipeline).tolist()  # each layer is on one stage
+        layers = {block: dict(zip(_COLUMNS, row, strict=True)) for block, row in zip(self._blocks, rows, strict=True)}
+        violations = [layer["max_violation"] for layer in layers.values()]
+        figures = {
+            "moe/max_violation": max(violations),
+            "moe/mean_violation": sum(violations) / len(violations),
+            "moe/idle_experts": sum(layer.pop("idle") for layer in layers.values()),
+            "moe/smallest_gap": min(layer["smallest_gap"] for layer in layers.values()),
         }
+        if self._drops:
+            figures["moe/dropped"] = sum(layer["dropped"] for layer in layers.values()) / len(layers)
+        for block, layer in layers.items():
+            if not self._drops:
+                del layer["dropped"]
+            figures |= {f"moe/block_{block}/{name}": value for name, value in layer.items()}
+        return figures
+
+    def _table(self) -> Tensor:
+        """[layers of the model, columns] fp64, with zeros for the layers of other stages."""
+        table = torch.zeros(len(self._blocks), len(_COLUMNS), dtype=torch.float64, device=self._mesh.device)
+        if not self._layers:
+            return table
+        gaps = torch.stack([layer.router.gap for layer in self._layers.values()]).neg_()
+        for group in self._groups:
+            all_reduce_(gaps, group, "max")
+        loads, dropped = self._counts[:, :-2].double(), self._counts[:, -1].double()
+        mean, total = loads.mean(1), loads.sum(1)
+        columns = (
+            loads.amax(1) / mean - 1.0,
+            loads.amin(1) / mean,
+            dropped / total,
+            (loads == 0).sum(1).double(),
+            -gaps.double(),
+        )
+        here = [number for number, block in enumerate(self._blocks) if f"blocks.{block}.mlp" in self._layers]
+        table[here] = torch.stack(columns, dim=1)
+        return table
+
+
+_COLUMNS = ("max_violation", "min_load", "dropped", "idle", "smallest_gap")

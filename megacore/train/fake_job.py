@@ -151,22 +151,36 @@ def _fused(
     return _efficient(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
 
 
-def _balanced(indices: Tensor, experts: int, group: Group) -> Assignment:
-    """`experts.assign` where no token's experts are known: all have equally many rows, to one."""
+def _balanced(
+    indices: Tensor,
+    experts: int,
+    group: Group,
+    *,
+    counts: Tensor | None = None,
+    sends_all: bool = True,
+    apart: bool = False,
+) -> Assignment:
+    """`experts.assign` where no token's experts are known: all have equally many rows, to one, and nothing is left
+    out."""
     rows, held = indices.numel(), experts // group.size
-    counts = [rows * (number + 1) // experts - rows * number // experts for number in range(experts)]
+    each = [rows * (number + 1) // experts - rows * number // experts for number in range(experts)]
     pairs = partial(
-        Assignment, chosen=indices.shape[1], order=indices.new_empty(rows), positions=indices.new_empty(rows)
+        Assignment,
+        chosen=indices.shape[1],
+        order=indices.new_empty(rows),
+        positions=indices.new_empty(rows),
+        sends_all=sends_all,
     )
     if group.size == 1:
-        return pairs(counts=counts)
-    send = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(group.size)]
-    mine = counts[group.rank * held : (group.rank + 1) * held]
+        return pairs(counts=[each])
+    send = [sum(each[rank * held : (rank + 1) * held]) for rank in range(group.size)]
+    mine = each[group.rank * held : (group.rank + 1) * held]
     received = sum(mine) * group.size
-    return pairs(
-        counts=[count * group.size for count in mine],
-        send=send,
-        receive=[sum(mine)] * group.size,
+    exchanged = partial(pairs, send=send, receive=[sum(mine)] * group.size)
+    if apart:
+        return exchanged(counts=[mine] * group.size)
+    return exchanged(
+        counts=[[count * group.size for count in mine]],
         grouped=indices.new_empty(received),
         arrival=indices.new_empty(received),
     )

@@ -6,16 +6,16 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch, PackedMicrobatch
+from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
-from megacore.models.initialize import InitialWeights, RandomWeights
+from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.experts import ExpertRanks
@@ -53,21 +53,26 @@ class GPTTask(Task):
         context = BuildContext.of(
             config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
         )
-        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
+        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size, apart=config.training.reproducible)
         context = dataclasses.replace(context, products=products, experts=experts)
         super().__init__(gpt_layers(config.model, context), streams)
         self.beside = config.beside_hidden_states
         if self.beside:
-            self.batch_type = PackedMicrobatch
+            self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
-        self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
+        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
         self.compiled_loss = compiled_loss(config)
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
+
+    def initialize_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what belongs to a rank's layers and is no parameter its values, in place."""
+        if isinstance(self.weights, InitialBuffers):
+            self.weights.fill_buffers(buffers)
 
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
         """This rank's positions, each with its label, which is the next position's token whoever holds that."""
@@ -85,6 +90,8 @@ class GPTTask(Task):
         if not isinstance(microbatch, PackedMicrobatch):
             return microbatch.tokens
         known = {"documents": microbatch.documents, "positions": microbatch.positions}
+        if isinstance(microbatch, PaddedMicrobatch):
+            known["padding"] = microbatch.padding
         return (microbatch.tokens, *(known[name] for name in self.beside))
 
     def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:

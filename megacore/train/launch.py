@@ -28,6 +28,7 @@ from megacore.errors import (
     UserError,
     WorkerDied,
 )
+from megacore.freed_memory import keep_what_is_freed
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import (
@@ -87,6 +88,8 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         mesh = build_mesh(config.parallel)
         config = _with_schedule(config, mesh)
         _choose_implementations(config.training, mesh.device)
+        if mesh.device.type == "cpu":
+            keep_what_is_freed()
         watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
         with output_directory(config, mesh) as run_config:

@@ -96,12 +96,15 @@ class StepMetrics:
         everyone = rows_of_ranks((first, last, timed.busy_seconds, *own), mesh).cpu()
         step_seconds, data_share, peak, *memory = everyone[:, 3:].amax(0).tolist()
         sequences = config.training.global_batch_size
+        if config.rampup.rampup_batch_size:
+            sequences = config.batch_sizes.of_step(result.step)
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
         means = term_means(task.loss_names, result.means, result.counts)
         record = {
             **{f"train/{name}": mean for name, mean in means.items()},
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,
+            **({"train/global_batch_size": sequences} if config.rampup.rampup_batch_size else {}),
             "perf/step_time_s": step_seconds,
             "perf/tokens_per_sec": sequences * config.data.seq_length / step_seconds,
             "perf/tflops_per_rank": tflops,

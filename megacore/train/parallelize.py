@@ -21,9 +21,12 @@ import torch
 from torch import nn
 
 from megacore.config import ResolvedConfig
+from megacore.config.parameter_groups import ParameterGroups
+from megacore.config.reproducible import canonical_blocks
+from megacore.errors import ConfigError
 from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
-from megacore.parallel.collectives import all_reduce_tied_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import ALONE, Holders, Mesh
 from megacore.parallel.products import adds_in_fp32
@@ -87,6 +90,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
         separate=frozenset(shared),
     )
+    _check_groups(data_parallel.options.groups, parameters, mesh)
     shared = {name: holders for name, holders in shared.items() if name in parameters}
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
     _spread_values(shared, data_parallel, tied_copies, mesh.device)
@@ -132,6 +136,7 @@ def _layers(
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
         if is_new:
             task.initialize(new.values())
+            task.initialize_buffers({f"{chunk.names[index]}.{name}": each for name, each in layer.named_buffers()})
         parameters |= new
         if config.training.compile and index in blocks:
             compile_layer(
@@ -189,13 +194,34 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         offload=parallel.offload_optimizer,
         one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
+        groups=config.optimizer.parameter_groups(config.model.num_layers),
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 
 
+def _check_groups(groups: ParameterGroups, parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
+    """Refuse rules that are about no parameter of the model; all ranks call this together.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if groups.is_uniform or mesh.backend == "fake":  # the parameters of other ranks are not known then
+        return
+    names = sorted({name for of_rank in all_gather_objects(list(parameters), mesh.world) for name in of_rank})
+    problems = [
+        f"--param-group {pattern}: no parameter has such a name. There are {names[0]}, {names[len(names) // 2]} and "
+        f"{len(names) - 2} others: use a pattern such as 'blocks.*' or '*.bias'"
+        for pattern in groups.unmatched(names)
+    ]
+    if groups.layer_decay < 1 and not any(name.startswith("blocks.") for name in names):
+        problems.append("--lr-layer-decay: the model has no blocks: use --param-group, with the names of its layers")
+    if problems:
+        raise ConfigError(problems)
+
+
 def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
-    """The largest number of gradients of one parameter that a step adds: one per microbatch and use and, with sequence
-    parallelism, per rank of the layer group."""
+    """The largest number of gradients of one parameter that a step adds: one per microbatch and use, per canonical
+    block and, with sequence parallelism, per rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
-    return microbatches * uses * mesh.layer.size
+    return microbatches * uses * max(mesh.layer.size, canonical_blocks(config))

@@ -38,11 +38,15 @@ Facts = dict[str, str]  # name -> value, both as messages show them
 
 _PATHS = (
     "data_path",
+    "train_data_path",
+    "valid_data_path",
     "tokenizer",
+    "merge_file",
     "data_cache_path",
     "output_dir",
     "load",
     "init_from_hf",
+    "pretrained_checkpoint",
     "schedule_csv",
     "tensorboard_dir",
 )
@@ -95,9 +99,11 @@ def facts(config: ResolvedConfig) -> Facts:
     """The facts that must be equal on all ranks."""
     data = config.data
     result = dict(_settings(config))
-    prefixes, weights = data.blend() if data.data_path else ((), None)
-    result["weights of --data-path"] = "none" if weights is None else " ".join(map(str, weights))
-    for number, prefix in enumerate(prefixes, 1):
+    for stream in (0, 1) if data.is_split else (0,):
+        weights = data.blend(stream)[1]
+        of = ("--train-data-path", "--valid-data-path")[stream] if data.is_split else "--data-path"
+        result[f"weights of {of}"] = "none" if weights is None else " ".join(map(str, weights))
+    for number, prefix in enumerate(data.prefixes(), 1):
         for path in (idx_path(prefix), bin_path(prefix)):
             result[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
     try:
@@ -181,7 +187,7 @@ def _numerics() -> Facts:
 def _given(name: str, path: Any) -> str:
     if path is None or path == ():
         return "not given"
-    if name != "load":
+    if name not in ("load", "pretrained_checkpoint"):
         return "given"
     if path == AUTO:
         return AUTO

@@ -132,6 +132,7 @@ class TrainStep:
         )
         self.balance = None if config.model.experts is None else ExpertBalance(self.model.chunks, config, mesh)
         self.step = 0
+        self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
         self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
         self.rate: float | None = None
@@ -169,6 +170,8 @@ class TrainStep:
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         self.model.data_parallel.begin_step(scale)
         if self.balance is not None:
+            if self._ramp is not None:  # the losses of routers are divided by the sequences of a full batch
+                scale *= self._ramp.full / self._ramp.of_step(self.step + 1)
             self.balance.begin_step(scale)
         return self._weight
 
@@ -264,7 +267,8 @@ class TrainStep:
         """The learning rate of the last step."""
         if self.rate is not None:
             return self.rate
-        return learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
+        steps = self.step if self._ramp is None else self._ramp.full_steps(self.step)
+        return learning_rate(steps, self.config.optimizer, train_iters=self.config.training.train_iters)
 
     @section(Phase.EVALUATE)
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> Evaluation:
@@ -308,12 +312,21 @@ class TrainStep:
         )
 
     @section(Phase.LOAD)
-    def load(self, directory: Path, *, buffers: Mapping[str, Tensor] | None = None) -> Manifest:
+    def load(
+        self,
+        directory: Path,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        with_optimizer: bool = True,
+        with_progress: bool = True,
+    ) -> Manifest:
         """Continue from a checkpoint, of any layout; all ranks call this together.
 
         Args:
             directory: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
             buffers: to fill, by global name.
+            with_optimizer: whether to continue with the optimizer's state and the loss scale, instead of new ones.
+            with_progress: whether to continue at the checkpoint's step, instead of step 0.
 
         Returns:
             The checkpoint's manifest, with the position in the data.
@@ -321,9 +334,12 @@ class TrainStep:
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
-        manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
-        self.step = manifest.step
-        self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
+        state = self.state(consumed_samples=0, buffers=buffers)
+        manifest = load_checkpoint(directory, state, self.mesh.world, with_optimizer=with_optimizer)
+        if with_progress:
+            self.step = manifest.step
+        if with_optimizer:
+            self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
         if non_finite := self.update.non_finite_state():
             raise CheckpointError(
                 f"{directory} holds numbers that are not finite, first in forward order "

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch, PackedMicrobatch
+from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.parallel.mesh import Mesh
 from megacore.plan.peaks import Format
 from megacore.plan.roofline import Event, Launch, Pattern, Phase, StepEvents, Transfer
@@ -93,7 +93,9 @@ def _microbatch(config: ResolvedConfig, index: int) -> Microbatch:
     zeros = partial(torch.zeros, shape, dtype=torch.int64)
     if not config.beside_hidden_states:
         return Microbatch(index=index, tokens=zeros(), labels=zeros(), loss_mask=torch.ones(shape))
-    return PackedMicrobatch(
+    pads = "padding" in config.beside_hidden_states
+    kind = partial(PaddedMicrobatch, padding=zeros()) if pads else PackedMicrobatch
+    return kind(
         index=index,
         tokens=zeros(),
         labels=zeros(),

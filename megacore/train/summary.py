@@ -11,6 +11,7 @@ from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
+from megacore.config.reproducible import canonical_blocks
 from megacore.config.sections import ChosenSchedule
 from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
@@ -87,6 +88,11 @@ def launch_summary(
         ),
         *([("packing", text)] if (text := _packed(config, packing)) else []),
         ("operators", _operators(config, mesh.device)),
+        *(
+            [("bits", f"equal for every --tp that divides {blocks}: sums in {blocks} blocks")]
+            if (blocks := canonical_blocks(config)) > 1
+            else []
+        ),
         *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
         *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
@@ -120,6 +126,7 @@ def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
     if isinstance(config, BertConfig):
         return "; ".join(parts)
     said = {"documents": "attention stays within documents", "positions": "positions restart at each document"}
+    said["padding"] = "experts leave padding out"
     return "; ".join([*parts, *(said[name] for name in config.beside_hidden_states)])
 
 

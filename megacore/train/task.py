@@ -7,7 +7,7 @@ gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class Task(ABC):
     @abstractmethod
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
+
+    def initialize_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what belongs to a rank's layers and is no parameter, by global name, its values in place, where they are
+        not those that new layers have."""
+        return
 
     def of_rank(self, microbatch: Any) -> Any:
         """A microbatch as this rank computes it, from one with whole sequences: its own positions, where ranks divide

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
 from megacore.train.diagnosis import Source
 from megacore.train.history import History
+from megacore.train.lr_range import RangeTest
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
@@ -56,7 +57,7 @@ class Trainer:
         config: resolved.
         mesh: this rank's groups and device.
         task: the model's layers and its loss.
-        train_data: training samples; at least train_iters x global_batch_size of them.
+        train_data: training samples; at least as many as train_iters steps take.
         valid_data: validation samples, or None for no evaluation.
         callbacks: of this rank. They are called after those of the trainer.
 
@@ -87,7 +88,9 @@ class Trainer:
         self.parameters = self.model.parameters
         self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
         load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
-        self.loaded = None if load is None else self._resume(load)
+        self.loaded = None if load is None else self._resume(load, with_optimizer=config.start.load_optim)
+        if self.loaded is None and (source := config.start.pretrained_checkpoint) is not None:
+            self.train_steps.load(Path(source), with_optimizer=False, with_progress=False)
         self.extended: Rollback | None = None
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
@@ -117,6 +120,7 @@ class Trainer:
                 *self._trackers(),
                 *self._tracers(),
                 *self._profilers(),
+                *([RangeTest()] if config.optimizer.lr_range_test else []),
                 *callbacks,
             ],
         )
@@ -222,7 +226,9 @@ class Trainer:
             first_sample=target.consumed_samples,
             stop_sample=self.consumed_samples,
         )
-        if samples - rollback.stop_sample < (training.train_iters - target.step) * training.global_batch_size:
+        sizes = self.config.batch_sizes
+        needed = sizes.samples(training.train_iters) - sizes.samples(target.step)
+        if samples - rollback.stop_sample < needed:
             raise TrainingDiverged(
                 f"step {self.step}: {spike}: the training data have {samples:,} samples, too few for a rollback "
                 f"({rollback})"
@@ -288,8 +294,8 @@ class Trainer:
 
     # ---- its parts
 
-    def _resume(self, directory: Path) -> Manifest:
-        manifest = self.train_steps.load(directory)
+    def _resume(self, directory: Path, *, with_optimizer: bool = True) -> Manifest:
+        manifest = self.train_steps.load(directory, with_optimizer=with_optimizer)
         self.consumed_samples = manifest.consumed_samples
         return manifest
 
@@ -301,7 +307,9 @@ class Trainer:
 
     def _batches(self) -> DeviceLoader[Any]:
         """The training data from the run's position on."""
-        return DeviceLoader(self._loader(self._train_data, self.consumed_samples), self.mesh.device)
+        ramps = bool(self.config.rampup.rampup_batch_size)
+        sizes = map(self.config.batch_sizes.of_step, count(self.step + 1)) if ramps else None
+        return DeviceLoader(self._loader(self._train_data, self.consumed_samples, sizes), self.mesh.device)
 
     def _history(self) -> History:
         return History(
@@ -321,9 +329,16 @@ class Trainer:
 
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
-            count = self.config.microbatches
-            runtime = self.model.runtime
-            yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
+            last = self.step + self.config.logging.traced_steps + 1
+            microbatches = self.config.batch_sizes.of_step(last) // self.config.replica_batch_size
+            yield Tracer(
+                self.config,
+                self.mesh,
+                self.model.runtime,
+                self.report,
+                first_step=self.step,
+                microbatches=microbatches,
+            )
 
     def _profilers(self) -> Iterator[Profiling]:
         steps, output_dir = self.config.logging.profiled_steps(), Path(self.config.training.output_dir)
@@ -331,7 +346,9 @@ class Trainer:
             rank, device = self.mesh.world.rank, self.mesh.device
             yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=rank, device=device), self.report.say)
 
-    def _loader(self, dataset: SampleDataset, consumed_samples: int) -> BatchLoader[Any]:
+    def _loader(
+        self, dataset: SampleDataset, consumed_samples: int, batch_sizes: Iterator[int] | None = None
+    ) -> BatchLoader[Any]:
         training = self.config.training
         return BatchLoader(
             dataset,
@@ -340,6 +357,7 @@ class Trainer:
             global_batch_size=training.global_batch_size,
             rank=self.mesh.batch.rank,
             ranks=self.mesh.batch.size,
+            batch_sizes=batch_sizes,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             pin_memory=self.mesh.device.type != "cpu",

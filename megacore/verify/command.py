@@ -28,9 +28,9 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields, named_degrees
-from megacore.config.expert_rules import refuse_experts
 from megacore.config.flags import read_flags
 from megacore.config.messages import counted, nearest_name
+from megacore.config.reproducible import canonical_blocks
 from megacore.config.toml import read_toml
 from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.bert.build import check_bert_inputs
@@ -42,8 +42,9 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
 from megacore.plan.outline import outline
 from megacore.verify.compare import Verdict, as_json, compare, describe
-from megacore.verify.defects import BY_NAME, DEFECTS, Defect, planted
+from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.narrow import STEPS, WARMUP_STEPS, narrow
+from megacore.verify.planting import Defect, planted
 from megacore.verify.reference import Reference, make_reference
 from megacore.verify.run import Record, Recorder, batches, gather, load_steps
 
@@ -218,7 +219,7 @@ def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
             kind=program.kind,
             shape=program.shape,
             vocabulary=vocabulary_size,
-            checks=(*program.checks, lambda config: refuse_experts(config, "tools/verify.py")),
+            checks=program.checks,
         )
     if is_open(config):  # as a launch on a CPU chooses
         choices = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
@@ -460,5 +461,5 @@ def not_covered(config: ResolvedConfig) -> Iterator[str]:
     yield "errors that a layout and one process make alike, beyond the checks with torch.optim and torch.autograd"
     if config.training.compile and max(config.model.hidden_dropout, config.model.attention_dropout) > 0:
         yield "dropout masks of compiled code"
-    if config.training.reproducible and config.parallel.tp > 1:
-        yield "bitwise equality: --reproducible promises it for one --tp, and one process has --tp 1"
+    if config.training.reproducible and config.parallel.tp > 1 and canonical_blocks(config) == 1:
+        yield "bitwise equality: with --reproducible-blocks 1 it is promised for one --tp, and one process has --tp 1"

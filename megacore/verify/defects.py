@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,40 +29,11 @@ from megacore.parallel.random import RandomStreams
 from megacore.train import step
 from megacore.train.step import TrainStep
 from megacore.verify import context_defects
+from megacore.verify.expert_defects import EXPERT_DEFECTS
 from megacore.verify.masks import replaced
+from megacore.verify.planting import Defect, defect
 from megacore.zero import bucket as buckets
 from megacore.zero.bucket import Bucket
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defect:
-    """One mistake.
-
-    Attributes:
-        name: on the command line.
-        what: the mistake.
-        needs: what a layout must have for the mistake to be possible.
-        possible: whether a configuration has it.
-        plant: makes the mistake on this rank until the stack closes.
-        kinds: of the first tensor that differs, in which the mistake should show.
-    """
-
-    name: str
-    what: str
-    needs: str
-    possible: Callable[[ResolvedConfig], bool]
-    plant: Callable[[TrainStep, ExitStack], None]
-    kinds: tuple[str, ...]
-
-
-@contextmanager
-def planted(defect: Defect | None, steps: TrainStep) -> Iterator[None]:
-    """The defect is there inside; None: nothing is."""
-    with ExitStack() as stack:
-        if defect is not None:
-            defect.plant(steps, stack)
-        yield
-
 
 # ---- sums of gradients over data-parallel ranks
 
@@ -385,29 +356,25 @@ def _has_padding(config: ResolvedConfig) -> bool:
     return _padded(config) > config.model.vocab_size and (config.training.loss_chunks or 1) == 1
 
 
+def _has_gated(config: ResolvedConfig) -> bool:
+    experts = config.model.experts
+    blocks = range(config.model.num_layers)
+    has_mlp = experts is None or experts.moe_shared_expert_size is not None or not all(map(experts.holds, blocks))
+    return config.model.gated and has_mlp
+
+
 def _has_state(config: ResolvedConfig) -> bool:
     return any(kind.per == "element" for kind in config.optimizer_settings.state)
-
-
-def _defect(
-    name: str,
-    what: str,
-    plant: Callable[[TrainStep, ExitStack], None],
-    *kinds: str,
-    needs: str = "",
-    possible: Callable[[ResolvedConfig], bool] = _any,
-) -> Defect:
-    return Defect(name=name, what=what, needs=needs, possible=possible, plant=plant, kinds=kinds)
 
 
 _TP, _PP, _CP = "--tp 2 or more", "--pp 2 or more", "--cp 2 or more"
 _DP = "--dp times --cp of 2 or more"
 
 DEFECTS: tuple[Defect, ...] = (
-    _defect(
+    defect(
         "missing-dp-sum", "gradients are not summed over replicas", _no_reduction, "gradient", needs=_DP, possible=_dp
     ),
-    _defect(
+    defect(
         "doubled-dp-sum",
         "gradients are summed over replicas twice",
         partial(_scaled_reduction, lambda group: float(group.size)),
@@ -415,7 +382,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "averaged-gradients",
         "gradients are averaged over replicas, although the loss is divided by the global count",
         partial(_scaled_reduction, lambda group: 1.0 / group.size),
@@ -423,7 +390,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "local-token-counts",
         "each replica divides its loss by its token count",
         _local_counts,
@@ -431,7 +398,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "early-gradient-read",
         "one bucket's gradients are read before their overlapped reduction ends",
         _early_read,
@@ -439,7 +406,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_DP,
         possible=_dp,
     ),
-    _defect(
+    defect(
         "missing-cp-sum",
         "gradients are summed over the ranks with other samples, and not over those with other positions",
         context_defects.gradients_without_sequence_sum,
@@ -447,7 +414,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_CP,
         possible=_cp,
     ),
-    _defect(
+    defect(
         "loss-times-cp",
         "each rank multiplies its loss by the number of ranks that divide a sequence",
         context_defects.loss_times_ranks,
@@ -455,7 +422,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_CP,
         possible=_cp,
     ),
-    _defect(
+    defect(
         "rank-order",
         "positions of other ranks are put together in the order of the ranks",
         context_defects.rank_order,
@@ -463,7 +430,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_CP} and --cp-comm allgather or ulysses",
         possible=_has_order,
     ),
-    _defect(
+    defect(
         "first-keys-again",
         "each step of a ring computes with the keys and values of the first",
         context_defects.first_keys_again,
@@ -471,7 +438,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_CP} and --cp-comm ring",
         possible=_has_ring,
     ),
-    _defect(
+    defect(
         "skipped-keys",
         "a ring leaves out the keys and values that it gets last",
         context_defects.skipped_keys,
@@ -479,7 +446,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_CP} and --cp-comm ring",
         possible=_has_ring,
     ),
-    _defect(
+    defect(
         "leaked-keys",
         "queries see keys of other ranks that come later",
         context_defects.leaked_keys,
@@ -487,7 +454,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_CP} with --cp-comm ring or allgather, causal attention without windows and documents",
         possible=_has_later_keys,
     ),
-    _defect(
+    defect(
         "stale-parameters",
         "parameters updated by other ranks are not gathered again",
         _stale_parameters,
@@ -495,7 +462,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"--zero-stage 1 or more and {_DP}",
         possible=_has_stale,
     ),
-    _defect(
+    defect(
         "missing-tp-forward-sum",
         "row-parallel layers do not sum their outputs",
         _no_forward_sum,
@@ -503,7 +470,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_TP,
         possible=_tp,
     ),
-    _defect(
+    defect(
         "missing-tp-backward-sum",
         "column-parallel layers do not sum the gradient of their input",
         _no_backward_sum,
@@ -511,7 +478,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_TP,
         possible=_tp,
     ),
-    _defect(
+    defect(
         "replicated-gradients",
         "gradients of norms are not summed with sequence parallelism, or are summed without it",
         _replicated_gradients,
@@ -519,7 +486,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_TP,
         possible=_tp,
     ),
-    _defect(
+    defect(
         "missing-tied-sum",
         "gradients of tied embeddings are not summed over the first and last stage",
         _tied_gradients,
@@ -527,16 +494,16 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_PP} and tied embeddings",
         possible=_has_tied,
     ),
-    _defect("qkv-order", "queries, keys and values are cut apart in the wrong order", _qkv_order, "output"),
-    _defect(
+    defect("qkv-order", "queries, keys and values are cut apart in the wrong order", _qkv_order, "output"),
+    defect(
         "gate-up-order",
         "gate and up projections are cut apart in the wrong order",
         _gate_order,
         "output",
-        needs="a gated activation",
-        possible=lambda config: config.model.gated,
+        needs="a gated activation outside experts",
+        possible=_has_gated,
     ),
-    _defect(
+    defect(
         "microbatch-order",
         "the last stage takes the microbatches in the wrong order",
         _microbatch_order,
@@ -545,7 +512,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=_PP,
         possible=_pp,
     ),
-    _defect(
+    defect(
         "vocabulary-padding-in-loss",
         "padding rows of the vocabulary enter the softmax",
         _vocabulary_padding,
@@ -553,14 +520,14 @@ DEFECTS: tuple[Defect, ...] = (
         needs="a padded vocabulary and --loss-chunks 1",
         possible=_has_padding,
     ),
-    _defect(
+    defect(
         "masked-tokens-in-loss",
         "tokens that the loss mask excludes are counted",
         partial(_changed_loss, _all_counted),
         "loss",
     ),
-    _defect("label-shift", "labels are shifted by one position", partial(_changed_loss, _shifted), "loss"),
-    _defect(
+    defect("label-shift", "labels are shifted by one position", partial(_changed_loss, _shifted), "loss"),
+    defect(
         "shared-dropout-stream",
         "tensor-parallel ranks that need different dropout masks draw the same",
         _shared_stream,
@@ -568,7 +535,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"{_TP} and dropout that the ranks split",
         possible=_has_shared_stream,
     ),
-    _defect(
+    defect(
         "rank-dropout-stream",
         "ranks that need the same dropout mask draw different ones",
         _rank_streams,
@@ -576,7 +543,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs="two ranks or more and dropout",
         possible=lambda config: config.parallel.ranks > 1 and _drops(config),
     ),
-    _defect(
+    defect(
         "per-rank-clipping",
         "each rank clips by the norm of its gradients",
         _local_clipping,
@@ -585,7 +552,7 @@ DEFECTS: tuple[Defect, ...] = (
         needs=f"--clip-grad and {_TP}, {_PP} or ZeRO",
         possible=_has_local_norm,
     ),
-    _defect(
+    defect(
         "swapped-optimizer-state",
         "tensors of the optimizer are loaded in each other's place",
         _swapped_state,
@@ -593,5 +560,6 @@ DEFECTS: tuple[Defect, ...] = (
         needs="an optimizer with state",
         possible=_has_state,
     ),
+    *EXPERT_DEFECTS,
 )
-BY_NAME = {defect.name: defect for defect in DEFECTS}
+BY_NAME = {each.name: each for each in DEFECTS}

@@ -2,7 +2,7 @@
 
 A mask may depend on the tensor-parallel rank that draws it (docs/design.md, "Random numbers are functions of names").
 A one-process run has the masks of a layout only if it draws them shard by shard. Both jobs replace two functions of
-the product while a context is open: `Dropout.forward` and `SelfAttention._mix`.
+the product while a context is open: `Dropout.forward` and `Attention._mix`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.layers import attention
-from megacore.layers.attention import SelfAttention
+from megacore.layers.attention import Attention
 from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import Dropout, seeded
@@ -44,7 +44,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def masks_recorded(note: Note) -> Iterator[None]:
     """Report every mask that is drawn inside: the bits of hidden dropout, the generator's state of attention's."""
-    forward, mix = Dropout.forward, SelfAttention._mix
+    forward, mix = Dropout.forward, Attention._mix
 
     def noted_forward(self: Dropout, x: Tensor) -> Tensor:
         y = forward(self, x)
@@ -52,14 +52,14 @@ def masks_recorded(note: Note) -> Iterator[None]:
             note(_name(self.site, self.streams.microbatch, self.shard), _bits(x, y))
         return y
 
-    def noted_mix(self: SelfAttention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def noted_mix(self: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         if not (self.dropout and self.training) or torch.compiler.is_compiling():
             return mix(self, query, key, value, documents)
         name = _name(self.site, self.streams.microbatch, self.layer_group.rank)
         with replaced(attention, "seeded", _noting_seed(note, name)):
             return mix(self, query, key, value, documents)
 
-    with replaced(Dropout, "forward", noted_forward), replaced(SelfAttention, "_mix", noted_mix):
+    with replaced(Dropout, "forward", noted_forward), replaced(Attention, "_mix", noted_mix):
         yield
 
 
@@ -73,7 +73,7 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool, note: Note
         sequence_parallel: each of them would hold a part of the positions.
         note: called for every mask.
     """
-    mix, divided = SelfAttention._mix, SequenceShards(Group(ranks=tuple(range(cp))))
+    mix, divided = Attention._mix, SequenceShards(Group(ranks=tuple(range(cp))))
 
     def forward(self: Dropout, x: Tensor) -> Tensor:
         if not self.drops:
@@ -92,16 +92,17 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool, note: Note
         y = torch.cat(outputs, dim=1) if parts > 1 else outputs[0]
         return y[:, order.argsort()] if cp > 1 else y
 
-    def mixed(self: SelfAttention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def mixed(self: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         if not (self.dropout and self.training):
             return mix(self, query, key, value, documents)
-        ranks_per_group = max(1, tp // self.groups)
+        groups = key.shape[1]
+        ranks_per_group = max(1, tp // groups)
         outputs = []
         for shard, queries in enumerate(query.chunk(tp, dim=1)):
             held = (
                 slice(shard // ranks_per_group, shard // ranks_per_group + 1)
                 if ranks_per_group > 1
-                else slice(shard * self.groups // tp, (shard + 1) * self.groups // tp)
+                else slice(shard * groups // tp, (shard + 1) * groups // tp)
             )
             heads = slice(shard * query.shape[1] // tp, (shard + 1) * query.shape[1] // tp)
             draw = _noting_seed(note, _name(self.site, self.streams.microbatch, shard))
@@ -121,7 +122,7 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool, note: Note
                 )
         return torch.cat(outputs, dim=1)
 
-    with replaced(Dropout, "forward", forward), replaced(SelfAttention, "_mix", mixed):
+    with replaced(Dropout, "forward", forward), replaced(Attention, "_mix", mixed):
         yield
 
 

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedPrecision
+from megacore.config import (
+    ExpertsConfig,
+    OptimizerConfig,
+    RampupConfig,
+    ResolvedConfig,
+    ResolvedExperts,
+    ResolvedPrecision,
+)
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
@@ -24,9 +31,11 @@ STEPS = 3
 WARMUP_LR = 1e-2
 LR = 1e-3
 
+_SHORT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}  # of latent attention
 _HEAD_SIZES = (8, 16, 32, 64)
 _VOCABULARIES = (131, 137, 139)  # prime: no tp divides one
 _SEQUENCE = 16
+_MOST_CHOSEN = 4  # experts that a token uses
 _CLIP = 0.1  # below the gradient norm of the narrowed model, so that clipping has an effect
 _BUCKET_MB = 0.02
 _SILENT = ("init_method_std", "preset")
@@ -64,6 +73,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
     recomputed = training.recompute_num_layers
     sections: dict[str, Any] = {
         "model": _model(config, sum(blocks), seq_length),
+        "experts": config.experts,
         "parallel": replace(
             parallel,
             device=device,
@@ -106,7 +116,12 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         ),
         "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
         "watch": replace(config.watch, replay_interval=0),
+        "rampup": RampupConfig(),
     }
+    if config.model.experts is not None:
+        experts = _experts(config, sections["model"])
+        sections["model"] = replace(sections["model"], experts=experts)
+        sections["experts"] = ExpertsConfig(**{name: getattr(experts, name) for name in field_infos(ExpertsConfig)})
     if config.spikes.on_spike in ("skip", "rollback"):  # a skipped step has nothing to compare
         sections["spikes"] = replace(config.spikes, on_spike="none")
     if (bert := getattr(config, "bert", None)) is not None and bert.packed:
@@ -133,6 +148,8 @@ def one_process(config: ResolvedConfig) -> ResolvedConfig:
         dp=1,
         cp=1,
         cp_comm="auto",
+        ep=1,
+        etp=None,
         schedule="1f1b",
         virtual_stages=1,
         schedule_csv=None,
@@ -157,7 +174,11 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         heads = groups * shared_by
     else:  # several ranks share a group
         heads = tp * divided * min(model.num_attention_heads // (tp * divided), 2)
-    size = _head_size(model, ranks_per_group=max(1, tp // groups))
+    short = {name: min(getattr(model, name), most) for name, most in _SHORT.items() if model.multi_latent_attention}
+    if model.q_lora_rank is not None:
+        short["q_lora_rank"] = min(model.q_lora_rank, 16)
+    size = short["qk_nope_head_dim"] + short["qk_rope_head_dim"] if short else 0
+    size = size or _head_size(model, ranks_per_group=max(1, tp // groups))
     ratio = model.hidden_size / (model.num_attention_heads * model.kv_channels)
     hidden = min(model.hidden_size, 8 * math.ceil(ratio * heads * size / 8))
     inner = tp * math.ceil(model.ffn_hidden_size / model.hidden_size * hidden / tp)
@@ -166,6 +187,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     original = model.rope_original_max_positions
     return replace(
         model,
+        **short,
         preset=None,
         num_layers=layers,
         num_attention_heads=heads,
@@ -182,6 +204,29 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         window_size=None if model.window_size is None else min(model.window_size, seq_length // 2),
         # Activations and gradients keep about the size that they have in the whole model.
         init_method_std=min(0.5, model.init_method_std * math.sqrt(model.hidden_size / hidden)),
+    )
+
+
+def _experts(config: ResolvedConfig, model: ResolvedModel) -> ResolvedExperts:
+    """As many experts as the layout and the choice of a token need, in the same ratio to the narrowed model."""
+    experts, parallel = config.model.experts, config.parallel
+    assert experts is not None
+    count, chosen = experts.num_experts, experts.moe_router_topk
+    if experts.moe_router_num_groups is None:  # whose numbers depend on each other
+        chosen = min(chosen, _MOST_CHOSEN)
+        count = min(count, parallel.ep * max(2, math.ceil(2 * chosen / parallel.ep)))  # several on a rank
+
+    def width(size: int, ranks: int) -> int:
+        return min(size, ranks * math.ceil(size / config.model.hidden_size * model.hidden_size / ranks))
+
+    shared = experts.moe_shared_expert_size
+    return replace(
+        experts,
+        num_experts=count,
+        moe_router_topk=chosen,
+        moe_ffn_hidden_size=width(experts.moe_ffn_hidden_size, parallel.expert_split),
+        moe_shared_expert_size=None if shared is None else width(shared, parallel.tp),
+        moe_first_dense_layers=min(experts.moe_first_dense_layers, model.num_layers - 1),
     )
 
 
@@ -239,7 +284,7 @@ def _changes(before: ResolvedConfig, after: ResolvedConfig) -> Iterator[str]:
     """Settings of the model, the precision and the batch that differ."""
     for name in sections_of(type(before)):
         old, new = getattr(before, name), getattr(after, name)
-        if name not in ("model", "precision", "data", "training", "parallel", "optimizer", "spikes", "bert"):
+        if name not in ("model", "precision", "data", "training", "parallel", "optimizer", "spikes", "bert", "experts"):
             continue
         for field in field_infos(type(old)):
             a, b = getattr(old, field), getattr(new, field)

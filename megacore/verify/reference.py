@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.checkpoint.save import CheckpointSaver
-from megacore.config import AdamWConfig, ResolvedConfig, SGDConfig
+from megacore.config import AdamConfig, AdamWConfig, ResolvedConfig, SGDConfig
 from megacore.parallel.mesh import Mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
@@ -200,17 +200,18 @@ def _check_updates(config: ResolvedConfig, record: Record) -> Iterator[Check]:
         for matrix, decay in ((True, optimizer.weight_decay), (False, 0.0))
     ]
     twin: torch.optim.Optimizer
-    if isinstance(settings, AdamWConfig):
-        betas = settings.adam_beta1, settings.adam_beta2
-        twin = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=settings.adam_eps)
+    if isinstance(settings, AdamWConfig | AdamConfig):
+        kind = torch.optim.AdamW if isinstance(settings, AdamWConfig) else torch.optim.Adam
+        betas = config.adamw.adam_beta1, config.adamw.adam_beta2
+        twin = kind(groups, lr=LR, betas=betas, eps=config.adamw.adam_eps)
     elif isinstance(settings, SGDConfig):
-        twin = torch.optim.SGD(groups, lr=LR, momentum=settings.sgd_momentum)
+        twin = torch.optim.SGD(groups, lr=LR, momentum=settings.sgd_momentum, nesterov=settings.sgd_nesterov)
     else:
         return
     for name, weight in weights.items():
         moments = [key for key in record.tensors if key.kind == "loaded moment" and key.name.split(" ")[0] == name]
         state = {key.name.split(" ")[1]: torch.tensor(record.tensors[key], dtype=torch.float32) for key in moments}
-        count = {"step": torch.tensor(float(WARMUP_STEPS))} if isinstance(settings, AdamWConfig) else {}
+        count = {"step": torch.tensor(float(WARMUP_STEPS))} if isinstance(settings, AdamWConfig | AdamConfig) else {}
         twin.state[weight] = state | count
     worst = tensors = 0.0
     for step in sorted({key.step for key in record.tensors if key.kind == "weight change"}):

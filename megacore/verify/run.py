@@ -43,16 +43,18 @@ KINDS = (
     "token count",
     "dropout mask",
     "output",
+    "expert load",
     "loss",
     "gradient",
     "gradient norm",
     "clip limit",
     "moment",
     "weight change",
+    "expert bias",
     "published weight",
 )
 """What is compared, in the order in which a step makes it."""
-EXACT_KINDS = ("loaded weight", "loaded moment", "token count", "dropout mask")
+EXACT_KINDS = ("loaded weight", "loaded moment", "token count", "dropout mask", "expert load", "expert bias")
 """Kinds that no rounding touches."""
 
 
@@ -109,6 +111,7 @@ class UnevenData:
         self._vocab_size, self._length, self._samples = config.model.vocab_size, config.data.seq_length, samples
         self._seed = config.training.seed % 2**32
         self._boundaries = bool(config.beside_hidden_states)
+        self._pads = "padding" in config.beside_hidden_states
 
     def __len__(self) -> int:
         return self._samples
@@ -119,7 +122,13 @@ class UnevenData:
         mask = random.random(self._length) < random.uniform(0.2, 1.0)
         mask[random.integers(self._length)] = True
         sample: dict[str, Array] = {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask.astype(np.float32)}
-        return sample | random_documents(self._length, random) if self._boundaries else sample
+        if self._boundaries:
+            sample |= random_documents(self._length, random)
+        if self._pads:
+            padding = np.arange(self._length) >= random.integers(1, self._length + 1)
+            sample |= {"padding": padding.astype(np.int64), "loss_mask": sample["loss_mask"] * ~padding}
+            sample["loss_mask"][0] = 1.0
+        return sample
 
 
 def make_task(config: ResolvedConfig, mesh: Mesh) -> Task:
@@ -204,6 +213,11 @@ class Recorder:
             self._add(name, "", value.detach().double().reshape(-1).numpy(force=True))
         if math.isfinite(result.clip_limit) and self.steps.config.optimizer.clip_grad_adaptive:
             self._add("clip limit", "", np.array([result.clip_limit]))
+        if self.steps.balance is not None:
+            for name, load in self.steps.balance.loads().items():
+                self._add("expert load", name, load.double().numpy(force=True))
+            for name, buffer in self.steps.balance.buffers().items():
+                self._add("expert bias", name, buffer.double().numpy(force=True).copy())
         self._note_moments(self._step, "moment")
         for local in self._segments:
             self._add_segment(self._step, "weight change", local, local.master.double() - before[id(local)].double())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -37,17 +36,3 @@ def when_backward(value: Any, hook: BackwardHook) -> Any:
     learning = [tensor for tensor in value if tensor.requires_grad]
     needing = iter(_WhenBackward.apply(hook, *learning) if learning else ())
     return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
-
-
-class CapturedGradient(torch.autograd.Function):
-    """The identity; backward gives the gradient to `take`, and nothing to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.parameter, ctx.take = parameter, take
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.take(ctx.parameter, grad)
-        return None, None

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings
+from megacore.config.parameter_groups import ParameterGroups
 from megacore.parallel.collectives import (
     Pending,
     all_or_none,
@@ -50,6 +51,7 @@ class ZeroOptions:
         one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
             too.
         optimizer: says which parameters no shard may split.
+        groups: says which parameters have other rates.
     """
 
     stage: int = 0
@@ -62,6 +64,7 @@ class ZeroOptions:
     offload: bool = False
     one_pass: bool = False
     optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
+    groups: ParameterGroups = field(default_factory=ParameterGroups)
 
     @property
     def largest_exact(self) -> float:
@@ -385,7 +388,7 @@ class Bucket:
         size = -(-self.layout.shard_size // parts)
         return self._shard_params[number * size : (number + 1) * size]
 
-    def contiguous_segments(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
+    def contiguous_segments(self, kind: Callable[[Segment], Any]) -> list[list[Segment]]:
         """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise
         operator over a group computes the same bits as one over each segment. Gradients that stay where autograd puts
         them are not contiguous, and parameters that the optimizer needs whole form groups of one."""

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megacore.config.parameter_groups import USUAL, ParameterScale
 from megacore.parallel.mesh import Group, Mesh
-from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, separate_term, sharded_parameters
 from megacore.plan.buckets import grown
-from megacore.zero.backward_hooks import CapturedGradient, when_backward
+from megacore.zero.backward_hooks import when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
 from megacore.zero.flat import Segment, assign_buckets
 
@@ -43,14 +44,15 @@ _WHOLE_PER_SHARD = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalRun:
-    """Adjacent segments of this rank's shard with the same weight decay, which the optimizer updates as one tensor.
+    """Adjacent segments of this rank's shard with the same rates, which the optimizer updates as one tensor.
 
     Attributes:
         bucket: that holds them.
         shard_slice: their elements of the bucket's shard.
         master: their fp32 weights, a view of the bucket's shard.
         is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
-        shape: of the parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
+        shape: of the local parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
+        scale: of the learning rate and the weight decay.
     """
 
     bucket: Bucket
@@ -58,6 +60,7 @@ class LocalRun:
     master: nn.Parameter
     is_matrix: bool
     shape: tuple[int, ...] | None = None
+    scale: ParameterScale = USUAL
 
     @property
     def gradient(self) -> Tensor | None:
@@ -214,6 +217,7 @@ class DataParallel:
         self._dropped: dict[str, Tensor] = {}  # sums of products that an observer discards
         self.segments = [local for bucket in reversed(self.buckets) for local in _local_segments(bucket)]
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
+        self._frozen = [run for run in self.runs if run.scale.frozen]
         self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -221,6 +225,8 @@ class DataParallel:
         uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
         for parameter in self.parameters:
             bucket = self._bucket_of[parameter.spec.name]
+            if options.exact_terms:
+                parameter.take_term = self._add_term
             if bucket.takes_products and uses[parameter.spec.name] == 1:  # autograd adds up the gradients of others
                 parameter.gradient_sum = _SumInBucket(self, bucket, parameter.spec.name)
 
@@ -273,12 +279,10 @@ class DataParallel:
         as if the two layers were on different stages: autograd would add the gradients in floating point."""
         if not self._repeated[index]:
             return layer(x)
-        separate = {
-            name: CapturedGradient.apply(p, self._add_captured_gradient) for name, p in self._repeated[index].items()
-        }
+        separate = {name: separate_term(p) for name, p in self._repeated[index].items()}
         return functional_call(layer, separate, (x,))
 
-    def _add_captured_gradient(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+    def _add_term(self, parameter: ShardedParameter, gradient: Tensor) -> None:
         if self._observer is not None and self._is_only_seen(parameter.spec.name, gradient):
             return
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
@@ -420,6 +424,12 @@ class DataParallel:
         """Convert exact sums to fp32 gradients without the loss scale; sums in floating point stay as they are."""
         for bucket in self.buckets:
             bucket.convert_exact_sums()
+
+    def drop_frozen_gradients(self) -> None:
+        """The gradients of frozen parameters count as zero, in the norm too."""
+        for run in self._frozen:
+            if (gradient := run.gradient) is not None:
+                gradient.zero_()
 
     def overflow(self) -> Tensor | float:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
@@ -585,18 +595,23 @@ class _AfterBackward:
 def _local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
     """The segments of a bucket's shard, in runs as long as possible."""
     specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
+    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in bucket.parameters}
 
     def is_matrix(segment: Segment) -> bool:
         return len(specs[segment.name].shape) >= 2
 
-    for members in bucket.contiguous_segments(is_matrix):
+    def scale(segment: Segment) -> ParameterScale:
+        return bucket.options.groups.scale_of(segment.name)
+
+    for members in bucket.contiguous_segments(lambda segment: (is_matrix(segment), scale(segment))):
         elements = slice(members[0].shard_slice.start, members[-1].shard_slice.stop)
         run = LocalRun(
             bucket=bucket,
             shard_slice=elements,
             master=nn.Parameter(bucket.master[elements].detach(), requires_grad=False),
             is_matrix=is_matrix(members[0]),
-            shape=tuple(specs[members[0].name].shape) if members[0].name in bucket.unsplit else None,
+            shape=shapes[members[0].name] if members[0].name in bucket.unsplit else None,
+            scale=scale(members[0]),
         )
         for segment in members:
             yield LocalSegment(spec=specs[segment.name], segment=segment, run=run)

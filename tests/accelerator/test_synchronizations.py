@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ParallelConfig
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.errors import DataError
 from megacore.models.plain import Layer
@@ -129,6 +130,18 @@ def test_a_step_waits_once_and_copies_the_next_batch_alone(
     run_distributed(count, layout[0] * layout[1] * layout[2], layout, str(tmp_path), variants, backend="pretend")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=str)
+def test_every_optimizer_waits_as_often(tmp_path: Path, layout: Layout) -> None:
+    names = [name for name in OPTIMIZERS if name != "adafactor" or layout[0] == 1]
+    variants: list[Options] = [{"optimizer": name, "precision": "bf16"} for name in names]
+    variants += [
+        {"optimizer": "muon", "muon_split_qkv": "heads"},
+        {"param_group": ("blocks.0.*:lr=0.5", "*.bias:freeze")},
+    ]
+    run_distributed(count, layout[0] * layout[2], layout, str(tmp_path), variants, backend="pretend", timeout=180)
+
+
 def test_ranks_that_divide_sequences_wait_as_often(tmp_path: Path) -> None:
     variants: list[Options] = [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}, {"cp": 2, "bert_style": "classic"}]
     run_distributed(count, 2, (1, 1, 1), str(tmp_path), variants, backend="pretend")
@@ -148,6 +161,47 @@ def test_a_layer_with_experts_waits_once_for_the_counts_of_its_rows(ranks: int, 
             assert [("in assign" in cause, "in to_host" in cause) for cause in causes] == [(True, False)] * 4 + [
                 (False, True)
             ], causes
+
+
+EXPERTS: Options = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "disable_bias_linear": True,
+    "activation": "swiglu",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_enable_expert_bias": True,
+}
+# Of two layers with experts and 4 microbatches of 2 samples on a rank, or 2 on each of two.
+WITH_EXPERTS: list[tuple[int, list[tuple[Options, int]]]] = [
+    (1, [({}, 8), ({"recompute": "full"}, 8)]),
+    (
+        2,
+        [
+            ({"ep": 2, "zero_stage": 1}, 4),
+            ({"ep": 2, "recompute": "full", "moe_expert_capacity_factor": 0.75, "moe_input_jitter_eps": 0.1}, 4),
+            ({"ep": 2, "reproducible": True, "moe_router_load_balancing_type": "global_aux_loss"}, 4),
+        ],
+    ),
+]
+
+
+def count_with_experts(rank: int, world_size: int, output_dir: str, variants: list[tuple[Options, int]]) -> None:
+    mesh: Mesh | None = None
+    for number, (options, expected) in enumerate(variants):
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{number}", mesh, EXPERTS | options)
+        mesh = trainer.mesh
+        steps = steps_of(trainer)
+        assert [step.host_syncs for step in steps] == [1 + expected] * (STEPS - 1), (options, steps[1].sync_causes)
+        causes = [cause for cause in steps[1].sync_causes if "in to_host" not in cause]
+        assert all("in assign" in cause for cause in causes), causes
+
+
+@pytest.mark.parametrize(("ranks", "variants"), WITH_EXPERTS, ids=["1", "2"])
+def test_experts_wait_once_per_layer_and_microbatch(
+    tmp_path: Path, ranks: int, variants: list[tuple[Options, int]]
+) -> None:
+    """For the numbers of rows, which every exchange needs; also where a block is computed again."""
+    run_distributed(count_with_experts, ranks, str(tmp_path), variants, backend="pretend")
 
 
 def skipping(rank: int, world_size: int, output_dir: str) -> list[list[int]]:

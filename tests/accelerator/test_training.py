@@ -44,6 +44,15 @@ SGD: Changes = {"optimizer": "sgd", "lr": 0.05}
 BERT: Changes = {"bert": True}
 OFF: Changes = {"offload_activations": True}
 DIVIDED: Changes = {"distribute_saved_activations": True, "recompute": "full"}
+# One dense block, then one with experts, which may be offloaded, divided, or computed again.
+EXPERTS: Changes = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "moe_aux_loss_coeff": 0.1,
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+}
 GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
 
 
@@ -87,6 +96,8 @@ CASES: dict[int, list[Case]] = {
         ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
         ((1, 2, 1), SPLIT | OFF),
         ((2, 1, 1), DIVIDED | OFF),
+        ((1, 1, 2), EXPERTS | OFF | {"ep": 2, "moe_expert_capacity_factor": 1.0}),
+        ((2, 1, 1), EXPERTS | DIVIDED | OFF),
     ],
     4: [
         ((1, 2, 2), zero(1) | {"schedule": "1f1b"}),
@@ -177,7 +188,7 @@ def on_cpu(text: str, directory: str) -> list[float]:
     """The same numerics in one process on the CPU."""
     parallel = {"zero_stage", "overlap_grad_reduce", "overlap_param_gather", "schedule", "virtual_stages"}
     parallel |= {"sequence_parallel", "offload_optimizer", "reproducible", "cp", "cp_comm"}
-    parallel |= {"offload_activations", "distribute_saved_activations"}
+    parallel |= {"offload_activations", "distribute_saved_activations", "ep"}
     changes = {name: value for name, value in json.loads(text).items() if name not in parallel}
     return losses_and_norms(((1, 1, 1), changes), "cpu", directory)
 

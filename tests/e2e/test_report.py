@@ -213,6 +213,19 @@ def test_all_losses_none(tmp_path: Path) -> None:
     )
 
 
+def test_experts_are_shown_by_layer(tmp_path: Path) -> None:
+    def of_step(number: int) -> dict[str, Any]:
+        layers = {f"moe/block_{block}/max_violation": 0.25 * block for block in (2, 10)}
+        gaps = {"moe/block_2/smallest_gap": None, "moe/block_10/smallest_gap": 3e-5}
+        return step(number, **{"moe/mean_violation": 1.5, "moe/max_violation": 2.5}, **layers, **gaps)
+
+    page = page_of(write(tmp_path / "run", [of_step(number) for number in range(1, 4)]))
+    after = page.text.partition("Experts by layer")[2]
+    assert "step 3" in after and "3e-5" in after and "none" in after
+    assert after.index("2.5") > after.index("0.5")  # block 10 comes after block 2
+    assert "Experts by layer" not in page_of(write(tmp_path / "dense", [step(1)])).text
+
+
 def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
     evil = "</title><script>alert(1)</script>\"'&"
     launch = {"event": "launch", "step": 0, "version": evil, "git": evil, "command": evil, "host": evil, "time": evil}

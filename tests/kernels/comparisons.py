@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,26 @@ from torch import Tensor
 from megacore import ops
 from megacore.ops import activation, norm
 from megacore.ops.block_attention import block_attention
+from megacore.ops.grouped import RowGroups
 from megacore.ops.visibility import Visibility
+from megacore.parallel.experts import Assignment, GroupedProducts, assign, combine, dispatch
+from megacore.parallel.mesh import ALONE
+from megacore.parallel.products import TORCH
 from tests.kernels.comparing import Comparison
 
 
 def comparisons() -> list[Comparison]:
     """All of them."""
-    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_rotaries(), *_activations(), *_dropouts(), *_attentions()]
+    return [
+        *_norms(),
+        *_softmaxes(),
+        *_cross_entropies(),
+        *_rotaries(),
+        *_activations(),
+        *_dropouts(),
+        *_attentions(),
+        *_experts(),
+    ]
 
 
 def _norms() -> Iterator[Comparison]:
@@ -318,3 +332,43 @@ def _over_earlier_keys_oracle(query: Tensor, key: Tensor, value: Tensor, *, docu
     seen = (here[:, keys:, None] == here[:, None, :keys])[:, None]
     weights = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).exp() * seen
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-30) @ value
+
+
+def _experts() -> Iterator[Comparison]:
+    """Experts with none, one, and more rows than a tile has; widths that no block divides."""
+    for counts, outputs, inputs in (((0, 1, 20, 0, 2), 33, 40), ((5,), 1, 1), ((0, 0), 8, 16)):
+        groups = RowGroups(counts)
+
+        def linear(x: Tensor, weight: Tensor, groups: RowGroups = groups) -> Tensor:
+            return GroupedProducts(TORCH, groups).linear(x, weight)
+
+        def loop(x: Tensor, weight: Tensor, groups: RowGroups = groups) -> Tensor:
+            return torch.cat([x[rows] @ matrix.t() for rows, matrix in zip(groups.ranges(), weight, strict=True)])
+
+        yield Comparison(
+            name=f"grouped_linear-{sum(counts)}x{inputs}-to-{outputs}-of-{len(counts)}",
+            operator=linear,
+            oracle=loop,
+            shapes={"x": (sum(counts), inputs), "weight": (len(counts), outputs, inputs)},
+        )
+    for tokens, chosen, width in ((7, 3, 77), (1, 1, 5), (2, 2, 2100)):
+        indices = torch.rand(tokens, 8, generator=torch.Generator().manual_seed(tokens)).topk(chosen).indices
+        indices[-1, -1] = 8 if chosen > 1 else indices[-1, -1]  # the last choice is not sent
+        assignment = assign(indices, 8, ALONE, sends_all=chosen == 1)
+        sent = (indices < 8).double()
+
+        def there_and_back(tokens: Tensor, weights: Tensor, assignment: Assignment = assignment) -> Tensor:
+            there = {name: getattr(assignment, name).to(tokens.device) for name in ("order", "positions")}
+            here = replace(assignment, **there)
+            rows = dispatch(tokens, here, ALONE)
+            return combine(rows * rows, weights.float(), here, ALONE)
+
+        def weighted(tokens: Tensor, weights: Tensor, sent: Tensor = sent) -> Tensor:
+            return tokens * tokens * (weights * sent.to(weights.device)).sum(-1, keepdim=True)
+
+        yield Comparison(
+            name=f"experts_rows-{tokens}x{chosen}x{width}",
+            operator=there_and_back,
+            oracle=weighted,
+            shapes={"tokens": (tokens, width), "weights": (tokens, chosen)},
+        )

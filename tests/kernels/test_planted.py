@@ -59,6 +59,18 @@ DEFECTS: dict[str, tuple[str, str, str, Callable[[torch.device], None]]] = {
         "range(program, rows - 1, tl.num_programs(0), num_stages=2)",
         partial(formula, "layer_norm-33x100", "fp32"),
     ),
+    "the last row of an expert left out": (
+        "grouped",
+        "for first in range(start, stop, K):",
+        "for first in range(start, stop - 1, K):",
+        partial(formula, "grouped_linear-23x40-to-33-of-5", "fp32"),
+    ),
+    "the weight of another choice": (
+        "permute",
+        "x = x * tl.load(weights_ptr + token * CHOSEN + number)",
+        "x = x * tl.load(weights_ptr + token * CHOSEN)",
+        partial(formula, "experts_rows-7x3x77", "fp32"),
+    ),
     "another mask in backward": (
         "dropout",
         "    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)\n    kept = _kept(seed,",

@@ -130,7 +130,7 @@ def test_a_loop_for_deepspeed_equals_plain_torch() -> None:
     assert_equal(on_rank(0, 1, 0, None), plain(1))
 
 
-@pytest.mark.parametrize("zero", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_replicas_and_zero_stages_equal_plain_torch_also_after_a_resume(zero: int, tmp_path: Path) -> None:
     results = run_distributed(on_rank, 2, zero, str(tmp_path))
     for result in results:
@@ -285,6 +285,28 @@ def test_weight_decay_of_vectors_and_unknown_optimizers_are_refused() -> None:
         megacore.initialize(model=model, optimizer=everything, config=config, **UNWATCHED)
     with pytest.raises(ConfigError, match="RMSprop is not in megacore"):
         megacore.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=config, **UNWATCHED)
+
+
+def test_a_step_that_overflows_or_is_not_finite_changes_nothing() -> None:
+    settings = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    scheduler = torch.optim.lr_scheduler.StepLR
+    engine, _, _, schedule = megacore.initialize(
+        model=net(), config=document(fp16=settings), lr_scheduler=lambda made: scheduler(made, 1, 0.5), **UNWATCHED
+    )
+    before = engine.module_state_dict()
+    with pytest.warns(UserWarning, match="step 1 is skipped"):
+        train(engine, range(1))
+    assert schedule.get_last_lr() == [1e-2]
+    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    engine, *_ = megacore.initialize(model=net(), config=document(), **UNWATCHED)
+    for number in range(ACCUMULATION):
+        x, y = data(0, number)
+        engine.backward(F.cross_entropy(engine(x / (1 - number))["logits"], y))
+    with pytest.warns(UserWarning, match="step 1 is skipped"):
+        engine.step()
+    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    train(engine, range(1, 2))
+    assert engine.global_steps == 2
 
 
 def test_the_script_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

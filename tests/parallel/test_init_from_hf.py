@@ -74,7 +74,10 @@ def test_a_run_starts_from_the_weights(
     compare("gpt2", directory, layout, changes, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "deepseek-v3")]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", *_SLOW])
 def test_a_run_with_experts_starts_from_the_weights(name: str, tmp_path: Path) -> None:
     """Every rank reads the slices of its experts."""
     source = save_model(make_model(name), tmp_path / "hf")
@@ -87,6 +90,8 @@ def compare(name: str, directory: Path, layout: Layout, changes: dict[str, Any],
     weights, loss = found
     hf = open_model(directory)
     for step in hf.plan:
+        if step.is_buffer:  # the loss depends on it
+            continue
         whole: Tensor = step.slice(spec_of(step.ours, step.shape), hf.stored.tensors)
         assert torch.equal(weights[step.ours], whole), step.ours
     assert loss == pytest.approx(expected_loss(name, 8), abs=1e-6)

@@ -180,7 +180,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "cp 4, ring": ((1, 1, 1), {"num_layers": 4, "cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
     "cp 2, tp 2, ulysses, copied keys": (
         (2, 1, 1),
-        {"num_layers": 4, "cp": 2, "cp_comm": "ulysses", "num_query_groups": 2},
+        {"num_layers": 4, "cp": 2, "cp_comm": "ulysses", "num_query_groups": 2, "precision": "bf16"},
     ),
 }
 

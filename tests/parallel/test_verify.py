@@ -26,6 +26,7 @@ from tests.distributed import run_distributed
 from tests.parity.runs import make_config
 
 GPT = "pretrain_gpt.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
+EXPERTS = "--num-experts 8 --disable-bias-linear --activation swiglu --moe-ffn-hidden-size 32"
 BERT = "pretrain_bert.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
 
 
@@ -92,6 +93,13 @@ LAYOUTS = {
     "gpt: cp 2, dp 2, ZeRO 1, allgather": f"{GPT} --cp 2 --dp 2 --zero-stage 1 --cp-comm allgather",
     "gpt: cp 2, dp 2, ZeRO 3, ulysses": f"{GPT} --cp 2 --dp 2 --zero-stage 3 --cp-comm ulysses",
     "gpt: cp 2, dp 2, ring": f"{GPT} --cp 2 --dp 2 --cp-comm ring",
+    "experts: tp 2, dp 2, ep 2": (
+        f"{GPT} {EXPERTS} --tp 2 --dp 2 --ep 2 --zero-stage 1 --moe-aux-loss-coeff 0.1 --moe-router-enable-expert-bias"
+    ),
+    "experts: cp 2, dp 2, ep 4, capacity, padding": (
+        f"{GPT} {EXPERTS} --cp 2 --dp 2 --ep 4 --moe-expert-capacity-factor 0.75 --packing best-fit "
+        "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss --moe-input-jitter-eps 0.1"
+    ),
     "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
     "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
 }

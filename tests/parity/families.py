@@ -138,6 +138,19 @@ FAMILIES = {
         names=_llama_names,
         groups=2,
     ),
+    "llama-yarn": Family(
+        theirs=_llama({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10, "beta_fast": 4.0}),
+        changes={
+            **_LLAMA,
+            "rope_scaling": "yarn",
+            "rope_scaling_factor": 4.0,
+            "rope_original_max_positions": 10,
+            "rope_beta_fast": 4.0,
+            "ffn_hidden_size": 48,
+        },
+        names=_llama_names,
+        groups=2,
+    ),
     "mistral": Family(
         theirs=lambda: transformers.MistralConfig(**_GROUPED, sliding_window=7, head_dim=16),
         changes={**_LLAMA, "window_size": 7, "kv_channels": 16, "ffn_hidden_size": 48},

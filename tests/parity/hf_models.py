@@ -11,11 +11,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import (
     BloomConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -50,6 +53,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 10}
 
 
 def _llama(rope: dict[str, Any] | None = None, **changes: Any) -> PreTrainedConfig:
@@ -62,6 +66,11 @@ def _neox(**changes: Any) -> PreTrainedConfig:
 
 
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_DEEPSEEK: dict[str, Any] = {
+    **_SHAPE, "num_hidden_layers": 3, "intermediate_size": 48, "kv_lora_rank": 14, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": _gpt2,
@@ -75,6 +84,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-dynamic": lambda: _llama(
         {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=24
     ),
+    "llama-yarn": lambda: _llama({**_YARN, "beta_fast": 4, "attention_factor": 1.5, "truncate": False}),
     "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=7, head_dim=16),
     "mistral-without-window": lambda: MistralConfig(**_GROUPED, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**_GROUPED, tie_word_embeddings=True),
@@ -83,16 +93,62 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, sliding_window=7),
     "qwen2-moe": lambda: Qwen2MoeConfig(**_GROUPED, **_EXPERTS, shared_expert_intermediate_size=40),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=16, norm_topk_prob=True),
+    "olmoe": lambda: OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **_DEEPSEEK, q_lora_rank=None, v_head_dim=12, topk_method="group_limited_greedy", routed_scaling_factor=2.0
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **_DEEPSEEK,
+        q_lora_rank=20,
+        v_head_dim=24,
+        num_key_value_heads=4,
+        rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    ),
     "pythia": _neox,
     "neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new", rotary_pct=0.5),
     "bloom": lambda: BloomConfig(
         vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, seq_length=POSITIONS, **_ENDS
     ),
 }
+CONFIGS |= {
+    "llama-attention-biases": lambda: _llama(attention_bias=True),
+    "qwen2-mixed-windows": lambda: transformers.Qwen2Config(
+        **_GROUPED, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **_GROUPED, embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=3.0
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**_GROUPED, "num_hidden_layers": 3}, no_rope_layers=[1, 0, 1], tie_word_embeddings=True
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_GROUPED),
+    "phi3": lambda: transformers.Phi3Config(**_GROUPED, sliding_window=9),
+    "phi3-partial": lambda: transformers.Phi3Config(
+        **_GROUPED,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+    ),
+    "stablelm": lambda: transformers.StableLmConfig(**_GROUPED, use_qkv_bias=True),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GROUPED, sliding_window=7),
+    "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(
+        vocab_size=VOCAB, n_positions=POSITIONS, n_embd=32, n_head=4, n_layer=2, initializer_range=0.2, **_ENDS
+    ),
+    "mpt": lambda: transformers.MptConfig(
+        vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=POSITIONS, initializer_range=0.2, **_ENDS
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**{**_GROUPED, "initializer_range": 0.1}, head_dim=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**_GROUPED, "num_hidden_layers": 3},
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+}
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
 # In `make test-slow` only.
-SLOW = {"mixtral", "qwen2-moe", "qwen3-moe"}
+SLOW = {"deepseek-v2", "deepseek-v3", "llama-yarn", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -104,6 +160,9 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model.eval().to(dtype)
 
 

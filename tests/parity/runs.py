@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megacore.config import (
+    SECTIONS,
     AdamWConfig,
     CheckpointConfig,
     Config,
@@ -28,12 +29,14 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RampupConfig,
     ResolvedConfig,
-    SGDConfig,
     SpikeConfig,
+    StartConfig,
     TrainingConfig,
     WatchConfig,
 )
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
@@ -109,10 +112,10 @@ def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradient
 class RaggedData:
     """Random samples of which each has another number of tokens that count: a wrong weighting cannot hide. With
     `boundaries` they tell documents of other lengths in each: of one token, of odd lengths, and one that ends in the
-    middle of the sequence, where shards do."""
+    middle of the sequence, where shards do. With `pads` some positions at the end are padding."""
 
-    def __init__(self, samples: int, *, boundaries: bool = False, length: int = SEQUENCE) -> None:
-        self._samples, self._boundaries, self._length = samples, boundaries, length
+    def __init__(self, samples: int, *, boundaries: bool = False, pads: bool = False, length: int = SEQUENCE) -> None:
+        self._samples, self._boundaries, self._pads, self._length = samples, boundaries, pads, length
 
     def __len__(self) -> int:
         return self._samples
@@ -127,6 +130,9 @@ class RaggedData:
             begins = np.isin(np.arange(length), [0, length // 2, *random.integers(0, length, 3)])
             firsts = np.maximum.accumulate(np.where(begins, np.arange(length), 0))
             sample |= {"documents": begins.cumsum(), "positions": np.arange(length) - firsts}
+        if self._pads:
+            padding = np.arange(length) >= random.integers(1, length + 1)
+            sample |= {"padding": padding.astype(np.int64), "loss_mask": mask * ~padding}
         return sample
 
 
@@ -157,8 +163,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
+        **{name: kind() for name, kind in OPTIMIZERS.items() if name in SECTIONS},
         "adamw": AdamWConfig(adam_beta2=0.999),
-        "sgd": SGDConfig(),
         "optimizer": OptimizerConfig(lr=1e-3, min_lr=0.0, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
         "training": TrainingConfig(
             micro_batch_size=2 if dp < 4 else 1,
@@ -167,7 +173,9 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
             eval_interval=0,
             output_dir=str(output_dir),
         ),
+        "rampup": RampupConfig(),
         "checkpoint": CheckpointConfig(),
+        "start": StartConfig(),
         "logging": LoggingConfig(),
         "watch": WatchConfig(),
         "spikes": SpikeConfig(),
@@ -188,8 +196,10 @@ def make_trainer(
 ) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
     samples = config.training.global_batch_size * config.training.train_iters
-    boundaries, length = bool(config.beside_hidden_states), config.data.seq_length
-    data = data or RaggedData(samples, boundaries=boundaries, length=length)
+    beside, length = config.beside_hidden_states, config.data.seq_length
+    data = data or RaggedData(
+        samples, boundaries=bool({"documents", "positions"} & set(beside)), pads="padding" in beside, length=length
+    )
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 

@@ -26,6 +26,7 @@ LLAMA: Changes = {
     "disable_bias_linear": True,
     "num_query_groups": 2,
 }
+EXPERTS: Changes = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1, "num_layers": 2}
 CAPTURED: Changes = {"compile": True, "compile_backend": "aot-eager", "train_iters": 3}
 
 # Pairwise: each model, schedule, ZeRO stage, recomputation and precision with some of the others.
@@ -45,6 +46,8 @@ SLOW_CASES: list[tuple[Layout, Changes]] = [
     ((1, 2, 1), {"schedule": "gpipe", "embedding_layernorm": True, "recompute": "full", "recompute_num_layers": 1}),
     ((1, 2, 2), {**LLAMA, "schedule": "zero-bubble", "zero_stage": 3, "recompute": "full"}),
     ((2, 2, 2), {**LLAMA, **GPT, "zero_stage": 2, "sequence_parallel": True, "precision": "bf16"}),
+    ((2, 1, 2), {**EXPERTS, "ep": 2, "zero_stage": 1, "recompute": "full"}),
+    ((1, 2, 2), {**EXPERTS, "ep": 2, "schedule": "zero-bubble", "moe_expert_capacity_factor": 1.0}),
     ((1, 1, 2), {"offload_optimizer": True, "zero_stage": 1, "optimizer": "sgd", "sgd_momentum": 0.0}),
 ]
 

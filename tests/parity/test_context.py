@@ -206,14 +206,12 @@ def attend_in_bf16(rank: int, world_size: int, name: str, groups: int) -> list[l
     """With each way of communication."""
     group = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence
     tensors, view = [x.bfloat16() for x in drawn(groups)], Visibility(**VIEWS[name])
-    # Where `ulysses` copies key heads, each copy's gradient is rounded to 16 bits (docs/context.md).
-    comms = [comm for comm in get_args(ContextComm) if comm != "ulysses" or name == "causal" or groups >= world_size]
-    return [attended(tensors, SequenceShards(group, comm), view, None) for comm in comms]
+    return [attended(tensors, SequenceShards(group, comm), view, None) for comm in get_args(ContextComm)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("name", ["causal", "a window of several chunks", "documents", "documents, window"])
 def test_sixteen_bits_lose_no_more_than_on_one_process(name: str, groups: int, ranks: int) -> None:
     *tensors, d_out = (x.bfloat16() for x in drawn(groups))

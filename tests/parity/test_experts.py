@@ -23,14 +23,16 @@ from megacore.errors import CheckpointError
 from megacore.inference.trained import model_of
 from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
+from megacore.ops.grouped import RowGroups
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
-from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, groups_of_experts
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
 from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import LocalSegment
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, Outcome, agree, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.runs import Layout, Outcome, agree, bitwise, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.test_latent_attention import LATENT
 
 # ---- groups
 
@@ -99,7 +101,8 @@ def mixed(rank: int, world_size: int) -> dict[str, tuple[Tensor, ...]]:
         )
         linear.weight.data.copy_(linear.weight.spec.take(matrices()))
         assignment = assign(indices, EXPERTS, group)
-        y = combine(linear(dispatch(x, assignment, group), assignment.counts), weights, assignment, group)
+        rows = linear(dispatch(x, assignment, group), RowGroups(assignment.counts[0]))
+        y = combine(rows, weights, assignment, group)
         y.backward(grad)
         assert x.grad is not None and weights.grad is not None and linear.weight.grad is not None
         results[routing] = (y.detach(), x.grad, weights.grad, linear.weight.grad)
@@ -161,6 +164,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
     },
     "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 0.0},
+    "capacity": {"moe_expert_capacity_factor": 0.75, "num_experts": 8, "moe_router_topk": 3},
+    "first": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    "global": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0},
+    "jitter": {"moe_input_jitter_eps": 0.1, "moe_shared_expert_size": 8},
+    "padded": {"packing": "best-fit", "moe_expert_capacity_factor": 1.0},
+    "limited": {
+        "packing": "best-fit",
+        "moe_expert_capacity_factor": 0.75,
+        "moe_input_jitter_eps": 0.1,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 1.0,
+    },
 }
 Case = tuple[str, Layout, dict[str, Any]]
 _OF_LAYOUT = {
@@ -171,7 +186,8 @@ _OF_LAYOUT = {
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
 FEW: list[Case] = [
     ("sigmoid", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 1}),
-    ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
+    ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble", "recompute": "full"}),
+    ("limited", (2, 1, 1), {"cp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}),
 ]
 MORE: list[Case] = [
     ("gelu", (2, 1, 2), {"ep": 2, "zero_stage": 3}),
@@ -189,6 +205,16 @@ MORE: list[Case] = [
     ("gelu", (2, 1, 2), {"ep": 2, "recompute": "light", "zero_stage": 3}),
     ("many", (1, 1, 4), {"ep": 4, "zero_stage": 1, **OFFLOAD}),
     ("bias", (1, 2, 2), {"ep": 2, "replay_interval": 1, "zero_stage": 2}),
+    ("groups", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "moe_router_group_best": 1, **LATENT}),
+    ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
+    ("capacity", (1, 1, 4), {"ep": 2, "micro_batch_size": 1, "zero_stage": 1}),
+    ("capacity", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True}),
+    ("first", (1, 1, 2), {"cp": 2, "ep": 4}),
+    ("global", (1, 2, 2), {"ep": 2, "recompute": "full", "schedule": "zero-bubble"}),
+    ("jitter", (2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True}),
+    ("jitter", (1, 1, 4), {"ep": 2, "micro_batch_size": 1}),
+    ("padded", (2, 2, 1), {"ep": 2, "etp": 1, "sequence_parallel": True}),
+    ("padded", (1, 1, 4), {"ep": 4, "zero_stage": 3}),
 ]
 
 
@@ -228,6 +254,8 @@ def train_cases(
     outcomes = []
     for layout, changes in cases:
         config = make_config(layout, directory, **changes)
+        if config.training.reproducible:
+            compute_reproducibly()
         outcomes.append(train_on(build_mesh(config.parallel), config))
     return outcomes if rank == 0 else []
 
@@ -262,7 +290,7 @@ def _combination(number: int) -> Case:
     model = choose.choice(list(MODELS))
     most = MODELS[model].get("num_experts", 4)
     schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
-    recompute = choose.choice(["none", "selective", "light", *(["full"] if schedule != "zero-bubble" else [])])
+    recompute = choose.choice(["none", "selective", "light", "full"])
     changes: dict[str, Any] = {
         "cp": cp,
         "ep": choose.choice([e for e in (1, 2, 4, 8) if e <= most and dp * cp * tp % (e * etp) == 0]),
@@ -302,6 +330,60 @@ def test_sixteen_bits_train_alike(precision: str, scale: float | None, tmp_path:
         assert found.norms == pytest.approx(exact.norms, rel=0.1)
 
 
+# ---- the same bits
+
+EXACT = MODEL | {"reproducible": True, "micro_batch_size": 1, "train_iters": 2}
+SAME: list[tuple[Layout, list[tuple[Layout, dict[str, Any]]]]] = [  # a layout, and others with its bits
+    (
+        (1, 1, 1),
+        [
+            ((1, 1, 4), {"ep": 2, "zero_stage": 2}),
+            ((1, 2, 2), {"ep": 2, "schedule": "zero-bubble", "recompute": "full"}),
+        ],
+    ),
+    (
+        (1, 1, 1),
+        [
+            ((1, 1, 4), {"ep": 4, "zero_stage": 3, "recompute": "full"}),
+            ((1, 1, 4), {"ep": 1, "zero_stage": 1}),
+            ((1, 4, 1), {"num_layers": 4}),
+            ((1, 2, 2), {"ep": 2, "zero_stage": 1, "replay_interval": 1}),
+        ],
+    ),
+    ((2, 1, 1), [((2, 1, 2), {"ep": 2}), ((2, 1, 2), {"ep": 1, "zero_stage": 2}), ((2, 2, 1), {})]),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [SAME[0], *(pytest.param(*same, marks=pytest.mark.slow) for same in SAME[1:])],
+    ids=[str(number) for number in range(len(SAME))],
+)
+@pytest.mark.parametrize("model", ["sigmoid", pytest.param("limited", marks=pytest.mark.slow)])
+def test_reproducible_runs_have_the_same_bits_on_every_ep(
+    layout: Layout, others: list[tuple[Layout, dict[str, Any]]], model: str, tmp_path: Path
+) -> None:
+    changes = EXACT | MODELS[model]
+    one = run_distributed(train_cases, layout[0], str(tmp_path), [(layout, changes)])[0][0]
+    cases = [(other, changes | of_layout) for other, of_layout in others]
+    for (_, of_layout), found in zip(cases, run_distributed(train_cases, 4, str(tmp_path), cases)[0], strict=True):
+        expected = one
+        if of_layout["num_layers"] != changes["num_layers"]:
+            longer = changes | {"num_layers": of_layout["num_layers"]}
+            expected = run_distributed(train_cases, layout[0], str(tmp_path), [(layout, longer)])[0][0]
+        bitwise(found, expected)
+
+
+@pytest.mark.slow
+def test_reproducible_runs_have_the_same_bits_where_ranks_route_parts_of_a_sequence(tmp_path: Path) -> None:
+    changes = EXACT | MODELS["sigmoid"] | {"sequence_parallel": True, "etp": 1}
+    one = run_distributed(train_cases, 2, str(tmp_path), [((2, 1, 1), changes), ((2, 1, 1), changes | {"ep": 2})])[0]
+    bitwise(*one)
+    cases = [((2, 1, 2), changes | {"ep": ep, "zero_stage": 1}) for ep in (1, 2, 4)]
+    for found in run_distributed(train_cases, 4, str(tmp_path), cases)[0]:
+        bitwise(found, one[0])
+
+
 # ---- balance
 
 
@@ -312,13 +394,16 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
     balance, choices, choose = trainer.train_steps.balance, list[Tensor](), moe.choose
     assert balance is not None
 
-    def watched(*arguments: Any) -> moe.Choice:
-        choices.append(choose(*arguments).indices)
-        return choose(*arguments)
+    def watched(logits: Tensor, experts: Any, bias: Tensor, chosen: Tensor | None) -> moe.Choice:
+        choices.append(choose(logits, experts, bias, chosen).indices)
+        preferred = (logits.detach().softmax(-1) + bias).sort(-1, descending=True).values
+        gaps[0] = min(gaps[0], float((preferred[..., 1] - preferred[..., 2]).min()))
+        return choose(logits, experts, bias, chosen)
 
-    expected = torch.zeros(4)
+    expected, gaps = torch.zeros(4), [1.0]
     for _ in range(2):
         choices.clear()
+        gaps[0] = 1.0
         with mock.patch.object(moe, "choose", watched):
             trainer.train_step(next(trainer.batches))
         assert len(choices) == 8  # of 4 microbatches, each computed again
@@ -334,10 +419,33 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
             "moe/max_violation": pytest.approx(violation),
             "moe/mean_violation": pytest.approx(violation),
             "moe/idle_experts": int((counts == 0).sum()),
+            "moe/smallest_gap": pytest.approx(gaps[0]),
+            "moe/block_1/max_violation": pytest.approx(violation),
+            "moe/block_1/min_load": pytest.approx(float(counts.min() / counts.double().mean())),
+            "moe/block_1/smallest_gap": pytest.approx(gaps[0]),
         }
     evaluation(trainer)
     balance.end_step(updated=False)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
+    """1e-3 and sums of it are no numbers of bf16."""
+    bias = MODELS["bias"] | {
+        "moe_router_bias_update_rate": 1e-3,
+        "train_iters": 2,
+        "num_layers": 2,
+        "precision": "bf16",
+    }
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **MODEL | bias), Mesh(device=torch.device("cpu")))
+    expected, rate = torch.zeros(4), torch.tensor(1e-3)
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+        assert trainer.train_steps.balance is not None
+        (load,) = trainer.train_steps.balance.loads().values()
+        expected += rate * (load.double().mean() - load).sign().float()
+    (found,) = biases_of(trainer).values()
+    assert found.dtype == torch.float32 and found.any() and torch.equal(found, expected)
 
 
 # ---- checkpoints and evaluation
@@ -355,6 +463,8 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1, 2), {"ep": 2, "etp": 1, "sequence_parallel": True, "zero_stage": 3}),
     ((1, 2, 2), {"ep": 2}),
     ((4, 1, 1), {"ep": 1}),
+    ((1, 1, 2), {"cp": 2, "ep": 4, "zero_stage": 1}),
+    ((2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True, "etp": 1, "zero_stage": 2}),
 ]
 
 

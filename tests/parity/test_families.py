@@ -68,6 +68,8 @@ FEW: list[Case] = [
     ("qwen3", (4, 1, 1), {}),
     ("qwen3", (2, 1, 2), {"zero_stage": 3, "recompute": "full", "sequence_parallel": True}),
     ("one key and value head", (2, 2, 1), {"schedule": "zero-bubble"}),
+    ("norm of all heads", (4, 1, 1), {"sequence_parallel": True}),
+    ("norm of all heads", (2, 2, 1), {"schedule": "zero-bubble"}),
     ("neox", (2, 2, 1), {"sequence_parallel": True}),
     ("bloom", (4, 1, 1), {"sequence_parallel": True}),
     ("bloom", (2, 2, 1), {"recompute": "full"}),
@@ -85,6 +87,10 @@ MORE: list[Case] = [
     ("qwen2", (2, 1, 2), {"zero_stage": 1}),
     ("qwen3", (2, 2, 1), {"sequence_parallel": True}),
     ("one key and value head", (4, 1, 1), {"sequence_parallel": True}),
+    ("norm of all heads", (4, 1, 1), {}),
+    ("norm of all heads", (2, 1, 2), {"zero_stage": 3, "recompute": "full"}),
+    ("LayerNorm of all heads", (2, 1, 2), {"sequence_parallel": True, "recompute": "light"}),
+    ("LayerNorm of all heads", (4, 1, 1), {}),
     ("neox", (4, 1, 1), {"sequence_parallel": True}),
     ("neox", (2, 2, 1), {"schedule": "zero-bubble"}),
     ("neox", (1, 2, 2), {"zero_stage": 1, "recompute": "full"}),
@@ -97,6 +103,10 @@ def shape_of(name: str, blocks: int = 4) -> dict[str, Any]:
     """A small model of the family, whose inner sizes no tensor-parallel layout divides by accident."""
     if name == "one key and value head":
         return {**shape_of("qwen3", blocks), "num_query_groups": 1, "add_qkv_bias": True}
+    if name == "norm of all heads":
+        return {**shape_of("qwen3", blocks), "qk_layernorm_all_heads": True}
+    if name == "LayerNorm of all heads":
+        return {**shape_of("norm of all heads", blocks), "normalization": "LayerNorm"}
     family = FAMILIES[name]
     return {"num_query_groups": family.groups, **family.changes, "num_layers": blocks, "train_iters": 3}
 

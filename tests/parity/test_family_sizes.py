@@ -43,6 +43,16 @@ PUBLISHED = {
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
+    "granite-3.1-2b": 2_533_531_648,
+    "smollm3-3b": 3_075_098_624,
+    "olmo-2-7b": 7_298_617_344,
+    "phi-3-mini": 3_821_079_552,
+    "starcoder2-3b": 3_030_371_328,
+    "gemma-2b": 2_506_172_416,
+    "gemma-3-1b": 999_885_952,
     "pythia-160m": 162_322_944,
     "bloom-176b": 176_247_271_424,
 }
@@ -90,7 +100,7 @@ def test_every_layer_has_the_parameters_that_its_description_says(name: str) -> 
         variants.append(dataclasses.replace(config, qk_layernorm=True, activation="geglu", num_query_groups=1))
     for variant in variants:
         layers = layers_of(variant, META)
-        for layer in (layers[0], layers[1], layers[-1]):  # the blocks are alike
+        for layer in (layers[0], layers[1], layers[-2], layers[-1]):  # blocks are alike, except the first of some
             built = Stage([dataclasses.replace(layer, tied={})])
             sizes = [math.prod(p.spec.shape) for p in sharded_parameters(built)]
             assert sum(sizes) == layer.parameters, layer.name
@@ -146,6 +156,12 @@ def test_the_published_numbers_are_those_of_transformers() -> None:
         "qwen3-30b-a3b": transformers.Qwen3MoeConfig(
             num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128
         ),
+        "olmoe-1b-7b": transformers.OlmoeConfig(intermediate_size=1024),
+        "deepseek-v2-lite": transformers.DeepseekV2Config(
+            hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, intermediate_size=10_944, q_lora_rank=None,
+            num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
+        ),
+        "deepseek-v3": transformers.DeepseekV3Config(),
         "pythia-160m": transformers.GPTNeoXConfig(
             vocab_size=50_304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
         ),

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedExperts, ResolvedModel
 from megacore.layers.context import BuildContext
-from megacore.layers.moe import MoE, choose
+from megacore.layers.moe import MoE, Router, choose
 from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.recompute import recompute
 
 H, FFN, WIDTH, B, S, SEQUENCES = 16, 24, 20, 3, 7, 5
 CPU = torch.device("cpu")
@@ -171,34 +172,73 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
-def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tensor) -> Tensor:
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a layer reads besides its input.
+
+    Attributes:
+        noise: [b, s, h], by which the router's input is multiplied.
+        loads: how often each expert was chosen in the last step.
+        padding: [b, s], 1 for padding.
+    """
+
+    noise: Tensor | None = None
+    loads: Tensor | None = None
+    padding: Tensor | None = None
+
+
+def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tensor, given: Given) -> Tensor:
     """The layer's output, each expert computed for each token, and what is trained with it: <output, grad> and the
     losses of the router, token by token and sequence by sequence."""
     experts = experts_of(model)
     chosen, total, trained = experts.moe_router_topk, [], x.new_zeros(())
-    for sequence, of_output in zip(x, grad, strict=True):
+    for number, (sequence, of_output) in enumerate(zip(x, grad, strict=True)):
+        real = range(S) if given.padding is None else [s for s in range(S) if not given.padding[number, s]]
         counts, shares, squares = torch.zeros(experts.num_experts), x.new_zeros(experts.num_experts), x.new_zeros(())
-        for token, of_token in zip(sequence, of_output, strict=True):
+        weights: dict[tuple[int, int], Tensor] = {}  # by token and expert
+        for place in real:
+            token = sequence[place] if given.noise is None else sequence[place] * given.noise[number, place]
             logits = values["router.weight"] @ token
             is_softmax = experts.moe_router_score_function == "softmax"
             scores = logits.exp() / logits.exp().sum() if is_softmax else 1 / (1 + (-logits).exp())
             picked = sorted(range(experts.num_experts), key=lambda e: (-scores[e].item(), e))[:chosen]
             whole = sum(scores[e] for e in picked) if not experts.moe_router_pre_softmax else 1.0
-            y = torch.zeros_like(token)
             for e in picked:
-                up = values["experts.up.weight"][e] @ token
-                inner = (values["experts.gate.weight"][e] @ token, up) if model.gated else (up,)
-                y = y + scores[e] / whole * (values["experts.down.weight"][e] @ ACTIVATIONS[model.activation](*inner))
+                weights[place, e] = scores[e] / whole
                 counts[e] += 1
-            total.append(y)
-            trained = trained + (y * of_token).sum()
             shares = shares + scores / scores.sum()
             squares = squares + torch.log(logits.exp().sum()) ** 2
-        f = counts.double() * experts.num_experts / (chosen * S)
-        trained = trained + experts.moe_aux_loss_coeff * (f * shares / S).sum() / SEQUENCES
-        trained = trained + experts.moe_z_loss_coeff * squares / S / SEQUENCES
+        kept = within_capacity(weights, experts)
+        for place, token in enumerate(sequence):
+            y = torch.zeros_like(token)
+            for e in [e for e in range(experts.num_experts) if (place, e) in kept]:
+                up = values["experts.up.weight"][e] @ token
+                inner = (values["experts.gate.weight"][e] @ token, up) if model.gated else (up,)
+                y = y + weights[place, e] * (values["experts.down.weight"][e] @ ACTIVATIONS[model.activation](*inner))
+            total.append(y)
+            trained = trained + (y * of_output[place]).sum()
+        f = counts.double() * experts.num_experts / (chosen * len(real))
+        if given.loads is not None:
+            f = given.loads.double() * experts.num_experts / given.loads.sum()
+        trained = trained + experts.moe_aux_loss_coeff * (f * shares / len(real)).sum() / SEQUENCES
+        trained = trained + experts.moe_z_loss_coeff * squares / len(real) / SEQUENCES
     trained.backward()
     return torch.stack(total).detach().view_as(x)
+
+
+def within_capacity(weights: dict[tuple[int, int], Tensor], experts: ResolvedExperts) -> set[tuple[int, int]]:
+    """The pairs of token and expert of a sequence that are kept: of each expert the first ones in the order of its
+    policy."""
+    if experts.moe_expert_capacity_factor is None:
+        return set(weights)
+    capacity = -int(-experts.moe_expert_capacity_factor * experts.moe_router_topk * S // experts.num_experts)
+    kept: set[tuple[int, int]] = set()
+    for e in range(experts.num_experts):
+        pairs = sorted(pair for pair in weights if pair[1] == e)
+        if experts.moe_token_drop_policy == "probs":
+            pairs.sort(key=lambda pair: -weights[pair].item())
+        kept.update(pairs[:capacity])
+    return kept
 
 
 @pytest.mark.parametrize(
@@ -208,16 +248,37 @@ def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tens
         {"activation": "gelu", "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 2.0},
         {"activation": "geglu-exact", "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 2.0},
         {"activation": "relu", "moe_router_topk": 6, "moe_z_loss_coeff": 1.0},  # every expert
+        {"moe_expert_capacity_factor": 0.6, "moe_aux_loss_coeff": 2.0},
+        {"moe_expert_capacity_factor": 0.3, "moe_token_drop_policy": "position", "moe_router_topk": 3},
+        {"moe_expert_capacity_factor": 5.0},  # nobody drops
+        {"moe_input_jitter_eps": 0.2, "moe_z_loss_coeff": 0.5},
+        {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 2.0},
+        {"moe_aux_loss_coeff": 2.0, "moe_z_loss_coeff": 0.5, "moe_expert_capacity_factor": 0.6, "pads": True},
+        {
+            "moe_router_load_balancing_type": "global_aux_loss",
+            "moe_aux_loss_coeff": 2.0,
+            "moe_input_jitter_eps": 0.2,
+            "pads": True,
+        },
     ],
     ids=str,
 )
 def test_outputs_losses_and_gradients_equal_a_loop_over_all_experts(fields: dict[str, Any]) -> None:
+    fields = dict(fields)
+    padding = torch.arange(S) >= torch.tensor([[4], [7], [1]]) if fields.pop("pads", False) else None
     model = model_with(**fields)
     layer, (x, grad) = built(model), batch()
+    given = Given(padding=padding)
+    if layer.router.loads is not None:
+        layer.router.loads.copy_(torch.tensor([5, 0, 9, 2, 7, 1]))
+        given = dataclasses.replace(given, loads=layer.router.loads)
+    if experts_of(model).moe_input_jitter_eps:
+        uniform = layer.streams.uniform("", torch.arange(S), samples=B, width=H).double()
+        given = dataclasses.replace(given, noise=1.0 + experts_of(model).moe_input_jitter_eps * (2.0 * uniform - 1.0))
     values = {name: value.double().requires_grad_() for name, value in weights_of(layer).items()}
     exact = x.detach().double().requires_grad_()
-    expected = dense(exact, values, model, grad.double())
-    y = layer(x)
+    expected = dense(exact, values, model, grad.double(), given)
+    y = layer(x, None if padding is None else padding.long())
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
     y.backward(grad)
     assert x.grad is not None
@@ -253,3 +314,66 @@ def test_equal_scores_take_the_first_experts_and_idle_ones_get_gradients_of_zero
     layer(x).backward(grad)
     of_up = layer.experts.up.weight.grad
     assert of_up is not None and of_up[:2].abs().amax((1, 2)).min() > 0 and not of_up[2:].any()
+
+
+def test_noise_belongs_to_a_position_of_a_sample() -> None:
+    """Whichever positions a rank holds, and however samples form microbatches; and it is spread evenly over [0, 1)."""
+    streams, positions = RandomStreams(7, CPU), torch.arange(12)
+    noise = []
+    for streams.microbatch in range(4):
+        noise.append(streams.uniform("here", positions, samples=2, width=10))
+    whole = torch.cat(noise)
+    streams.microbatch = 1
+    assert torch.equal(streams.uniform("here", positions[5:9], samples=4, width=10), whole[4:, 5:9])
+    assert not torch.isin(streams.uniform("there", positions, samples=4, width=10), whole).all()
+    streams.microbatch = 1 << 40  # a number of a sample in more than 32 bits
+    assert not torch.equal(streams.uniform("here", positions, samples=4, width=10), whole[:4])
+    streams.microbatch = 0
+    many = streams.uniform("here", torch.arange(2000), samples=5, width=10).flatten()
+    assert many.min() >= 0 and many.max() < 1 and len(many.unique()) > 0.99 * len(many)
+    counts = torch.histc(many, bins=10, min=0.0, max=1.0)
+    assert ((counts - 10_000).abs() < 5 * 100).all()  # five standard deviations
+
+
+def test_neither_noise_nor_capacity_are_there_in_evaluation() -> None:
+    model, x = model_with(moe_input_jitter_eps=0.5, moe_expert_capacity_factor=0.2), batch()[0]
+    plain = dataclasses.replace(
+        model, experts=dataclasses.replace(experts_of(model), moe_input_jitter_eps=0.0, moe_expert_capacity_factor=None)
+    )
+    assert torch.equal(built(model).eval()(x), built(plain)(x))
+    assert not torch.equal(built(model)(x), built(plain)(x))
+
+
+@pytest.mark.parametrize("fields", [{"num_experts": 6, "moe_router_topk": 6}, {"moe_router_topk": 1}], ids=str)
+def test_one_token_and_a_choice_of_all_experts(fields: dict[str, Any]) -> None:
+    """K = E has no gap, and its weights are the softmax itself; one token uses k experts."""
+    model = model_with(moe_router_pre_softmax=True, moe_aux_loss_coeff=1.0, **fields)
+    layer, (x, grad) = built(model), batch()
+    one = x.detach()[:1, :1].requires_grad_()
+    y = layer(one)
+    y.backward(grad[:1, :1])
+    assert layer.router.counts[:-2].sum() == experts_of(model).moe_router_topk
+    assert layer.router.gap.isinf() == (experts_of(model).moe_router_topk == 6)
+    assert one.grad is not None and one.grad.isfinite().all() and one.grad.any()
+    torch.testing.assert_close(layer(x)[:1, :1], y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_pass_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device it may round otherwise. Here its scores are the first pass's, reversed."""
+    layer, (x, grad) = built(model_with()), batch()
+    expected = built(model_with())
+    expected(x.detach().requires_grad_()).backward(grad)
+    forward, passes = Router.forward, list[Tensor]()
+
+    def reversed_later(self: Router, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        if passes:
+            self.weight.data.neg_()
+        passes.append(forward(self, x, noise))
+        return passes[-1]
+
+    monkeypatch.setattr(Router, "forward", reversed_later)
+    recompute(layer, x, streams=layer.streams).backward(grad)
+    assert len(passes) == 2 and layer.streams.decided is None
+    used = gradient_of(layer.experts.up.weight).abs().amax((1, 2)) > 0
+    assert torch.equal(used, gradient_of(expected.experts.up.weight).abs().amax((1, 2)) > 0)
+    assert torch.equal(layer.router.counts[:-2] // 2, expected.router.counts[:-2])  # nothing here takes the second out

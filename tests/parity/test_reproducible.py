@@ -1,11 +1,13 @@
-"""--reproducible: with the same micro-batch size, not a bit of losses, norms, gradients or weights depends on pp, dp or
-the ZeRO stage; nor on anything else that is promised to change no bit."""
+"""--reproducible: with the same micro-batch size, not a bit of losses, norms, gradients or weights depends on tp, pp,
+dp or the ZeRO stage; nor on anything else that is promised to change no bit."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity.runs import Layout, Run, Size, agree, bitwise, in_both_sizes, small
 
@@ -55,13 +57,73 @@ def test_no_layout_changes_a_bit(layout: Layout, changes: dict[str, Any], size: 
     ],
     ids=str,
 )
-def test_nor_beside_tensor_parallelism(
-    stage: int, layout: Layout, sequence_parallel: bool, size: Size, run: Run
-) -> None:
-    changes = {**plain(layout, size), "sequence_parallel": sequence_parallel}
+def test_nor_with_tensor_parallelism(stage: int, layout: Layout, sequence_parallel: bool, size: Size, run: Run) -> None:
+    changes = plain(layout, size)
     if size is small:  # each microbatch costs tens of messages between ranks
         changes["global_batch_size"] = 4
-    bitwise(run(layout, zero_stage=stage, **changes), run((2, 1, 1), **changes))
+    bitwise(run(layout, zero_stage=stage, sequence_parallel=sequence_parallel, **changes), run((1, 1, 1), **changes))
+
+
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+WAYS: list[dict[str, Any]] = [
+    LLAMA | {"num_query_groups": 2},
+    LLAMA | {"num_query_groups": 1, "qk_layernorm": True},
+    {"hidden_dropout": 0.2, "attention_dropout": 0.2},
+    {"precision": "bf16"},
+    {"precision": "fp16", "position_embedding_type": "alibi", "embedding_layernorm": True},
+    {"recompute": "light", "label_smoothing": 0.1, "z_loss": 0.01},
+    LLAMA | {"num_query_groups": 2, "precision": "bf16", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    {"num_attention_heads": 8, "window_size": 5},
+]
+
+
+@in_both_sizes
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", WAYS, ids=str)
+def test_nor_with_more_ranks_than_heads_that_share_keys(
+    changes: dict[str, Any], sequence_parallel: bool, size: Size, run: Run
+) -> None:
+    changes = plain((4, 1, 1), size) | changes | {"global_batch_size": 4}
+    bitwise(run((4, 1, 1), sequence_parallel=sequence_parallel, **changes), run((1, 1, 1), **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_nor_in_a_random_combination(seed: int, run: Run) -> None:
+    draw = random.Random(f"reproducible {seed}")
+    heads = draw.choice([4, 8])
+    model = draw.choice([{}, LLAMA | {"num_query_groups": draw.choice([1, 2, 4])}])
+    dropout = draw.choice([0.0, 0.1])
+    both: dict[str, Any] = model | {
+        "num_attention_heads": heads,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "precision": draw.choice(["fp32", "fp32", "bf16", "fp16"]),
+        "recompute": draw.choice(["none", "selective", "light", "full"]),
+        "micro_batch_size": draw.choice([1, 2]),
+        "global_batch_size": 8,
+        "train_iters": 3,
+        "reproducible": True,
+        "qk_layernorm": bool(model) and draw.random() < 0.5,
+    }
+    tp = draw.choice([2, 4, 8] if heads == 8 else [2, 4])
+    pp, dp = draw.choice(
+        [(1, 1), (1, 2), (2, 1), (2, 2)] if tp == 2 else [(1, 1), (1, 2), (2, 1)] if tp == 4 else [(1, 1)]
+    )
+    layout = {
+        "sequence_parallel": draw.random() < 0.5,
+        "zero_stage": draw.choice([0, 1, 2, 3]),
+        "schedule": draw.choice(["gpipe", "1f1b", "zero-bubble"]),
+    }
+    bitwise(run((tp, pp, dp), **both, **layout), run((1, 1, 1), **both))
 
 
 MODES: list[dict[str, Any]] = [
@@ -92,3 +154,11 @@ def test_it_is_the_ordinary_run_to_rounding(size: Size, run: Run) -> None:
     ordinary = {name: value for name, value in exact.items() if name != "reproducible"}
     agree(run((1, 1, 1), **exact), run((1, 1, 1), **ordinary))
     agree(run((2, 1, 1), **exact), run((1, 1, 1), **ordinary))
+    agree(run((2, 1, 1), **exact, reproducible_blocks=1), run((1, 1, 1), **ordinary))
+
+
+def test_another_number_of_blocks_is_another_rounding(run: Run) -> None:
+    changes = plain((1, 1, 1), small)
+    one, two = run((1, 1, 1), **changes, reproducible_blocks=1), run((1, 1, 1), **changes, reproducible_blocks=2)
+    assert any(not torch.equal(one.gradients[name], two.gradients[name]) for name in one.gradients)
+    agree(one, two)

@@ -12,6 +12,7 @@ LATE_IMPORTS = {
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
+    ("megacore/data/tokenizers/fast_bpe.py", "tiktoken"): "optional, and only a large input is worth its proof",
     ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",
     ("megacore/data/tokenizers/chat_template.py", "transformers"): "optional: only a chat template needs it",
 }
@@ -19,7 +20,8 @@ LATE_IMPORTS = {
 TRITON = "Triton is optional, and takes a second to load"
 KERNELS_OF = {
     "activation": ("gelu", "swiglu"), "adamw": ("adamw",), "block_attention": ("attention",), "dropout": ("dropout",),
-    "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",), "softmax": ("softmax",),
+    "grouped": ("grouped", "permute"), "loss": ("cross_entropy",), "norm": ("norm",), "position": ("rotary",),
+    "softmax": ("softmax",),
 }  # fmt: skip
 LATE_IMPORTS |= {
     (f"megacore/ops/{name}.py", f"megacore.kernels.{kernel}"): TRITON
@@ -46,13 +48,15 @@ DISTRIBUTED = {
     "megacore/pipeline/transport.py": "point-to-point",
     "megacore/watch/nodes.py": "store",
     "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
+    "megacore/convert/dcp_files.py": "checkpoints",  # of torch.distributed.checkpoint, written by one process
 }
 DEVICE_SEAM = "megacore/parallel/mesh.py"
 CUDA_NAMES = {
     **dict.fromkeys(("megacore/config/sections.py", "tools/generate.py"), "the value that --device takes"),
     "tools/kernel_report.py": "the compiler's name for what it compiles to",
 }
-# Who may load a pickle, with torch's restricted loader (weights_only=True) alone.
-PICKLE_READERS = {"megacore/convert/megatron_files.py"}
+# Who may load a pickle: with torch's restricted loader (weights_only=True), or with an unpickler that makes only what
+# it is told to.
+PICKLE_READERS = {"megacore/convert/pickled.py"}
 # Functions whose parameters are not for a caller to write down: a kernel's, and an operator's schema.
 SCHEMAS = ("triton.jit", "torch.library.custom_op", "register_fake")

@@ -312,6 +312,7 @@ def pickles(sources: Iterable[Source]) -> list[str]:
         if not source.is_ours:
             continue
         modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+        modules -= {"pickle"} if source.path in PICKLE_READERS else set()
         found += [f"{source.path}:{i.line} imports {i.module}" for i in source.imports if i.module in modules]
         for node in ast.walk(source.tree):
             text = ast.unparse(node) if isinstance(node, ast.Attribute) and source.path not in PICKLE_READERS else ""

@@ -123,7 +123,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("--lr-warmup-iters 10 + --lr-wsd-decay-iters 95 = 105", "--train-iters 100", "90 or less"),
     ),
     ({"lr_decay_style": "cosin"}, 1, ("--lr-decay-style cosin", "linear", "did you mean cosine?")),
-    ({"optimizer": "adam"}, 1, ("--optimizer adam", one_of(list(OPTIMIZERS)))),
+    ({"optimizer": "adagrad"}, 1, ("--optimizer adagrad", one_of(list(OPTIMIZERS)))),
     ({"preset": "gpt2-mdium"}, 1, ("--preset gpt2-mdium", "did you mean gpt2-medium?")),
     ({"split": "a,b"}, 1, ("--split a,b", "949,50,1")),
     ({"split": "1,2,3,4"}, 1, ("--split 1,2,3,4", "one to three")),

@@ -227,9 +227,9 @@ def test_the_start_of_a_run_loads_the_tokenizer_once(
     prefix = str(data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10))
     loaded: list[str] = []
 
-    def load(path: str) -> Tokenizer:
+    def load(path: str, merges: str | None) -> Tokenizer:
         loaded.append(path)
-        return load_tokenizer(path)
+        return load_tokenizer(path, merges)
 
     monkeypatch.setattr(build, "load_tokenizer", load)
     made = config(tokenizer=str(tmp_path / "t"), vocab_size=None, data_path=(prefix,), eod_mask_loss=True)

@@ -123,6 +123,16 @@ def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
             [*FP32, *words("--lr 1e-3 --adam-beta2 0.999 --weight-decay 0.1 --lr-decay-style constant")],
         ),
         (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+            [*FP32, *words("--optimizer adam --lr 1e-3 --adam-beta2 0.999 --lr-decay-style constant")],
+        ),
+        (
+            {"optimizer": {"type": "Lion", "params": {"betas": [0.8, 0.9]}},
+             "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_num_steps": 4}}},
+            [*FP32, *words("--optimizer lion --lr 1e-4 --lion-beta1 0.8 --lion-beta2 0.9 --weight-decay 0"),
+             *words("--lr-decay-style constant --lr-warmup-iters 4 --lr-warmup-style log --lr-warmup-init 1e-5")],
+        ),
+        (
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}},
             [*FP32, *words("--optimizer sgd --lr 0.1 --sgd-momentum 0.5 --weight-decay 0 --lr-decay-style constant")],
         ),
@@ -210,9 +220,8 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled true is given as well: keep one"),
         ({"torch_autocast": {"enabled": True}}, "use bf16 or fp16, with fp32 masters"),
         ({"gradient_allreduce_op": "sum"}, "the loss is the mean over the global batch: use mean"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not in megacore: use AdamW or SGD"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not in megacore as DeepSpeed has it: use AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "AdamW has no maximum of moments"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "use weight_decay 0"),
         ({"scheduler": {"type": "OneCycle"}}, "use WarmupLR, WarmupDecayLR or WarmupCosineLR"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "needs total_num_steps"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "every sample of the data"),
@@ -282,6 +291,8 @@ def test_a_file_that_does_not_exist_is_named(refuse: Refuse, tmp_path: Path) -> 
         ("--cpu-optimizer --zero-stage 2", "--offload-optimizer --zero-stage 2"),
         ("--zero-reduce-bucket-size 500000000 --zero-contigious-gradients", "--bucket-size-mb 1907.35"),
         ("--local_rank=0 --deepspeed --no-pipeline-parallel --remote-device none", ""),
+        ("--global-batch-size 8 --seq-length 64 --train-tokens 100000 --lr-decay-tokens 2600 --lr-warmup-tokens 1024",
+         "--global-batch-size 8 --seq-length 64 --lr-decay-iters 5 --lr-warmup-iters 2"),
     ],
 )  # fmt: skip
 def test_a_flag_of_megatron_deepspeed_is_ours(given: str, ours: str) -> None:
@@ -297,11 +308,151 @@ def test_a_flag_of_megatron_deepspeed_is_ours(given: str, ours: str) -> None:
         ("--remote-device cpu", "--remote-device cpu: parameters stay on the devices"),
         ("--ds-sequence-parallel-size 0", "'0' is not a whole number of 1 or more"),
         ("--zero-reduce-bucket-size x", "'x' is not a number of elements"),
+        (
+            "--global-batch-size 8 --seq-length 64 --train-tokens 1024",
+            "ends the run after 2 steps, before --train-iters 10",
+        ),
+        ("--lr-decay-tokens 1024", "counts tokens: give --global-batch-size too"),
     ],
 )
 def test_flags_without_counterpart_are_refused(given: str, said: str, refuse: Refuse) -> None:
     (problem,) = problems(refuse(*GOOD, *given.split()))
     assert said in problem
+
+
+def test_tokens_alone_say_when_the_run_ends() -> None:
+    given = ["--mock-data", "--vocab-size", "64", "--global-batch-size", "8", "--seq-length", "64"]
+    assert parse(*given, "--train-tokens", "1025") == parse(*given, "--train-iters", "3")
+
+
+# ---- configurations as people have them
+
+
+REAL: dict[str, tuple[dict[str, Any], str]] = {
+    "BLOOM's": (
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "train_batch_size": 8,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 0},
+            "bf16": {"enabled": True},
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        },
+        "--micro-batch-size 2 --global-batch-size 8 --precision bf16 --log-interval 2000",
+    ),
+    "the Trainer's for ZeRO-3 with offload of the optimizer": (
+        {
+            "fp16": {
+                "enabled": "auto",
+                "loss_scale": 0,
+                "loss_scale_window": 1000,
+                "initial_scale_power": 16,
+                "hysteresis": 2,
+                "min_loss_scale": 1,
+            },
+            "bf16": {"enabled": "auto"},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "sub_group_size": 1e9,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_max_live_parameters": 1e9,
+                "stage3_max_reuse_distance": 1e9,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "steps_per_print": 2000,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "wall_clock_breakdown": False,
+        },
+        "--precision fp16 --initial-loss-scale 262144 --lr 1e-3 --adam-beta2 0.999 --weight-decay 0 --zero-stage 3 "
+        "--lr-decay-style constant --offload-optimizer --log-interval 2000",
+    ),
+    "an image classifier's": (
+        {
+            "train_batch_size": 16,
+            "steps_per_print": 2000,
+            "optimizer": {
+                "type": "Adam",
+                "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 8},
+            },
+            "gradient_clipping": 1.0,
+            "prescale_gradients": False,
+            "bf16": {"enabled": False},
+            "fp16": {"enabled": False, "fp16_master_weights_and_grads": False, "loss_scale": 0},
+            "wall_clock_breakdown": False,
+            "zero_optimization": {
+                "stage": 2,
+                "allgather_partitions": True,
+                "reduce_scatter": True,
+                "allgather_bucket_size": 50000000,
+                "reduce_bucket_size": 50000000,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "cpu_offload": False,
+            },
+        },
+        "--global-batch-size 16 --micro-batch-size 4 --precision fp32 --lr 1e-3 --adam-beta1 0.8 --adam-beta2 0.999 "
+        "--weight-decay 3e-7 --lr-decay-style constant --lr-warmup-iters 8 --lr-warmup-style log --zero-stage 2 "
+        "--bucket-size-mb 190.735 --log-interval 2000",
+    ),
+    "Megatron-DeepSpeed's for GPT": (
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10,
+            "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
+            "gradient_clipping": 1.0,
+            "prescale_gradients": True,
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,
+                "loss_scale_window": 500,
+                "hysteresis": 2,
+                "min_loss_scale": 1,
+                "initial_scale_power": 11,
+            },
+            "wall_clock_breakdown": False,
+        },
+        "--global-batch-size 16 --micro-batch-size 2 --zero-stage 1 --precision fp16 --loss-scale-window 500 "
+        "--initial-loss-scale 8192",
+    ),
+}
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_configuration_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    document, ours = REAL[name]
+    flags = ["--precision", "fp16"] if "Trainer" in name else []
+    assert parse(*GOOD, *flags, *written(tmp_path, document)) == parse(*GOOD, *words(ours))
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_format_that_is_left_to_the_flags_takes_its_settings_along(tmp_path: Path) -> None:
+    flags = written(tmp_path, {"fp16": {"enabled": "auto", "hysteresis": 3, "initial_scale_power": 4}})
+    scale = words("--hysteresis 3 --initial-loss-scale 64")
+    assert parse(*GOOD, "--precision", "fp16", *flags) == parse(*GOOD, "--precision", "fp16", *scale)
+    assert parse(*GOOD, "--precision", "bf16", *flags) == parse(*GOOD, "--precision", "bf16")
 
 
 # ---- the logarithmic warm-up

@@ -150,6 +150,12 @@ def test_other_command_lines_have_ours(flags: list[str], capfd: pytest.CaptureFi
 # ---- a run that resumes ----------------------------------------------------------------------------------------------
 
 
+def test_adam_of_a_megatron_script_is_adamw(capfd: pytest.CaptureFixture[str]) -> None:
+    assert parse(*GOOD, *SCRIPT, "--optimizer", "adam").optimizer.optimizer == "adamw"
+    assert "--optimizer adamw here" in capfd.readouterr().err
+    assert parse(*GOOD, "--optimizer", "adam").optimizer.optimizer == "adam"
+
+
 def checkpoint(run: Path, step: int = 5, changes: Mapping[str, Any] | None = None) -> Path:
     """A run of an earlier version: the manifest of its only checkpoint, with the defaults of that time."""
     directory = run / f"step_{step:08d}"

@@ -87,15 +87,16 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate has no effect with no shared expert"),
         ("--moe-first-dense-layers 12", "--moe-first-dense-layers 12 must be below --num-layers 12"),
         ("--no-disable-bias-linear", "--num-experts needs --disable-bias-linear"),
-        ("--reproducible", "--reproducible is not available with --num-experts yet"),
-        ("--offload-activations", "--offload-activations is not available with --num-experts yet"),
+        ("--moe-token-drop-policy position", "--moe-token-drop-policy position has no effect with no capacity"),
+        ("--moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0 must be above 0"),
+        ("--moe-input-jitter-eps 1", "--moe-input-jitter-eps 1 must be at least 0 and below 1"),
         (
-            "--recompute full --tp 2 --distribute-saved-activations",
-            "--distribute-saved-activations is not available with --num-experts yet",
+            "--moe-router-load-balancing-type global_aux_loss",
+            "--moe-router-load-balancing-type global_aux_loss has no effect with no such loss",
         ),
-        ("--compile", "--compile is not available with --num-experts yet"),
-        ("--recompute full --schedule zero-bubble", "use --schedule 1f1b or interleaved, or --recompute selective"),
-        ("--packing best-fit", "--packing best-fit, whose padding would count as tokens, is not available with"),
+        ("--moe-router-load-balancing-type aux_loss", "use seq_aux_loss or global_aux_loss"),
+        ("--moe-pad-expert-input-to-capacity", "only the tokens that there are are sent and computed"),
+        ("--reproducible --cp 2", "--reproducible is not possible with --cp 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse) -> None:
@@ -106,8 +107,26 @@ def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse)
 
 @pytest.mark.usefixtures("ranks")
 def test_every_problem_is_named_at_once(refuse: Refuse) -> None:
-    flags = "--ep 3 --moe-router-topk 9 --reproducible --moe-ffn-hidden-size 33 --tp 2 --etp 2"
+    flags = "--ep 3 --moe-router-topk 9 --moe-token-drop-policy position --moe-ffn-hidden-size 33 --tp 2 --etp 2"
     assert len(problems(refuse(*EXPERTS, *flags.split()))) == 5
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--reproducible --ep 4",
+        "--compile --compile-backend aot-eager",
+        "--offload-activations",
+        "--recompute full --schedule zero-bubble --pp 2",
+        "--recompute full --tp 2 --distribute-saved-activations",
+        "--packing best-fit",
+    ],
+)
+def test_what_goes_with_experts(flags: str) -> None:
+    config = parse(*EXPERTS, *flags.split())
+    assert config.model.experts is not None
+    assert ("padding" in config.beside_hidden_states) == ("--packing" in flags)
 
 
 @pytest.mark.usefixtures("ranks")

@@ -23,8 +23,8 @@ from torch import nn
 
 from megacore.config import Config, ResolvedConfig, optimizers, sections_of
 from megacore.config.fields import field_docs
+from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
-from megacore.config.sections import OptimizerConfig
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.zero.data_parallel import LocalRun
@@ -137,7 +137,7 @@ def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_copies:
 
 
 @pytest.fixture
-def with_lion(tmp_path: Path) -> Path:
+def with_signum(tmp_path: Path) -> Path:
     """A copy of the repository to which the page's steps are applied as they stand there."""
     shutil.copytree(PAGE.parents[1] / "megacore", tmp_path / "megacore", ignore=shutil.ignore_patterns("__pycache__"))
     config, optim = tmp_path / "megacore" / "config", tmp_path / "megacore" / "optim"
@@ -146,26 +146,26 @@ def with_lion(tmp_path: Path) -> Path:
     imports, section = code("section").split("\n\n")
     before("from megacore", imports + "\n", config / "schema.py")
     before("    training: TrainingConfig", textwrap.indent(section, "    "), config / "schema.py")
-    (optim / "lion.py").write_text(code("update"), encoding="utf-8")
+    (optim / "signum.py").write_text(code("update"), encoding="utf-8")
     before("from megacore", code("classes"), optim / "optimizers.py")
     add_entry("OPTIMIZER_CLASSES", optim / "optimizers.py")
     return tmp_path
 
 
-def test_the_steps_of_an_optimizer_make_a_flag_and_a_class(with_lion: Path) -> None:
+def test_the_steps_of_an_optimizer_make_a_flag_and_a_class(with_signum: Path) -> None:
     program = """
 from megacore.config import Config
 from megacore.config.cli import parse_config
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
-argv = "--mock-data --vocab-size 64 --train-iters 9 --optimizer lion --lion-beta1 0.8".split()
+argv = "--mock-data --vocab-size 64 --train-iters 9 --optimizer signum --signum-momentum 0.8".split()
 settings = parse_config(argv, prog="pretrain_gpt.py", description="", kind=Config).optimizer_settings
 print(settings, OPTIMIZER_CLASSES[type(settings)].__module__)
 """
-    environment = os.environ | {"PYTHONPATH": str(with_lion)}
+    environment = os.environ | {"PYTHONPATH": str(with_signum)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=with_lion, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], cwd=with_signum, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "LionConfig(lion_beta1=0.8, lion_beta2=0.99) megacore.optim.lion\n", done.stderr
+    assert done.stdout == "SignumConfig(signum_momentum=0.8) megacore.optim.signum\n", done.stderr
 
 
 @pytest.fixture
@@ -229,31 +229,31 @@ def test_the_products_round_what_they_multiply(beside: Path) -> None:
     torch.testing.assert_close(products.output(x, weight, None), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_the_page_adds_keeps_the_rules(with_lion: Path) -> None:
-    files = [*with_lion.rglob("*.py")]
-    sources = [Source(file.relative_to(with_lion).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+def test_what_the_page_adds_keeps_the_rules(with_signum: Path) -> None:
+    files = [*with_signum.rglob("*.py")]
+    sources = [Source(file.relative_to(with_signum).as_posix(), file.read_text(encoding="utf-8")) for file in files]
     train = code("with a sink")
     entry = (PAGE.parents[1] / "pretrain_gpt.py").read_text(encoding="utf-8")
     sources.append(Source("pretrain_gpt.py", entry[: entry.index("def train(")] + train))
     for rule in (rules.undocumented, rules.late_imports, rules.early_torch, rules.upward_imports):
-        assert [line for line in rule(sources) if re.search(r"lion|^pretrain_gpt|^megacore/config", line)] == []
+        assert [line for line in rule(sources) if re.search(r"signum|^pretrain_gpt|^megacore/config", line)] == []
 
 
-def test_the_optimizer_is_lion(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = definitions("settings", **vars(optimizers))["LionConfig"]
-    monkeypatch.setattr(optimizers, "LionConfig", settings, raising=False)
-    lion = definitions("update")["Lion"]
+def test_the_optimizer_is_signum(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = definitions("settings", **vars(optimizers))["SignumConfig"]
+    monkeypatch.setattr(optimizers, "SignumConfig", settings, raising=False)
+    signum = definitions("update")["Signum"]
     weight = torch.linspace(-1, 1, 5)
     bucket: Any = None
     run = LocalRun(bucket=bucket, shard_slice=slice(5), master=nn.Parameter(weight.clone(), False), is_matrix=True)
-    optimizer = lion([run], settings(), weight_decay=0.1)
+    optimizer = signum([run], settings(), weight_decay=0.1)
     momentum = torch.zeros(5)
     for step in range(3):
         gradient = torch.tensor([1.0, -2.0, 0.5, -0.1, 3.0]) * (-0.9) ** step
         optimizer.update([run], [gradient.clone()], lr=0.01, weight_decay=0.1)
-        # Algorithm 2 of the paper, with its defaults.
-        weight = weight - 0.01 * (torch.sign(0.9 * momentum + 0.1 * gradient) + 0.1 * weight)
-        momentum = 0.99 * momentum + 0.01 * gradient
+        # Algorithm 2 of the paper, with its default.
+        momentum = 0.9 * momentum + 0.1 * gradient
+        weight = weight - 0.01 * (torch.sign(momentum) + 0.1 * weight)
     torch.testing.assert_close(run.master, weight, rtol=0, atol=1e-6)
     torch.testing.assert_close(optimizer.tensors("momentum", [run])[0], momentum, rtol=1e-6, atol=1e-7)
 

@@ -23,7 +23,16 @@ _REST = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "nu
 SMALL |= {name: {**_REST, "head_dim": 4, "intermediate_size": 16} for name in ("llama", "mistral", "qwen2", "qwen3")}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 SMALL |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), SMALL["qwen2"] | _EXPERTS)
+SMALL |= {"olmoe": SMALL["qwen2"] | {"num_experts": 4, "num_experts_per_tok": 2}}
 SMALL |= {"mixtral": SMALL["mistral"] | {"num_local_experts": 4, "num_experts_per_tok": 2}}
+_LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 3}
+_DEEPSEEK = {**_REST, **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_DEEPSEEK |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 16, "max_position_embeddings": 32}
+SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "topk_group": 1}}
+SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma"), SMALL["llama"])
+SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
+SMALL |= {"gemma3_text": SMALL["llama"], "gpt_bigcode": SMALL["gpt2"]}
+SMALL |= {"mpt": {"n_layers": 2, "d_model": 8, "n_heads": 2, "max_seq_len": 16, "vocab_size": 11}}
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
 del SMALL["gpt_neox"]["num_key_value_heads"]
 SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
@@ -59,7 +68,10 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("qwen2", {"use_mrope": True}, "use_mrope is a field that megacore does not know"),
         ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures is .*GPT2DoubleHeadsModel"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_scaling.rope_type is 'su'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1}}, "rope_beta_fast 1 must be above"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "truncate": 1}}, "rope_scaling.truncate is '1', not true"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "attention_factor": 0}}, "attention_factor is 0"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is 'None', not a number"),
         (
@@ -70,24 +82,29 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("llama", {"rope_scaling": [1]}, r"rope_scaling is '\[1\]', not an object"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ("llama", {"attention_bias": True}, "attention_bias is True and mlp_bias False"),
-        ("llama", {"mlp_bias": True}, "attention_bias is False and mlp_bias True"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias is 'yes' and mlp_bias 'False', not true or false"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads 2$"),
         ("mistral", {"sliding_window": 0}, "sliding_window is '0'"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"head_dim": 8}, "head_dim is 8, but the norms of this family are as wide as hidden_size"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 must be at most num_local_experts 4$"),
         ("mixtral", {"num_local_experts": "4"}, "num_local_experts is '4', not a whole number"),
         ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, but megacore has only 1"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1, not true or false"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group is 'None', and topk_group 'None'"),
+        ("deepseek_v2", {"topk_method": "best"}, "topk_method is 'best'"),
+        ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps is not 1e-06"),
+        ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is 'None'"),
+        ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim is 8"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim 5 is rotated in pairs"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers gives a window to 1 of 2"),
-        (
-            "qwen3",
-            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types gives a window to 1 of 2 layers",
-        ),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is false"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "kinds of layers that megacore does not know"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
@@ -143,6 +160,51 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
     assert family.describe(values | {"later": 1, "newer": None}, "config.json").unknown == ("later", "newer")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "fields"),
+    [
+        ("llama", {"attention_bias": True}, {"add_qkv_bias": True, "add_attention_output_bias": True}),
+        ("llama", {"mlp_bias": True}, {"disable_bias_linear": True, "add_mlp_bias": True}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, {"attention_pattern": "f,w"}),
+        ("smollm3", {"no_rope_layer_interval": 2}, {"attention_pattern": "f,n"}),
+        ("smollm3", {"no_rope_layers": [1, 1]}, {"attention_pattern": None, "window_size": None}),
+        ("granite", {"attention_multiplier": 0.5}, {"attention_multiplier": 0.5}),
+        ("phi3", {"partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
+        ("stablelm", {}, {"rotary_percent": 0.25} | {"add_qkv_bias": False}),
+        ("gemma", {"hidden_size": 64}, {"embedding_multiplier": 8.0, "layernorm_1p": True}),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 2, "rope_theta": 1e5, "rope_local_base_freq": 5e3, "sliding_window": 9},
+            {"attention_pattern": "w,f", "rotary_base": 1e5, "window_rotary_base": 5e3, "window_size": 9},
+        ),
+        ("gpt_bigcode", {}, {"num_query_groups": 1}),
+    ],
+)
+def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    model = read(model_type, **changes)
+    assert {name: getattr(model, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "problem"),
+    [
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier 0 must be above 0"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers has 3 entries for 2 layers"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("olmo2", {"attention_bias": True}, "attention_bias is True"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type is 'longrope', but megacore has"),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is True"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("mpt", {"n_heads": 6, "d_model": 12}, "n_heads is 6, no power of two"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is 'True'"),
+    ],
+)
+def test_what_a_family_computes_otherwise_is_refused(model_type: str, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        read(model_type, **changes)
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [("gelu_new", "gelu"), ("gelu", "gelu-exact"), ("relu", "relu")])
 def test_activations_of_gpt2_both_ways(theirs: str, ours: str) -> None:
     config = read("gpt2", activation_function=theirs, embd_pdrop=0.3)
@@ -153,7 +215,7 @@ def test_activations_of_gpt2_both_ways(theirs: str, ours: str) -> None:
 
 def test_all_problems_come_together() -> None:
     with pytest.raises(CheckpointError) as caught:
-        read("llama", hidden_act="gelu", mlp_bias=True, rope_scaling={"type": "yarn"}, strange=1)
+        read("llama", hidden_act="gelu", mlp_bias="yes", rope_scaling={"type": "su"}, strange=1)
     said = str(caught.value)
     assert "that megacore cannot represent exactly" in said
     for name in ("hidden_act", "mlp_bias", "rope_scaling.rope_type", "strange"):
@@ -175,6 +237,18 @@ def test_another_kind_of_model_is_refused(values: dict[str, Any]) -> None:
             "llama",
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 500_000, "factor": 2.0}},
+        ),
+        ("deepseek_v3", {"n_group": 1, "topk_group": 1}, {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc"}),
+        (
+            "llama",
+            {
+                "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 8, "mscale": 0, "beta_fast": None},
+                "max_position_embeddings": 32,
+            },
+            {
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+                "max_position_embeddings": 32,
+            },
         ),
         ("gpt_neox", {"rotary_emb_base": 5e4}, {"rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}}),
         ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, {}),

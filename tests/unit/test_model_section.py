@@ -10,10 +10,12 @@ import pytest
 from megacore.config import ModelConfig, ResolvedConfig, ResolvedModel, TrainingConfig, sections_of, validate
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.fields import field_infos
+from megacore.config.layer_pattern import parse_pattern, pattern_of, repeated
 from tests.unit.test_config import make
 
 ROPE = {"position_embedding_type": "rope"}
 # Values, --tp, and words that the one problem must hold.
+LATENT = {**ROPE, "multi_latent_attention": True, "disable_bias_linear": True}
 WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"num_query_groups": 5},
@@ -57,6 +59,25 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("--rope-low-freq-factor 4 must be below --rope-high-freq-factor 4",),
     ),
+    ({**ROPE, "rope_scaling": "yarn"}, 1, ("--rope-scaling yarn needs --rope-original-max-positions",)),
+    (
+        {**ROPE, "rope_scaling": "yarn", "rope_original_max_positions": 64, "rope_beta_fast": 0.5},
+        1,
+        ("--rope-beta-fast 0.5 must be above --rope-beta-slow 1",),
+    ),
+    (
+        {**ROPE, "rope_scaling": "llama3", "rope_original_max_positions": 64, "rope_mscale": 1.0},
+        1,
+        ("--rope-mscale 1 has no effect with --rope-scaling llama3", "use --rope-scaling yarn"),
+    ),
+    ({"qk_layernorm_all_heads": True}, 1, ("--qk-layernorm-all-heads has no effect with no --qk-layernorm",)),
+    ({"kv_lora_rank": 8}, 1, ("--kv-lora-rank 8 has no effect with no --multi-latent-attention",)),
+    ({**LATENT, "position_embedding_type": "none"}, 1, ("--multi-latent-attention needs --position-embedding-type",)),
+    ({**LATENT, "disable_bias_linear": False}, 1, ("--multi-latent-attention needs --disable-bias-linear",)),
+    ({**LATENT, "num_query_groups": 2}, 1, ("--num-query-groups 2 has no effect with --multi-latent-attention",)),
+    ({**LATENT, "kv_channels": 16}, 1, ("--kv-channels 16 has no effect with --multi-latent-attention",)),
+    ({**LATENT, "rotary_percent": 0.5}, 1, ("--rotary-percent 0.5 has no effect with --multi-latent-attention",)),
+    ({**LATENT, "qk_rope_head_dim": 9}, 1, ("--qk-rope-head-dim 9 is rotated in pairs", "8 or 10")),
     ({**ROPE, "kv_channels": 9}, 1, ("a head of 9 is 9 dimensions", "in pairs", "--rotary-percent 0.888889")),
     ({**ROPE, "rotary_percent": 0.01}, 1, ("a head of 64 is 0 dimensions", "--rotary-percent 0.03125")),
     ({"normalization": "RMSNorm", "norm_bias": False}, 1, ("--no-norm-bias has no effect", "RMSNorm", "leave it out")),
@@ -117,3 +138,29 @@ def test_a_resolved_configuration_is_of_its_own_kind() -> None:
     assert type(bert.resolve(1)) is ResolvedBertConfig
     assert list(sections_of(ResolvedBertConfig)) == list(sections_of(BertConfig))
     assert (bert.bert.mask_prob, bert.bert.sentence_task, bert.presets) == (0.15, "nsp", BertConfig.presets)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "shortest"),
+    [("w,f", "wfwfwf", "w,f"), ("5*w,f", "wwwwwf", "5*w,f"), ("f,f,n", "ffnffn", "2*f,n"), ("2*w,w", "wwwwww", "w")],
+)
+def test_a_pattern_of_attention_repeats(text: str, kinds: str, shortest: str) -> None:
+    assert repeated(parse_pattern(text), 6) == kinds
+    assert pattern_of(kinds) == shortest
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention_pattern": "w,x", "window_size": 4}, "'x' is not known: use w, f or n"),
+        ({"attention_pattern": "w,f"}, "--attention-pattern w,f has blocks with a window: use --window-size"),
+        ({"attention_pattern": "f", "window_size": 4}, "--window-size 4 has no effect with --attention-pattern f"),
+        ({"attention_pattern": "f,n"}, "has blocks without rotary positions, and --position-embedding-type learned"),
+        ({"window_rotary_base": 5.0}, "--window-rotary-base 5 has no effect with no --attention-pattern"),
+        ({"norm_placement": "after", "parallel_residual": True}, "is not possible with --parallel-residual"),
+        ({"add_mlp_bias": True}, "--add-mlp-bias has no effect without --disable-bias-linear"),
+    ],
+    ids=str,
+)
+def test_fields_of_newer_families_need_each_other(fields: dict[str, Any], said: str) -> None:
+    assert any(said in problem for problem in ModelConfig(**fields).problems())

@@ -106,6 +106,7 @@ class _Page:
         yield from self.small_charts()
         yield self.step_times()
         yield "</div>"
+        yield self.experts()
         yield self.memory()
         yield self.pipeline()
         yield self.starts()
@@ -269,6 +270,24 @@ class _Page:
             from_zero=from_zero,
         )
         return _card(title, to_svg(drawn), note=note)
+
+    def experts(self) -> str:
+        """How evenly experts are used: over the run, and by layer at its end; nothing for a model without experts."""
+        records = [record for record in self.run.steps if "moe/mean_violation" in record]
+        if not records:
+            return ""
+        charts = [self._chart("Largest load of an expert over the mean, less 1", "moe/mean_violation", from_zero=True)]
+        if _numbers(records, "moe/dropped"):
+            charts.append(self._chart("Dropped choices", "moe/dropped", form=_percent, from_zero=True))
+        rows: dict[int, dict[str, float | None]] = {}
+        for key, value in records[-1].items():
+            if named := re.fullmatch(r"moe/block_(\d{1,9})/(\w+)", key):
+                rows.setdefault(int(named[1]), {})[named[2]] = finite(value)
+        head = [name for name in _OF_EXPERTS if any(name in row for row in rows.values())]
+        cells = ((str(block), *(_number(rows[block].get(name)) for name in head)) for block in sorted(rows))
+        table = _table(("block", *(_OF_EXPERTS[name] for name in head)), cells)
+        card = _card("Experts by layer", table, note=f"step {records[-1]['step']:,}", wide=True)
+        return f'<div class="grid">{"".join(charts)}</div>{card}'
 
     # ---- ranks
 
@@ -442,6 +461,18 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _numbers(records: Iterable[Record], key: str) -> list[float]:
     return [number for record in records if (number := finite(record.get(key))) is not None]
+
+
+_OF_EXPERTS = {
+    "max_violation": "largest load over the mean, less 1",
+    "min_load": "smallest load over the mean",
+    "dropped": "dropped choices",
+    "smallest_gap": "smallest gap of a choice",
+}
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else short(value)
 
 
 def _percent(value: float) -> str:

@@ -49,7 +49,7 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
         _masking(config, vocabulary_size(config))
     except DataError as error:
         problems.append(str(error))
-    for prefix in config.data.blend()[0]:
+    for prefix in config.data.prefixes():
         try:
             indexed = IndexedDataset(prefix)
             _check_sentences(config, indexed)

@@ -17,8 +17,10 @@ import numpy as np
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.sections import SplitShares
+from megacore.data.gpt import megatron_order
 from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
+from megacore.data.gpt.index_cache import Arrays
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.gpt.packing import PackedDataset
 from megacore.data.indexed.loss_mask import open_loss_mask
@@ -67,10 +69,11 @@ def check_inputs(config: Config) -> int:
         problems.append(str(error))
         vocab_size = None
     budget = _SCAN_BYTES
-    for prefix in config.data.blend()[0]:
+    for prefix in config.data.prefixes():
         try:
             indexed = IndexedDataset(prefix)
-            split_documents(indexed, config.data.split_shares())
+            if not config.data.is_split:
+                split_documents(indexed, config.data.split_shares())
             open_loss_mask(indexed)
             budget -= _check_tokens(indexed, tokenizer, vocab_size, budget)
         except DataError as error:
@@ -100,13 +103,14 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
     Args:
         config: A resolved configuration.
         train_samples: Size of the training set; a run that resumes with another batch size reads others than
-            `train_iters` global batches, which is the default.
+            those of `train_iters` steps, which is the default.
 
     Raises:
         DataError: An input is unusable.
     """
     vocab_size = config.model.vocab_size
     eod = None if config.data.mock_data else _masked_eod(config)
+    tells_padding = "padding" in config.beside_hidden_states
 
     def mock(stream: int, num_samples: int) -> SampleDataset:
         return MockDataset(
@@ -116,11 +120,14 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
             config.training.seed,
             stream=stream,
             boundaries=bool(config.beside_hidden_states),
+            tells_padding=tells_padding,
         )
 
     def dataset(part: Part, num_samples: int) -> SampleDataset:
-        packing = config.data.packing
-        kind = GPTDataset if packing == "concat" else functools.partial(PackedDataset, packing=packing)
+        packing, order = config.data.packing, config.data.sample_order
+        kind: Callable[..., SampleDataset] = functools.partial(GPTDataset, order=order)
+        if packing != "concat":
+            kind = functools.partial(PackedDataset, packing=packing, tells_padding=tells_padding)
         return kind(
             part.indexed,
             part.documents,
@@ -170,14 +177,15 @@ def datasets_of(
     _loaded.cache_clear()  # the run itself does without the tokenizer
     batch = training.global_batch_size
     evaluated = training.eval_iters * batch if training.eval_interval else 0
-    counts = [train_samples or training.train_iters * batch, evaluated]
+    counts = [train_samples or config.batch_sizes.samples(training.train_iters), evaluated]
     if config.data.mock_data:
         made = [mock(stream, count) if count else None for stream, count in enumerate(counts)]
     else:
-        opened = [IndexedDataset(prefix) for prefix in config.data.blend()[0]]
-        made = [
-            _blended(config, parts_of(config, opened, stream), count, dataset) for stream, count in enumerate(counts)
-        ]
+        opened = {prefix: IndexedDataset(prefix) for prefix in config.data.prefixes()}
+        made = []
+        for stream, count in enumerate(counts):
+            of_stream = [opened[prefix] for prefix in config.data.blend(stream)[0]]
+            made.append(_blended(config, parts_of(config, of_stream, stream), count, dataset))
     train, valid = made
     assert train is not None
     return Datasets(train=train, valid=valid)
@@ -188,7 +196,9 @@ def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int) -> l
     on samples of whole documents, some with two tokens."""
     parts = []
     for number, indexed in enumerate(opened):
-        documents = split_documents(indexed, config.data.split_shares())[stream]
+        documents = range(indexed.num_documents)
+        if not config.data.is_split:
+            documents = split_documents(indexed, config.data.split_shares())[stream]
         part = Part(indexed, documents, number, stream)
         if _tokens(part) and (stream == 0 or config.data.packing == "concat" or _has_next_token(part)):
             parts.append(part)
@@ -235,16 +245,38 @@ def _blended(
         return None
     if len(parts) == 1:
         return dataset(parts[0], count)
-    given = config.data.blend()[1]
+    given = config.data.blend(parts[0].stream)[1]
     weights = [given[part.number] if given else _tokens(part) for part in parts]
-    index = blend_index(weights, count, cache_dir(config, parts[0].indexed))
-    supplied = np.bincount(index["dataset"], minlength=len(parts)).tolist()
+    index, supplied = _blend(config, parts, weights, count, is_given=given is not None)
     built = []
     with Progress("index build", len(parts), unit="datasets") as progress:
         for part, samples in zip(parts, supplied, strict=True):
             built.append(dataset(part, samples))
             progress.advance(1)
     return BlendedDataset(built, index)
+
+
+def _blend(
+    config: ResolvedConfig, parts: Sequence[Part], weights: list[float], count: int, *, is_given: bool
+) -> tuple[Arrays, list[int]]:
+    """The order of a blend, and the samples that each dataset is built with.
+
+    Raises:
+        DataError: Megatron-LM's order of datasets without weights has too few samples.
+    """
+    cache = cache_dir(config, parts[0].indexed)
+    if config.data.sample_order == "megacore":
+        index = blend_index(weights, count, cache)
+        return index, np.bincount(index["dataset"], minlength=len(parts)).tolist()
+    if is_given:
+        return megatron_order.blend_indices(weights, count, cache), megatron_order.sizes_of_blend(weights, count)
+    sizes = [megatron_order.samples_of_epoch(int(_tokens(part)), config.data.seq_length) for part in parts]
+    if sum(sizes) < count:
+        raise DataError(
+            f"--sample-order megatron blends datasets without weights for one epoch, which has {sum(sizes):,} samples, "
+            f"and {count:,} are needed: give weights (--data-path WEIGHT PREFIX ...), or use --sample-order megacore"
+        )
+    return megatron_order.blend_indices(sizes, count, cache), sizes
 
 
 def _tokens(part: Part) -> float:
@@ -265,10 +297,10 @@ def cache_dir(config: Config, indexed: IndexedDataset) -> Path:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(path: str) -> Tokenizer:
+def _loaded(path: str, merges: str | None) -> Tokenizer:
     """The tokenizer of a path, which the start of a run asks for several times and which may take a second to load."""
     try:
-        return load_tokenizer(path)
+        return load_tokenizer(path, merges)
     except DataError as error:
         raise DataError(f"--tokenizer {error}") from error
 
@@ -282,7 +314,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     path = config.data.tokenizer
     if path is None:
         return None
-    tokenizer = _loaded(path)
+    tokenizer = _loaded(path, config.data.merge_file)
     if config.data.eod_mask_loss and tokenizer.eod is None:
         raise DataError(f"--eod-mask-loss needs an end-of-document token, which the tokenizer {path} does not have")
     return tokenizer

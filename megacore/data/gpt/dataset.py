@@ -10,9 +10,9 @@ sample k is:
 - shuffle_index: which window sample k is. Every epoch is shuffled by itself, and the window that runs over into the
   next epoch comes last.
 
-So the order depends only on (seed, epoch, k). Megatron-LM shuffles all epochs together, unless the last supplies
-less than 80% of an epoch's samples; there, asking for more samples changes the whole order, and a longer run cannot
-continue a shorter one.
+So the order depends only on (seed, epoch, k). Megatron-LM, whose order megatron_order.py makes, shuffles all epochs
+together, unless the last supplies less than 80% of an epoch's samples; there, asking for more samples changes the whole
+order, and a longer run cannot continue a shorter one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megacore.data.gpt import megatron_order
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import EPOCHS_DRAWN_SEPARATELY, generator, shuffled_epochs
 from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
@@ -127,6 +129,7 @@ class GPTDataset:
             each document (`--eod-mask-loss`).
         vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
         boundaries: Whether samples tell `documents` and `positions`.
+        order: Whose order of samples.
 
     Raises:
         DataError: The documents hold no tokens, or the loss mask belongs to another dataset.
@@ -144,6 +147,7 @@ class GPTDataset:
         eod: int | None = None,
         vocab_size: int | None = None,
         boundaries: bool = False,
+        order: Literal["megacore", "megatron"] = "megacore",
     ) -> None:
         self.indexed = indexed
         self.seq_length = seq_length
@@ -164,10 +168,14 @@ class GPTDataset:
             "seq_length": seq_length,
             "seed": seed,
         }
+        build = build_indices
+        if order == "megatron":
+            description |= {"order": order, "samples": num_samples}
+            build = megatron_order.build_indices
         arrays = cached_arrays(
             cache_dir,
             description,
-            lambda: build_indices(numbers, lengths, num_samples=num_samples, seq_length=seq_length, seed=seed),
+            lambda: build(numbers, lengths, num_samples=num_samples, seq_length=seq_length, seed=seed),
         )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]

@@ -24,6 +24,7 @@ class MockDataset:
         seed: Decides the cycle, which is the same for every stream, and the samples.
         stream: 0 for training, 1 for validation: other samples of the same language.
         boundaries: Whether samples tell `documents`, of random lengths, and `positions`.
+        tells_padding: Whether they also tell `padding`, of which there is none.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class MockDataset:
         *,
         stream: int = 0,
         boundaries: bool = False,
+        tells_padding: bool = False,
     ) -> None:
-        self.seq_length, self._boundaries = seq_length, boundaries
+        self.seq_length, self._boundaries, self._tells_padding = seq_length, boundaries, tells_padding
         self._num_samples, self._seed, self._stream = num_samples, seed, stream
         self._cycle = cycle(vocab_size, seed)
 
@@ -55,6 +57,8 @@ class MockDataset:
             "labels": window[1:],
             "loss_mask": np.ones(self.seq_length, np.float32),
         }
+        if self._tells_padding:
+            sample["padding"] = np.zeros(self.seq_length, np.int64)
         return sample | random_documents(self.seq_length, rng) if self._boundaries else sample
 
 

@@ -154,6 +154,7 @@ class PackedDataset:
         eod: Id of the end-of-document token, to leave it out as an input (`--eod-mask-loss`).
         vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
         boundaries: Whether samples tell `documents` and `positions`.
+        tells_padding: Whether they also tell `padding`.
 
     Raises:
         DataError: No document has two tokens, or the loss mask belongs to another dataset.
@@ -172,9 +173,11 @@ class PackedDataset:
         eod: int | None = None,
         vocab_size: int | None = None,
         boundaries: bool = False,
+        tells_padding: bool = False,
     ) -> None:
         self.indexed, self.seq_length, self._documents = indexed, seq_length, documents
         self._num_samples, self._eod, self._vocab_size, self._boundaries = num_samples, eod, vocab_size, boundaries
+        self._tells_padding = tells_padding
         self._mask = open_loss_mask(indexed)
         self._offsets = indexed.document_offsets(documents.start, documents.stop)
         lengths = np.diff(self._offsets)
@@ -222,7 +225,8 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens of the same document) and loss_mask
-        float32 [s]; with boundaries also documents and positions, as in `PackedMicrobatch`.
+        float32 [s]; with boundaries also documents and positions, as in `PackedMicrobatch`, and padding, as in
+        `PaddedMicrobatch`, where the dataset tells it.
 
         Raises:
             DataError: The sample holds a token id outside the vocabulary.
@@ -244,6 +248,8 @@ class PackedDataset:
         if self._eod is not None:
             mask[tokens == self._eod] = 0.0
         sample: dict[str, NDArray] = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+        if self._tells_padding:
+            sample["padding"] = (np.arange(self.seq_length) >= filled).astype(np.int64)
         return sample | {"documents": documents, "positions": positions} if self._boundaries else sample
 
     def documents_of(self, index: int) -> str:

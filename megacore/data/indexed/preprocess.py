@@ -8,19 +8,21 @@ lists of Python integers would cost more than making them. However the main proc
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megacore.config.messages import counted
 from megacore.data.indexed.conversations import rendered_lines
@@ -32,11 +34,17 @@ from megacore.data.indexed.sentences import split_sentences
 from megacore.data.indexed.sidecar import Sidecar, idx_bytes
 from megacore.data.indexed.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
 from megacore.data.tokenizers.chat_template import Template, encode_passage
+from megacore.data.tokenizers.fast_bpe import FastEncoder
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
 _BAD_SHOWN = 50  # of those that are an error
+_COMPARED_BYTES = 1 << 22  # of the inputs, that both encoders are compared on
+_DIGEST_BYTES = 16
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
+
+
+Ids = Sequence[int] | NDArray[np.uint32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,7 @@ class Job:
         strict: Whether the first bad line is an error.
         sft: Whether the inputs hold conversations or prompts with completions, of which only the replies are predicted:
             outputs are `{output_prefix}_sft_document`, and its loss mask. Bad lines are an error, reported together.
+        deduplicate: Whether a document whose texts an earlier one has is left out.
         tokenizer: Where the tokenizer was read from, which must not be written over.
     """
 
@@ -66,6 +75,7 @@ class Job:
     workers: int = 1
     strict: bool = False
     sft: bool = False
+    deduplicate: bool = False
     tokenizer: str | None = None
 
     @property
@@ -94,6 +104,7 @@ class Report:
         bad_count: Lines that were left out.
         bad: The first of them.
         empty: Documents left out because they held no tokens.
+        repeated: Documents left out because an earlier one is the same.
         seconds: Time taken.
     """
 
@@ -104,6 +115,7 @@ class Report:
     bad_count: int = 0
     bad: list[BadLine] = field(default_factory=list)
     empty: int = 0
+    repeated: int = 0
     seconds: float = 0.0
 
 
@@ -118,12 +130,21 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A tokenized chunk."""
+    """A tokenized chunk.
+
+    Attributes:
+        packed: the tokens for each output.
+        documents: in it.
+        empty: documents without tokens, which are left out.
+        bad: lines without a document.
+        digests: of the documents, one after the other, where repeated ones are left out.
+    """
 
     packed: tuple[Packed, ...]
     documents: int
     empty: int
     bad: list[BadLine]
+    digests: bytes = b""
 
 
 ChunkEncoder = Callable[[Chunk], Encoded]
@@ -132,10 +153,13 @@ ChunkEncoder = Callable[[Chunk], Encoded]
 class Encoder:
     """Turns chunks into packed tokens; each worker has one."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer, fast: FastEncoder | None = None) -> None:
         if job.append_eod and tokenizer.eod is None:
             raise DataError("--append-eod: this tokenizer has no end-of-document token")
-        self._job, self._tokenizer = job, tokenizer
+        self._job = job
+        self._encode_batch: Callable[[Sequence[str]], Sequence[Ids]] = tokenizer.encode_batch
+        if fast is not None:
+            self._encode_batch = fast.encode_batch
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._tail = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
 
@@ -144,23 +168,31 @@ class Encoder:
         parsed = parse(chunk, self._job.json_keys)
         encoded = [self._encode(texts) for texts in parsed.texts]
         # A document without tokens under one key is left out under all, so that the outputs stay aligned.
-        kept = [number for number, group in enumerate(zip(*encoded, strict=True)) if all(map(any, group))]
+        groups = enumerate(zip(*encoded, strict=True))
+        kept = [number for number, group in groups if all(any(map(len, sequences)) for sequences in group)]
         total = len(parsed.texts[0])
-        packed = tuple(self._pack([documents[number] for number in kept]) for documents in encoded)
-        return Encoded(packed=packed, documents=len(kept), empty=total - len(kept), bad=parsed.bad)
+        made = tuple(packed([documents[number] for number in kept], self._dtype, self._tail) for documents in encoded)
+        digests = b""
+        if self._job.deduplicate:
+            digests = b"".join(_digest([texts[number] for texts in parsed.texts]) for number in kept)
+        return Encoded(packed=made, documents=len(kept), empty=total - len(kept), bad=parsed.bad, digests=digests)
 
-    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+    def _encode(self, texts: list[str]) -> list[list[Ids]]:
         """Token ids of the sequences of each document."""
         if not self._job.split_sentences:
-            return [[ids] for ids in self._tokenizer.encode_batch(texts)]
+            return [[ids] for ids in self._encode_batch(texts)]
         split = [split_sentences(text) for text in texts]
-        ids = iter(self._tokenizer.encode_batch(list(chain.from_iterable(split))))
-        return [[sequence for _ in sentences if (sequence := next(ids))] for sentences in split]
+        ids: Iterator[Ids] = iter(self._encode_batch(list(chain.from_iterable(split))))
+        return [[sequence for _ in sentences if len(sequence := next(ids))] for sentences in split]
 
-    def _pack(self, documents: list[list[list[int]]]) -> Packed:
-        for sequences in documents:
-            sequences[-1].extend(self._tail)
-        return packed(documents, self._dtype)
+
+def _digest(texts: list[str]) -> bytes:
+    """What tells a document from others, by all its texts."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for text in texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
 
 
 class ConversationEncoder:
@@ -187,12 +219,18 @@ class ConversationEncoder:
         return Encoded(packed=made, documents=len(tokens), empty=0, bad=bad)
 
 
-def packed(documents: list[list[list[int]]], dtype: np.dtype) -> Packed:
-    """Documents of sequences of numbers."""
-    lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
-    flat = chain.from_iterable(chain.from_iterable(documents))
-    tokens = np.fromiter(flat, dtype, count=int(lengths.sum(dtype=np.int64)))
+def packed(documents: Sequence[Sequence[Ids]], dtype: np.dtype, tail: Sequence[int] = ()) -> Packed:
+    """Documents of sequences of numbers, each document with a tail."""
     sizes = np.fromiter(map(len, documents), np.int64, count=len(documents))
+    lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
+    if tail:
+        lengths[np.cumsum(sizes) - 1] += len(tail)
+    parts = ((*sequences, tail) for sequences in documents) if tail else documents
+    pieces = list(chain.from_iterable(parts))
+    if any(isinstance(piece, np.ndarray) for piece in pieces[:1]):
+        tokens = np.concatenate([np.asarray(piece, np.uint32) for piece in pieces]).astype(dtype)
+    else:
+        tokens = np.fromiter(chain.from_iterable(pieces), dtype, count=int(lengths.sum(dtype=np.int64)))
     return Packed(tokens=tokens.tobytes(), lengths=lengths.tobytes(), document_sizes=sizes.tobytes())
 
 
@@ -202,6 +240,7 @@ def preprocess(
     on_progress: Callable[[Report], None] = lambda report: None,
     *,
     template: Template | None = None,
+    fast: FastEncoder | None = None,
 ) -> Report:
     """Tokenize the inputs of a job and write its outputs.
 
@@ -210,6 +249,7 @@ def preprocess(
         tokenizer: Makes the tokens; its vocabulary decides the output's dtype.
         on_progress: Called with the report so far after every chunk.
         template: Renders the messages of a job of conversations.
+        fast: Gives the ids instead of the tokenizer, if both agree on the first megabytes of the inputs.
 
     Raises:
         DataError: An input is unusable, nothing is left to write, or (strict, conversations) a line is bad. There is no
@@ -218,7 +258,10 @@ def preprocess(
     _check(job)
     begun = time.monotonic()
     report = Report()
-    encoder: ChunkEncoder = Encoder(job, tokenizer)
+    if fast is not None and not fast.agrees(_first_texts(job)):
+        fast = None
+    encoder: ChunkEncoder = Encoder(job, tokenizer, fast)
+    seen: set[bytes] = set()
     if job.sft:
         assert template is not None, "conversations need one"
         encoder = ConversationEncoder(job, tokenizer, template)
@@ -226,6 +269,8 @@ def preprocess(
         outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
         writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
         for chunk, encoded in _encoded_chunks(job, encoder):
+            if job.deduplicate:
+                encoded = _without_repeated(encoded, seen, job, tokenizer, report)
             _count(report, job, chunk, encoded)
             for writer, part in zip(writers, encoded.packed, strict=True):
                 writer.extend(
@@ -246,6 +291,49 @@ def preprocess(
             writer.commit(_sidecar(writer, tokenizer, job))
     report.seconds = time.monotonic() - begun
     return report
+
+
+def _first_texts(job: Job) -> list[str]:
+    """The texts of the first megabytes of the inputs."""
+    texts, size = list[str](), 0
+    for chunk in chain.from_iterable(read_chunks(path, job.text_unit) for path in job.inputs):
+        texts += chain.from_iterable(parse(chunk, job.json_keys).texts)
+        size += len(chunk.data)
+        if size >= _COMPARED_BYTES:
+            break
+    return texts
+
+
+def _without_repeated(encoded: Encoded, seen: set[bytes], job: Job, tokenizer: Tokenizer, report: Report) -> Encoded:
+    """A chunk without the documents that an earlier one, or an earlier place in it, has.
+
+    Args:
+        encoded: the chunk.
+        seen: digests of the documents so far; those of this chunk are added.
+        job: of the run.
+        tokenizer: its.
+        report: counts what is left out.
+    """
+    keep = np.zeros(encoded.documents, bool)
+    for number in range(encoded.documents):
+        digest = encoded.digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES]
+        keep[number] = digest not in seen
+        seen.add(digest)
+    if keep.all():
+        return encoded
+    report.repeated += int((~keep).sum())
+    parts = tuple(
+        _some_documents(part, keep, dtype) for part, dtype in zip(encoded.packed, job.dtypes(tokenizer), strict=True)
+    )
+    return replace(encoded, packed=parts, documents=int(keep.sum()))
+
+
+def _some_documents(part: Packed, keep: NDArray[np.bool_], dtype: np.dtype) -> Packed:
+    """The tokens of some of the documents."""
+    lengths, sizes = np.frombuffer(part.lengths, np.int32), np.frombuffer(part.document_sizes, np.int64)
+    sequences = np.repeat(keep, sizes)
+    tokens = np.frombuffer(part.tokens, dtype)[np.repeat(sequences, lengths)]
+    return Packed(tokens=tokens.tobytes(), lengths=lengths[sequences].tobytes(), document_sizes=sizes[keep].tobytes())
 
 
 def _check(job: Job) -> None:

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar
@@ -63,6 +64,17 @@ class PackedMicrobatch(Microbatch):
     positions: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaddedMicrobatch(PackedMicrobatch):
+    """Samples of several documents each, and of padding at the end.
+
+    Attributes:
+        padding: int64 [b, s], 1 for padding, else 0.
+    """
+
+    padding: torch.Tensor
+
+
 class BatchLoader(Generic[B]):
     """Iterates over steps: each gives this rank's microbatches, in order.
 
@@ -71,6 +83,7 @@ class BatchLoader(Generic[B]):
         batch_type: What the samples are stacked to; its tensors are named as the samples' arrays.
         micro_batch_size: Samples of a microbatch.
         global_batch_size: Samples of a step, over all ranks.
+        batch_sizes: Samples of each step, where they differ from that.
         rank: This rank's number among those that share the samples.
         ranks: Their number.
         consumed_samples: Where to begin.
@@ -87,6 +100,7 @@ class BatchLoader(Generic[B]):
         global_batch_size: int,
         rank: int,
         ranks: int,
+        batch_sizes: Iterator[int] | None = None,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -94,14 +108,13 @@ class BatchLoader(Generic[B]):
         assert global_batch_size % (micro_batch_size * ranks) == 0
         assert 0 <= rank < ranks
         self.consumed_samples = self._first_sample = consumed_samples
-        self.num_microbatches = global_batch_size // (micro_batch_size * ranks)
-        self._global_batch_size, self._pin_memory = global_batch_size, pin_memory
-        steps = max(0, len(dataset) - consumed_samples) // global_batch_size
+        self._batch_sizes = repeat(global_batch_size) if batch_sizes is None else batch_sizes
+        self._replica_batch_size, self._pin_memory = micro_batch_size * ranks, pin_memory
         self._view = _RankView(
             dataset=dataset,
             batch_type=batch_type,
             size=micro_batch_size,
-            length=steps * self.num_microbatches,
+            length=max(0, len(dataset) - consumed_samples) // self._replica_batch_size,
             consumed=consumed_samples,
             rank=rank,
             ranks=ranks,
@@ -120,18 +133,19 @@ class BatchLoader(Generic[B]):
             DataError: A sample cannot be used.
             WorkerDied: A process that reads ahead has ended.
         """
-        step = []
+        step: list[B] = []
+        size = next(self._batch_sizes)
         with phase(Phase.DATA):
-            for _ in range(self.num_microbatches):
+            for _ in range(size // self._replica_batch_size):
                 microbatch = next(self._microbatches)
                 if isinstance(microbatch, _Unusable):
                     raise DataError(microbatch.message)
                 step.append(microbatch.pin_memory() if self._pin_memory else microbatch)
-        self.consumed_samples += self._global_batch_size
+        self.consumed_samples += size
         return step
 
     def rewind(self) -> None:
-        """Begin again where this loader began, with the same processes."""
+        """Begin again where this loader began, with the same processes; its steps are of one size."""
         self.consumed_samples = self._first_sample
         self._microbatches = self._from_the_start()
 

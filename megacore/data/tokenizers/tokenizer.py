@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from megacore.data.tokenizers.vocabulary_files import byte_level_bpe, is_plain_vocabulary, wordpiece
 from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
 from megacore.errors import DataError
 from megacore.files import read_bounded, replace_bytes
@@ -115,6 +116,11 @@ class JsonTokenizer:
         # The fast variant leaves out character offsets, which nobody here asks for.
         return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizers` writes it."""
+        text: str = self._backend.to_str()
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
@@ -206,12 +212,13 @@ class SentencePieceTokenizer:
         replace_bytes(folder / "tokenizer.model", self._model)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, merges: str | Path | None = None) -> Tokenizer:
     """Load the tokenizer at a path.
 
     Args:
-        path: A tokenizer.json, a SentencePiece *.model, or a directory that holds tokenizer.json, a SentencePiece
-            tokenizer.model, or the files of a transformers tokenizer.
+        path: A tokenizer.json, a SentencePiece *.model, a GPT-2 vocabulary (.json) or a BERT one (.txt), or a directory
+            that holds tokenizer.json, a SentencePiece tokenizer.model, or the files of a transformers tokenizer.
+        merges: The merges of a GPT-2 vocabulary; None: the file beside it.
 
     Raises:
         DataError: Nothing is there, or it is not a tokenizer; the message names the path.
@@ -221,7 +228,31 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return _load_directory(path)
     if not path.is_file():  # a device or a pipe would be read for ever
         raise DataError(f"{path}: no such tokenizer: {_WAY_OUT}")
-    return _load_model(path) if path.suffix == ".model" else _load_json(path)
+    if path.suffix == ".model":
+        return _load_model(path)
+    backend = _of_vocabulary(path, None if merges is None else Path(merges))
+    return _load_json(path) if backend is None else JsonTokenizer(backend, source=str(path))
+
+
+def _of_vocabulary(path: Path, merges: Path | None) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a vocabulary file of GPT-2 or BERT; None for a file of another kind.
+
+    Raises:
+        DataError: The merges are missing, or the files do not fit each other.
+    """
+    is_gpt2 = path.suffix == ".json" and (merges is not None or is_plain_vocabulary(_read(path)))
+    if not is_gpt2 and path.suffix != ".txt":
+        return None
+    if is_gpt2 and merges is None:
+        merges = path.with_name(path.name.replace("vocab.json", "merges.txt"))
+        if merges == path or not merges.is_file():
+            raise DataError(f"{path} is a vocabulary without its merges: give them with --merge-file merges.txt")
+    try:
+        return wordpiece(_read(path)) if merges is None else byte_level_bpe(_read(path), _read(merges))
+    except DataError:
+        raise
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with the files
+        raise DataError(f"{path}: not a vocabulary of GPT-2 or BERT ({_first_line(error)}): {_WAY_OUT}") from error
 
 
 def _load_directory(folder: Path) -> Tokenizer:

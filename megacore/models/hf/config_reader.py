@@ -22,7 +22,8 @@ _WITHOUT_EFFECT = """
     _name_or_path architectures model_type transformers_version dtype torch_dtype use_cache _attn_implementation
     _attn_implementation_autoset _commit_hash name_or_path attn_implementation bos_token_id eos_token_id
     pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id id2label label2id
-    num_labels problem_type finetuning_task task_specific_params prefix language output_attentions output_hidden_states
+    num_labels _num_labels problem_type finetuning_task task_specific_params prefix language output_attentions
+    output_hidden_states
     return_dict return_dict_in_generate output_scores torchscript use_bfloat16 chunk_size_feed_forward
     tokenizer_class classifier_dropout gradient_checkpointing pretraining_tp forced_bos_token_id forced_eos_token_id
     suppress_tokens begin_suppress_tokens bad_words_ids temperature top_k top_p typical_p num_beams num_beam_groups

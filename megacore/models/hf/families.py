@@ -11,10 +11,14 @@ from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import CheckpointError
 from megacore.models.hf.bert import BERT
 from megacore.models.hf.bloom import BLOOM
+from megacore.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megacore.models.hf.family import Family
+from megacore.models.hf.gemma import GEMMA, GEMMA3
 from megacore.models.hf.gpt2 import GPT2
+from megacore.models.hf.gpt2_variants import GPT_BIGCODE, MPT
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megacore.models.hf.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megacore.models.hf.llama_variants import GRANITE, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
+from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.neox import NEOX
 
@@ -23,7 +27,8 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
+        *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA3),
     )
 }
 

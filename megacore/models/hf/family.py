@@ -123,6 +123,7 @@ class Family:
         read_bert: ResolvedBert's fields from the file; notes problems in the reader.
         write_bert: those fields for the file.
         without_sentences: the class of a BERT without the sentence task.
+        other_names: what files of other programs call the class.
     """
 
     model_type: str
@@ -144,6 +145,7 @@ class Family:
     read_bert: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
     write_bert: Callable[[ResolvedModel, ResolvedBert], dict[str, Any]] = lambda config, bert: {}
     without_sentences: str | None = None
+    other_names: tuple[str, ...] = ()
 
     def to_model(self, values: Mapping[str, Any], where: str) -> ResolvedModel:
         """The model that a config.json describes.
@@ -227,7 +229,7 @@ class Family:
     @property
     def architectures(self) -> tuple[str, ...]:
         """The classes of transformers that megacore reads."""
-        return (self.architecture, *filter(None, [self.without_sentences]))
+        return (self.architecture, *filter(None, [self.without_sentences]), *self.other_names)
 
     def class_of(self, bert: ResolvedBert | None) -> str:
         """The class that a model becomes."""

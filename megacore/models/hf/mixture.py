@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: the blocks of Mistral, Qwen2 and Qwen3, with experts in place of the MLP.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE: the blocks of Mistral, Qwen2 and Qwen3, with experts in place of the MLP.
 
 On disk every expert has matrices of its own; megacore stacks those of all experts.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Same, TensorRule, write_tied
-from megacore.models.hf.llama import MISTRAL, QWEN2, QWEN3, read_common, window_of, write_window_of_qwen
+from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3, read_common, window_of, write_window_of_qwen
 from megacore.models.hf.rope import write_rope
 
 # Training's, not the model's.
@@ -63,24 +63,32 @@ def _family(dense: Family, model_type: str, architecture: str, **parts: Any) -> 
     )
 
 
+def _read_width(reader: ConfigReader, default: int) -> dict[str, Any]:
+    """The inner width of experts, where every block has them and the field is that of MLPs."""
+    width = reader.copied("ffn_hidden_size", ("intermediate_size",), default)
+    return {"ffn_hidden_size": width, "moe_ffn_hidden_size": width}
+
+
+def _write_width(config: ResolvedModel) -> dict[str, Any]:
+    assert config.experts is not None
+    return {"intermediate_size": config.experts.moe_ffn_hidden_size}
+
+
 # ---- Mixtral ---------------------------------------------------------------------------------------------------------
 
 
 def _read_mixtral(reader: ConfigReader) -> dict[str, Any]:
     reader.only("layer_types", (None,))
-    width = reader.copied("ffn_hidden_size", ("intermediate_size",), 14336)
-    return read_common(reader) | {
-        "disable_bias_linear": True,
-        "window_size": window_of(reader, default=None),
-        "ffn_hidden_size": width,
-        "moe_ffn_hidden_size": width,
-    }
+    return (
+        read_common(reader)
+        | _read_width(reader, 14336)
+        | {"disable_bias_linear": True, "window_size": window_of(reader, default=None)}
+    )
 
 
 def _write_mixtral(config: ResolvedModel) -> dict[str, Any]:
-    width = config.ffn_hidden_size if config.experts is None else config.experts.moe_ffn_hidden_size
-    window = {"sliding_window": config.window_size, "intermediate_size": width}
-    return write_rope(config) | write_tied(config) | window
+    window = {"sliding_window": config.window_size}
+    return write_rope(config) | write_tied(config) | window | _write_width(config)
 
 
 MIXTRAL = _family(
@@ -162,5 +170,47 @@ QWEN3_MOE = _family(
     fixed=_UNIFORM,
     read=lambda reader: QWEN3.read(reader) | _normalised(reader),
     write=_write_qwen,
+    rules=_rules(QWEN3, "mlp", "gate", _PROJECTIONS),
+)  # fmt: skip
+
+
+# ---- OLMoE -----------------------------------------------------------------------------------------------------------
+
+
+def _read_olmoe(reader: ConfigReader) -> dict[str, Any]:
+    hidden, heads, head = (reader.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if head is not None and head != hidden // heads:
+        reader.problem("head_dim", f"is {head}, but the norms of this family are as wide as hidden_size")
+    return (
+        read_common(reader)
+        | _read_width(reader, 2048)
+        | _normalised(reader)
+        | {"disable_bias_linear": True, "qk_layernorm": True, "qk_layernorm_all_heads": True}
+    )
+
+
+def _write_olmoe(config: ResolvedModel) -> dict[str, Any]:
+    assert config.experts is not None
+    return (
+        write_rope(config)
+        | write_tied(config)
+        | _write_width(config)
+        | {"norm_topk_prob": not config.experts.moe_router_pre_softmax}
+    )
+
+
+OLMOE = _family(
+    LLAMA,
+    "olmoe",
+    "OlmoeForCausalLM",
+    same=tuple(
+        one
+        for one in _same(LLAMA, ("num_experts", "num_local_experts"), 64, 8, num_layers=16, hidden_size=2048,
+                         num_attention_heads=16, max_position_embeddings=4096, vocab_size=50304, norm_epsilon=1e-5)
+        if one.ours not in ("ffn_hidden_size", "kv_channels")
+    ),
+    fixed={"attention_bias": ((False,), False), "clip_qkv": ((None,), None)},
+    read=_read_olmoe,
+    write=_write_olmoe,
     rules=_rules(QWEN3, "mlp", "gate", _PROJECTIONS),
 )  # fmt: skip

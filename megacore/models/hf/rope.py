@@ -17,6 +17,15 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+# Keys of numbers that yarn may have; transformers takes null, and 0 of most, as their absence.
+_OF_YARN = {
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_mscale": "mscale",
+    "rope_mscale_all_dim": "mscale_all_dim",
+    "rope_attention_factor": "attention_factor",
 }
 _DEFAULT_BASE = 10_000.0
 
@@ -47,6 +56,8 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS[kind]}
     if kind == "dynamic":
         known.add("original_max_position_embeddings")  # which transformers does not look at
+    if kind == "yarn":
+        known |= {*_OF_YARN.values(), "truncate"}
     for key in sorted(table.keys() - known):
         reader.problem(f"{name}.{key[:40]}", f"is a field that megacore does not know for the type {kind}")
     theta = table.get("rope_theta", reader.get(base, _DEFAULT_BASE))
@@ -60,18 +71,40 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
     ):
         if key in _KEYS[kind]:
             numbers[ours] = (key, table.get(key))
+    if kind == "yarn":
+        _read_yarn(reader, table, name, numbers, fields, positions)
     for ours, (key, value) in numbers.items():
         if type(value) not in (int, float) or not math.isfinite(value):
             reader.problem(f"{name}.{key}", f"is {str(value)[:40]!r}, not a number")
         else:
             fields[ours] = float(value)
-    if kind in ("dynamic", "llama3"):
-        original = table.get("original_max_position_embeddings", positions) if kind == "llama3" else positions
+    if kind in ("dynamic", "llama3", "yarn"):
+        original = positions if kind == "dynamic" else table.get("original_max_position_embeddings", positions)
         if type(original) is not int:
             reader.problem(f"{name}.original_max_position_embeddings", f"is {str(original)[:40]!r}, not a whole number")
         else:
             fields["rope_original_max_positions"] = original
     return fields
+
+
+def _read_yarn(
+    reader: ConfigReader,
+    table: dict[str, Any],
+    name: str,
+    numbers: dict[str, tuple[str, Any]],
+    fields: dict[str, Any],
+    positions: int,
+) -> None:
+    """Add what yarn alone has to `numbers`, which are checked later, and to `fields`."""
+    numbers |= {ours: (key, table[key]) for ours, key in _OF_YARN.items() if table.get(key) not in (None, 0)}
+    if table.get("attention_factor") == 0:
+        reader.problem(f"{name}.attention_factor", "is 0, which makes every rotated query and key 0")
+    original = table.get("original_max_position_embeddings", positions)
+    if table.get("factor") is None and type(original) is int and original > 0:
+        numbers["rope_scaling_factor"] = ("factor", positions / original)
+    fields["rope_truncate"] = truncate = table.get("truncate", True)
+    if type(truncate) is not bool:
+        reader.problem(f"{name}.truncate", f"is {str(truncate)[:40]!r}, not true or false")
 
 
 def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
@@ -91,4 +124,8 @@ def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
         "high_freq_factor": config.rope_high_freq_factor,
         "original_max_position_embeddings": config.rope_original_max_positions,
     }
-    return {"rope_parameters": table | {key: values[key] for key in _KEYS[kind]}}
+    table |= {key: values[key] for key in _KEYS[kind]}
+    if kind == "yarn":
+        table |= {key: getattr(config, ours) for ours, key in _OF_YARN.items() if getattr(config, ours) is not None}
+        table |= {} if config.rope_truncate else {"truncate": False}
+    return {"rope_parameters": table}

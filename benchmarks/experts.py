@@ -1,0 +1,299 @@
+"""A mixture of experts beside a dense model with as many active parameters, and beside transformers' implementation.
+
+    python -m benchmarks.experts                           # both tables, about ten minutes on two cores
+    python -m benchmarks.experts --text FILE --steps 1000
+
+Learning: both models have the same layers, batches and steps; a token passes through feed-forward layers of the same
+width. Tokens are bytes, by default of the reference that Python's help() shows, of which the last tenth is for
+validation. The table has the loss on it. MaxVio is the largest load of an expert over the mean, less 1, as a mean over
+layers: of each batch of the last tenth of the steps, and of these batches together.
+
+Speed: forward, backward and AdamW of the same mixture on as many cores: two ranks with one thread each, with and
+without expert parallelism, and transformers' Mixtral in one process with two threads. All take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.workload import add_sizes
+from megacore.config import (
+    AdamWConfig,
+    Config,
+    DataConfig,
+    ExpertsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResolvedConfig,
+    TrainingConfig,
+)
+from megacore.data.gpt.blend import SampleDataset
+from megacore.parallel.collectives import barrier
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train.gpt_task import GPTTask
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+
+_BYTES = 256
+_LAST = 0.1  # part of the steps and of the text
+
+
+class Bytes(SampleDataset):
+    """Windows of a text, at random places.
+
+    Args:
+        text: its bytes.
+        length: of a window.
+        seed: of the places.
+    """
+
+    def __init__(self, text: NDArray[np.uint8], length: int, *, seed: int) -> None:
+        self._text, self._length, self._seed = text, length, seed
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        start = np.random.default_rng([self._seed, index]).integers(len(self._text) - self._length)
+        window = self._text[start : start + self._length + 1].astype(np.int64)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
+
+
+def read_text(path: Path | None) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The bytes to train on, and those for validation."""
+    content = "\n".join(topics.values()).encode() if path is None else path.read_bytes()
+    text = np.frombuffer(content, np.uint8)
+    cut = round(len(text) * (1 - _LAST))
+    return text[:cut], text[cut:]
+
+
+def configuration(
+    options: argparse.Namespace,
+    directory: str,
+    *,
+    experts: ExpertsConfig,
+    parallel: ParallelConfig,
+    ranks: int = 1,
+    seed: int = 1234,
+) -> ResolvedConfig:
+    """A small Llama, whose feed-forward layers are as wide as the experts of a token together."""
+    model = ModelConfig(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.heads,
+        ffn_hidden_size=options.chosen * options.width,
+        vocab_size=_BYTES,
+        activation="swiglu",
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        disable_bias_linear=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        untie_embeddings_and_output_weights=True,
+    )
+    return Config(
+        model=model,
+        experts=experts,
+        parallel=parallel,
+        data=DataConfig(seq_length=options.seq, mock_data=True),
+        optimizer=OptimizerConfig(
+            lr=2e-3, min_lr=2e-4, lr_decay_style="cosine", lr_warmup_iters=options.steps // 20, weight_decay=0.1
+        ),
+        adamw=AdamWConfig(adam_beta2=0.95),
+        training=TrainingConfig(
+            micro_batch_size=options.batch // ranks,
+            global_batch_size=options.batch,
+            train_iters=options.steps,
+            eval_iters=options.eval_batches,
+            eval_interval=options.steps,
+            output_dir=directory,
+            seed=seed,
+        ),
+    ).resolve(ranks)
+
+
+def variants(options: argparse.Namespace) -> dict[str, ExpertsConfig]:
+    """The models of the table by name."""
+
+    def mixture(**fields: Any) -> ExpertsConfig:
+        return ExpertsConfig(
+            num_experts=options.experts,
+            moe_router_topk=options.chosen,
+            moe_ffn_hidden_size=options.width,
+            moe_router_score_function="sigmoid",
+            **fields,
+        )
+
+    biased = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": options.bias_rate}
+    return {
+        "dense": ExpertsConfig(),
+        "mixture, nothing balances": mixture(),
+        "mixture, balance loss": mixture(moe_aux_loss_coeff=0.01),
+        "mixture, expert bias": mixture(**biased),
+    }
+
+
+def learn(options: argparse.Namespace) -> None:
+    """Train each model for as many steps on the same batches, and print the table."""
+    train_text, valid_text = read_text(options.text)
+    print(
+        f"\n{options.steps} steps of {options.batch} x {options.seq} bytes, {options.layers} layers of "
+        f"{options.hidden}; {options.experts} experts of {options.width}, of which a token uses {options.chosen}\n"
+    )
+    print("| | parameters | of which active | loss at the end | validation loss | MaxVio of a batch | of all |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    last = max(1, round(options.steps * _LAST))
+    for name, experts in variants(options).items():
+        losses, violations, validation, of_all = [], [], [], []
+        for seed in range(options.seeds):
+            with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):
+                config = configuration(options, directory, experts=experts, parallel=_ON_CPU, seed=seed)
+                mesh = Mesh(device=torch.device("cpu"))
+                data = Bytes(train_text, options.seq, seed=seed), Bytes(valid_text, options.seq, seed=0)
+                trainer = Trainer(config, mesh, GPTTask(config, mesh), *data)
+                loads: dict[str, Tensor] = {}
+                for step in range(options.steps):
+                    result = trainer.train_step(next(trainer.batches))
+                    if step >= options.steps - last:
+                        losses.append(float(result.loss))
+                        if (balance := trainer.train_steps.balance) is not None:
+                            violations.append(balance.figures()["moe/mean_violation"])
+                            loads = {layer: load + loads.get(layer, 0) for layer, load in balance.loads().items()}
+                of_all += [float(load.max() / load.double().mean()) - 1.0 for load in loads.values()]
+                loss = trainer.evaluate()
+                assert loss is not None
+                validation.append(loss)
+        total = sum(parameter.numel() for parameter in trainer.model.parameters.values())
+        idle = _idle_parameters(trainer, options) if experts.num_experts else 0
+        uneven = f"{statistics.fmean(violations):.2f} | {statistics.fmean(of_all):.2f}" if of_all else " | "
+        print(
+            f"| {name} | {total / 1e6:.2f}M | {(total - idle) / 1e6:.2f}M | {statistics.fmean(losses):.4f} | "
+            f"{statistics.fmean(validation):.4f} ({', '.join(f'{value:.4f}' for value in validation)}) | {uneven} |",
+            flush=True,
+        )
+
+
+_ON_CPU = ParallelConfig(device="cpu")
+
+
+def _idle_parameters(trainer: Trainer, options: argparse.Namespace) -> int:
+    of_experts = (p.numel() for name, p in trainer.model.parameters.items() if ".experts." in name)
+    return round(sum(of_experts) * (1 - options.chosen / options.experts))
+
+
+# ---- speed
+
+
+def train_in_turn(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> dict[str, list[float]]:
+    """Seconds of a step of each layout and, on the first rank while the other one waits, of transformers'."""
+    torch.set_num_threads(1)
+    experts, mesh, runs = variants(options)["mixture, nothing balances"], None, {}
+    for name, ep in (("megacore, --dp 2 --ep 2", 2), ("megacore, --dp 2", 1)):
+        parallel = ParallelConfig(device="cpu", dp=world_size, ep=ep)
+        config = configuration(options, f"{directory}/{ep}", experts=experts, parallel=parallel, ranks=world_size)
+        mesh = build_mesh(config.parallel)
+        with contextlib.redirect_stdout(None):
+            data = Bytes(read_text(options.text)[0], options.seq, seed=0)
+            runs[name] = Trainer(config, mesh, GPTTask(config, mesh), data, None)
+    assert mesh is not None
+    theirs = _TheirMixture(options) if rank == 0 else None
+    seconds: dict[str, list[float]] = {name: [] for name in (*runs, "transformers, one process")}
+    for _ in range(options.rounds + 1):
+        for name, trainer in runs.items():
+            barrier(mesh.world)
+            start = time.perf_counter()
+            trainer.train_step(next(trainer.batches))
+            barrier(mesh.world)
+            seconds[name].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        if theirs is not None:
+            theirs.step()
+        barrier(mesh.world)
+        seconds["transformers, one process"].append(time.perf_counter() - start)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+class _TheirMixture:
+    """transformers' Mixtral of the same sizes, with torch's AdamW."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            vocab_size=_BYTES,
+            hidden_size=options.hidden,
+            intermediate_size=options.width,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.heads,
+            num_local_experts=options.experts,
+            num_experts_per_tok=options.chosen,
+            max_position_embeddings=options.seq,
+            experts_implementation=options.implementation,
+        )
+        self._model, self._options = MixtralForCausalLM(config), options
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
+        self._draw = torch.Generator().manual_seed(1)
+
+    def step(self) -> None:
+        """Forward, backward and update, with a thread for each of the ranks that wait."""
+        torch.set_num_threads(2)
+        tokens = torch.randint(_BYTES, (self._options.batch, self._options.seq), generator=self._draw)
+        self._model(tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        torch.set_num_threads(1)
+
+
+def race(options: argparse.Namespace) -> None:
+    """Measure and print the speed."""
+    with tempfile.TemporaryDirectory() as directory:
+        seconds = run_distributed(train_in_turn, 2, options, directory, timeout=900)[0]
+    base = seconds["transformers, one process"]
+    print(f"\nA step of {options.batch} x {options.seq} tokens, median of {options.rounds} rounds, two cores\n")
+    print("| | ms | tokens/s | speed beside transformers, median of rounds (lowest to highest) |\n|---|---|---|---|")
+    for name, values in seconds.items():
+        ratios, middle = sorted(b / v for b, v in zip(base, values, strict=True)), statistics.median(values)
+        print(
+            f"| {name} | {middle * 1e3:.0f} | {options.batch * options.seq / middle:,.0f} | "
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_sizes(
+        parser, steps=400, rounds=7, layers=2, hidden=96, seq=128, batch=8, experts=8, chosen=2, width=128, seeds=1
+    )
+    parser.add_argument("--text", type=Path, help="file to learn; default: the reference of Python's help()")
+    parser.add_argument("--bias-rate", type=float, default=1e-3, help="--moe-router-bias-update-rate")
+    parser.add_argument("--eval-batches", type=int, default=16, help="batches of validation")
+    parser.add_argument("--implementation", default="eager", help="of transformers' experts: eager, grouped_mm")
+    parser.add_argument("--only", choices=("learning", "speed"), help="one of the two")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if options.only != "speed":
+        learn(options)
+    if options.only != "learning":
+        race(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The notation of --attention-pattern: which attention each block has."""
+
+from __future__ import annotations
+
+import re
+
+from megacore.config.messages import one_of
+
+WINDOW, FULL, WITHOUT_POSITIONS = "w", "f", "n"
+_LONGEST = 10_000
+
+
+def parse_pattern(text: str) -> str:
+    """The kinds of the blocks of one period, a letter each.
+
+    Args:
+        text: kinds with numbers, separated by commas: `5*w,f`.
+
+    Raises:
+        ValueError: the text is not in that notation.
+    """
+    kinds = ""
+    for part in text.split(","):
+        match = re.fullmatch(r"(?:([1-9][0-9]{0,4})\*)?([wfn])", part.strip())
+        if match is None:
+            raise ValueError(
+                f"--attention-pattern {text}: '{part[:40]}' is not known: use "
+                f"{one_of([WINDOW, FULL, WITHOUT_POSITIONS])}, with a number before it for several, as in 5*w,f"
+            )
+        kinds += match[2] * int(match[1] or 1)
+    if len(kinds) > _LONGEST:
+        raise ValueError(f"--attention-pattern {text} is longer than {_LONGEST:,} blocks: use a shorter one")
+    return kinds
+
+
+def pattern_of(kinds: str) -> str:
+    """The shortest notation of the kinds of a model's blocks.
+
+    Args:
+        kinds: one or more, a letter each.
+    """
+    period = next(size for size in range(1, len(kinds) + 1) if repeated(kinds[:size], len(kinds)) == kinds)
+    runs = [run[0] for run in re.finditer(r"(.)\1*", kinds[:period])]
+    return ",".join(run if len(run) == 1 else f"{len(run)}*{run[0]}" for run in runs)
+
+
+def repeated(kinds: str, count: int) -> str:
+    """The kinds of `count` blocks, by repeating those of a period."""
+    return (kinds * -(-count // len(kinds)))[:count]

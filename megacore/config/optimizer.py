@@ -1,0 +1,203 @@
+"""The section of the optimizer: which one, its learning-rate schedule, weight decay, clipping and parameter groups.
+
+The settings of each optimizer are in optimizers.py; the schedules are computed in megacore/optim/lr_schedules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megacore.config.fields import Choices, Flag, Range, Section, flag
+from megacore.config.messages import number
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.parameter_groups import ParameterGroups, parse_rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """The optimizer, its learning-rate schedule, weight decay and clipping."""
+
+    optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
+    """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
+    stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
+    whose step has the norm of the matrix that it changes. muon: Muon, orthogonalized momentum for the matrices of
+    blocks, and AdamW for the rest. adafactor: Adafactor, with a number per row and column of blocks' matrices. The
+    section of the same name has its settings (docs/optimizers.md)."""
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    min_lr: Annotated[float | None, Range(0)] = None
+    """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "inverse-square-root", "WSD", "polynomial", "cosine-restarts", "1cycle"
+    ] = "cosine"
+    """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
+    --lr-wsd-decay-iters steps. polynomial: with --lr-decay-power. cosine-restarts: back to --lr after every
+    --lr-restart-iters steps. 1cycle: up and down along cosines, while the momentum goes down and up."""
+    lr_decay_iters: Annotated[int | None, Range(1)] = None
+    """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
+    lr_warmup_iters: Annotated[int, Range(0)] = 0
+    """Number of steps over which the learning rate rises from 0 to --lr. 0: no warm-up."""
+    lr_warmup_style: Literal["linear", "log"] = "linear"
+    """Shape of the warm-up. linear: --lr x step / --lr-warmup-iters. log: --lr x log(step) / log(--lr-warmup-iters), as
+    DeepSpeed's schedulers do."""
+    lr_warmup_init: Annotated[float | None, Range(0)] = None
+    """Learning rate from which the warm-up rises. At most --lr. Default: 0; a 25th of --lr with 1cycle."""
+    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
+    """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of --lr-decay-style WSD."""
+    lr_decay_power: Annotated[float, Range(above=0)] = 2.0
+    """Power of the polynomial of --lr-decay-style polynomial. 1: linear."""
+    lr_restart_iters: Annotated[int | None, Range(1)] = None
+    """Number of steps of the first cycle of --lr-decay-style cosine-restarts, after the warm-up. Default: none; that
+    style requires it."""
+    lr_restart_factor: Annotated[float, Range(1)] = 1.0
+    """By how much each cycle of --lr-decay-style cosine-restarts is longer than the one before."""
+    lr_cycle_momentum: Annotated[float, Range(0, below=1)] = 0.85
+    """Momentum (Adam's beta1) at the peak of --lr-decay-style 1cycle. It falls to this from that of the optimizer, and
+    rises back to it."""
+    lr_range_test: bool = False
+    """Learning-rate range test instead of training: the rate rises exponentially from --lr-range-test-start to --lr,
+    and OUTPUT_DIR/lr_range_test.svg shows the loss over it (docs/optimizers.md)."""
+    lr_range_test_start: Annotated[float, Range(above=0)] = 1e-7
+    """First learning rate of --lr-range-test. Below --lr."""
+    weight_decay: Annotated[float, Range(0)] = 0.1
+    """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
+    start_weight_decay: Annotated[float | None, Range(0)] = None
+    """Weight decay at the first step, with --weight-decay-incr-style linear or cosine, which require it. Default:
+    none."""
+    end_weight_decay: Annotated[float | None, Range(0)] = None
+    """Weight decay at --train-iters, with --weight-decay-incr-style linear or cosine, which require it. Default:
+    none."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from --start-weight-decay to
+    --end-weight-decay."""
+    param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
+    """Parameters with other rates (docs/optimizers.md). PATTERN is of global names, such as blocks.*.bias; SETTINGS are
+    lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts."""
+    lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
+    embedding at this times the rate of the first block. 1: off."""
+    clip_grad: Annotated[float, Range(0)] = 1.0
+    """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
+    clip_grad_adaptive: bool = False
+    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/spikes.md): where its z-score z exceeds
+    --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
+    clip_grad_z_threshold: Annotated[float, Range(above=0)] = 2.5
+    """Z-score of the gradient norm above which --clip-grad-adaptive clips."""
+    clip_grad_decay: Annotated[float, Range(0, below=1)] = 0.97
+    """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
+    clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
+    """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
+
+    @property
+    def final_decay_iters(self) -> int:
+        """Length of the final decay of --lr-decay-style WSD, in steps; 0 with other styles."""
+        return self.lr_wsd_decay_iters or 0
+
+    @property
+    def first_cycle_lr(self) -> float:
+        """Learning rate from which that of 1cycle rises."""
+        return self.lr / 25 if self.lr_warmup_init is None else self.lr_warmup_init
+
+    @property
+    def end_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        # Rounded as people write it: 3e-4 / 10 is 2.9999999999999997e-05.
+        return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
+
+    def parameter_groups(self, num_layers: int) -> ParameterGroups:
+        """The scale of every parameter.
+
+        Args:
+            num_layers: blocks of the model.
+        """
+        rules = parse_rules(self.param_group)
+        return ParameterGroups(rules=rules, layer_decay=self.lr_layer_decay, num_layers=num_layers)
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        for text in self.param_group if "param_group" not in wrong else ():
+            try:
+                parse_rules([text])
+            except ValueError as error:
+                yield str(error)
+        if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
+            names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
+            yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")
+        if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
+            lr, min_lr = number(self.lr), number(self.min_lr)
+            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
+            given = f"--lr-warmup-iters {self.lr_warmup_iters}"
+            yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
+        yield from self._schedule_constraints(wrong)
+        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
+            return
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            yield (
+                "--lr-decay-style WSD needs the length of its final decay: "
+                "use --lr-wsd-decay-iters, for example with a tenth of --train-iters"
+            )
+        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
+            yield (
+                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
+                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
+            )
+
+    def _schedule_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if not wrong & {"lr", "lr_warmup_init"} and (first := self.lr_warmup_init or 0.0) > self.lr:
+            lr = number(self.lr)
+            yield f"--lr-warmup-init {number(first)} must be at most --lr {lr}: use --lr-warmup-init {lr} or less"
+        if self.lr_warmup_init and self.lr_warmup_iters == 0 and not wrong & {"lr_warmup_init", "lr_warmup_iters"}:
+            given = "--lr-warmup-iters 0"
+            yield from self.without_effect(("lr_warmup_init",), wrong, given, "--lr-warmup-iters 1 or more")
+        if "lr_range_test" not in wrong:
+            if not self.lr_range_test:
+                yield from self.without_effect(("lr_range_test_start",), wrong, "--no-lr-range-test", "--lr-range-test")
+            elif not wrong & {"lr", "lr_range_test_start"} and self.lr_range_test_start >= self.lr:
+                yield (
+                    f"--lr-range-test-start {number(self.lr_range_test_start)} must be below --lr {number(self.lr)}, "
+                    "the last rate of the test: use --lr 1 or so"
+                )
+        if "lr_decay_style" not in wrong:
+            yield from self._style_constraints(wrong)
+        yield from self._weight_decay_constraints(wrong)
+
+    def _style_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        given = f"--lr-decay-style {self.lr_decay_style}"
+        only = {
+            "polynomial": ("lr_decay_power",),
+            "cosine-restarts": ("lr_restart_iters", "lr_restart_factor"),
+            "1cycle": ("lr_cycle_momentum",),
+        }
+        for style, names in only.items():
+            if style != self.lr_decay_style:
+                yield from self.without_effect(names, wrong, given, f"--lr-decay-style {style}")
+        if self.lr_decay_style == "1cycle":
+            yield from self.without_effect(("lr_warmup_style",), wrong, given, "another style")
+        restarts = self.lr_decay_style == "cosine-restarts"
+        if restarts and self.lr_restart_iters is None and "lr_restart_iters" not in wrong:
+            yield f"{given} needs the length of its first cycle: use --lr-restart-iters"
+        if self.lr_decay_style == "1cycle" and self.lr_warmup_iters == 0 and "lr_warmup_iters" not in wrong:
+            yield f"{given} needs a rise: use --lr-warmup-iters, for example with three tenths of --train-iters"
+
+    def _weight_decay_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        names = ("start_weight_decay", "end_weight_decay")
+        if wrong & {*names, "weight_decay_incr_style"}:
+            return
+        given = f"--weight-decay-incr-style {self.weight_decay_incr_style}"
+        if self.weight_decay_incr_style == "constant":
+            yield from self.without_effect(names, wrong, given, "--weight-decay-incr-style linear or cosine")
+        elif missing := [flag(name) for name in names if getattr(self, name) is None]:
+            example = "--start-weight-decay 0 --end-weight-decay 0.1"
+            yield f"{given} needs {' and '.join(missing)}: use for example {example}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizer(OptimizerConfig):
+    """The optimizer section of a run whose length is known."""
+
+    min_lr: float = field()
+    lr_decay_iters: int = field()

@@ -1,0 +1,129 @@
+"""Parameters with a learning rate or a weight decay of their own, and those that do not learn: rules by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megacore.config.numbers import parse_float
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+FREEZE = "freeze"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterScale:
+    """How the update of a parameter differs from that of the others.
+
+    Attributes:
+        lr: factor of the learning rate.
+        weight_decay: factor of the weight decay.
+        frozen: the parameter keeps its value, and its gradient counts as zero.
+    """
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    frozen: bool = False
+
+
+USUAL = ParameterScale()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a value of --param-group says.
+
+    Attributes:
+        pattern: of global names; * stands for any characters, ? for one, [ab] for one of these.
+        scale: of the parameters whose names match.
+    """
+
+    pattern: str
+    scale: ParameterScale
+
+    def matches(self, name: str) -> bool:
+        """Whether it is about the parameter of this global name."""
+        return fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroups:
+    """The scale of every parameter, by its global name.
+
+    Attributes:
+        rules: the first that matches a name counts.
+        layer_decay: factor of the learning rate from block to block, towards the input.
+        num_layers: blocks of the model.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    layer_decay: float = 1.0
+    num_layers: int = 0
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all parameters are updated alike."""
+        return not self.rules and self.layer_decay == 1.0
+
+    def scale_of(self, name: str) -> ParameterScale:
+        """The scale of the parameter of this global name."""
+        scale = next((rule.scale for rule in self.rules if rule.matches(name)), USUAL)
+        decay = self.layer_decay ** self._depth(name)
+        if decay == 1.0:
+            return scale
+        return ParameterScale(lr=scale.lr * decay, weight_decay=scale.weight_decay, frozen=scale.frozen)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Patterns that no name matches."""
+        names = list(names)
+        return [rule.pattern for rule in self.rules if not any(map(rule.matches, names))]
+
+    def _depth(self, name: str) -> int:
+        """Blocks between a parameter and the head, that of the parameter included: 1 for the last block."""
+        if block := _BLOCK.match(name):
+            return self.num_layers - int(block[1])
+        return self.num_layers + 1 if name.startswith("embedding.") else 0
+
+
+def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
+    """The rules of --param-group.
+
+    Raises:
+        ValueError: a text is no rule.
+    """
+    return tuple(map(_parse_rule, texts))
+
+
+def _parse_rule(text: str) -> Rule:
+    pattern, colon, settings = text.rpartition(":")
+    if not colon or not pattern.strip() or not settings.strip():
+        raise ValueError(_problem(text, "has no PATTERN before and no settings after a colon"))
+    values: dict[str, float] = {}
+    frozen = False
+    for setting in settings.split(","):
+        name, equals, number = (part.strip() for part in setting.partition("="))
+        if name == FREEZE and not equals:
+            frozen = True
+            continue
+        if name not in ("lr", "weight-decay") or not equals:
+            raise ValueError(_problem(text, f"has the setting {setting.strip()!r}"))
+        try:
+            values[name] = parse_float(number)
+        except ValueError:
+            raise ValueError(_problem(text, f"has {number!r}, which is no number")) from None
+        if not 0 <= values[name] < math.inf:
+            raise ValueError(_problem(text, f"has the factor {number}, which must be at least 0"))
+    if frozen and values:
+        raise ValueError(_problem(text, "freezes parameters and also has factors, which then have no effect"))
+    scale = ParameterScale(lr=values.get("lr", 1.0), weight_decay=values.get("weight-decay", 1.0), frozen=frozen)
+    return Rule(pattern=pattern.strip(), scale=scale)
+
+
+def _problem(text: str, what: str) -> str:
+    return (
+        f"--param-group {text} {what}: use PATTERN:lr=FACTOR, PATTERN:weight-decay=FACTOR, both with a comma between, "
+        f"or PATTERN:{FREEZE}, for example 'blocks.*.attention.*:lr=0.5,weight-decay=0'"
+    )

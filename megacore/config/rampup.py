@@ -1,0 +1,149 @@
+"""The batch-size ramp: a run begins with a small global batch and grows it by equal increments.
+
+The batch size of a step follows from its number alone, so that a resumed run, on any layout, takes the same samples.
+The increments come at equal distances in samples, as in Megatron-LM. The learning rate follows the samples too: a step
+with half of --global-batch-size advances its schedule by half a step.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from megacore.config.fields import LARGEST_INT, Flag, Section
+from megacore.config.messages import number
+from megacore.config.numbers import parse_int
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """The numbers of --rampup-batch-size.
+
+    Attributes:
+        start: the first global batch size.
+        increment: by which it grows.
+        samples: over which it grows to --global-batch-size.
+    """
+
+    start: int
+    increment: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampupConfig(Section):
+    """The growth of the global batch size at the start."""
+
+    rampup_batch_size: Annotated[tuple[str, ...], Flag(metavar="START INCREMENT SAMPLES")] = ()
+    """Begins with a global batch of START samples, which grows by INCREMENT at equal distances until it is
+    --global-batch-size after SAMPLES samples. START and INCREMENT are multiples of --micro-batch-size x --dp. Learning
+    rate, warm-up and decay follow the samples: their steps are steps of --global-batch-size."""
+
+    def ramp(self) -> Ramp | None:
+        """The ramp, if there is one.
+
+        Raises:
+            ValueError: the value is not three whole numbers of 1 or more.
+        """
+        if not self.rampup_batch_size:
+            return None
+        try:
+            numbers = [parse_int(word) for word in self.rampup_batch_size]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 3 or not all(1 <= one <= LARGEST_INT for one in numbers):
+            raise ValueError(
+                f"--rampup-batch-size {' '.join(self.rampup_batch_size)} must be three whole numbers of 1 or more: use "
+                "START INCREMENT SAMPLES, for example 16 16 100000"
+            )
+        return Ramp(*numbers)
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if "rampup_batch_size" in wrong:
+            return
+        try:
+            self.ramp()
+        except ValueError as error:
+            yield str(error)
+
+
+class BatchSizes:
+    """The global batch size of every step of a run.
+
+    Args:
+        full: --global-batch-size.
+        ramp: how the run gets there; None: it begins there.
+    """
+
+    def __init__(self, full: int, ramp: Ramp | None = None) -> None:
+        self.full = full
+        steps, samples = 0, 0
+        self._sizes: list[int] = []
+        self._first_steps: list[int] = []  # steps before each size
+        self._first_samples: list[int] = []  # samples before each size
+        increments = 0 if ramp is None else (full - ramp.start) // ramp.increment
+        while ramp is not None and samples < ramp.samples:
+            level = samples * increments // ramp.samples
+            size, end = ramp.start + level * ramp.increment, -(-(level + 1) * ramp.samples // max(increments, 1))
+            self._append(size, steps, samples)
+            taken = -(-(end - samples) // size)
+            steps, samples = steps + taken, samples + taken * size
+        self._append(full, steps, samples)
+
+    def _append(self, size: int, steps: int, samples: int) -> None:
+        self._sizes.append(size)
+        self._first_steps.append(steps)
+        self._first_samples.append(samples)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every size, in the order of the run."""
+        return tuple(self._sizes)
+
+    def of_step(self, step: int) -> int:
+        """The samples of a step, counted from 1."""
+        return self._sizes[bisect.bisect_left(self._first_steps, step) - 1]
+
+    def samples(self, steps: int) -> int:
+        """The samples of the first `steps` steps."""
+        level = max(bisect.bisect_left(self._first_steps, steps) - 1, 0)
+        return self._first_samples[level] + (steps - self._first_steps[level]) * self._sizes[level]
+
+    def steps(self, samples: int) -> int:
+        """How many steps a number of samples suffices for."""
+        level = bisect.bisect_right(self._first_samples, samples) - 1
+        return self._first_steps[level] + (samples - self._first_samples[level]) // self._sizes[level]
+
+    def full_steps(self, steps: int) -> float:
+        """The first `steps` steps in steps of the full batch size: where the learning rate's schedule is after them."""
+        return steps if len(self._sizes) == 1 else self.samples(steps) / self.full
+
+
+def ramp_problems(ramp: Ramp, full: int | None, replica_samples: int) -> Iterator[str]:
+    """What is wrong with a ramp beside the other batch sizes.
+
+    Args:
+        ramp: as given.
+        full: --global-batch-size, where it is given.
+        replica_samples: samples of one microbatch on all replicas together.
+    """
+    given = f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}"
+    if full is None:
+        yield f"{given} needs the batch size that it grows to: use --global-batch-size"
+        return
+    if ramp.start > full:
+        yield f"{given} begins above --global-batch-size {full}: use a START of {full} or less"
+    elif (full - ramp.start) % ramp.increment:
+        near = full - (full - ramp.start) // ramp.increment * ramp.increment
+        yield (
+            f"{given} does not reach --global-batch-size {full} in increments of {ramp.increment}: use, for example, a "
+            f"START of {near}"
+        )
+    for name, value in (("START", ramp.start), ("INCREMENT", ramp.increment)):
+        if replica_samples and value % replica_samples:
+            yield (
+                f"{given}: {name} {value} must be a multiple of --micro-batch-size x the replicas = {replica_samples}: "
+                f"use {number(-(-value // replica_samples) * replica_samples)}"
+            )

@@ -1,0 +1,175 @@
+"""Weights of other trainers as a directory of transformers, from where conversion goes on, with its proof by logits.
+
+Such weights come without a description of the model: `--like DIR` names a directory of transformers with one. Their
+names are transformers' or those of torchtitan's Llama, whose rotary embedding turns neighbouring pairs of rows; that of
+transformers turns the halves of a head.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.tensor_file import read_tensor
+from megacore.checkpoint.tensor_header import read_header
+from megacore.convert.checkpoint_tensors import write_shards
+from megacore.convert.dcp_files import open_dcp, write_dcp
+from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, inside
+from megacore.errors import CheckpointError
+
+_WEIGHTS = "model.safetensors"
+_MOST = 1 << 62
+
+# torchtitan's Llama -> transformers'.
+_TITAN = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_TITAN_BLOCK = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_NOT_WEIGHTS = ("optimizer.", "optim.", "lr_scheduler", "train_state", "dataloader")
+_CONSTANTS = ("freqs_cis", "rotary_emb.inv_freq")
+
+Read = Callable[[], Tensor]
+Source = Mapping[str, tuple[torch.dtype, tuple[int, ...], Read]]  # name -> dtype, shape, and how it is read
+
+
+def write_hf(target: Path, tensors: Source, like: Path, where: str) -> None:
+    """Write a directory of transformers.
+
+    Args:
+        target: the directory, which does not exist.
+        tensors: by the names of transformers or of torchtitan's Llama, with or without a prefix.
+        like: a directory of transformers with the model's config.json; its tokenizer is taken too.
+        where: the tensors come from, for messages.
+
+    Raises:
+        CheckpointError: `like` has no config.json, or the names fit no model.
+    """
+    config = json.loads(inside(like, CONFIG).read_bytes())
+    target.mkdir()
+    for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
+        if (like / name).is_file():
+            shutil.copyfile(inside(like, name), target / name)
+    named = _named_as_hf(tensors, config, where)
+    types = {name: (dtype, shape) for name, (dtype, shape, _) in named.items()}
+    write_shards(target, "model", types, ((name, read()) for name, (_, _, read) in named.items()), most_bytes=_MOST)
+
+
+def read_dcp(path: Path) -> Source:
+    """The weights of a checkpoint of torch.distributed.checkpoint; what else it holds is left out."""
+    return {
+        name: (stored.dtype, stored.shape, stored.read)
+        for name, stored in open_dcp(path).items()
+        if not name.startswith(_NOT_WEIGHTS)
+    }
+
+
+def _named_as_hf(tensors: Source, config: Mapping[str, Any], where: str) -> Source:
+    kept = {name: value for name, value in tensors.items() if not name.endswith(_CONSTANTS)}
+    prefix = next((p for p in ("", "model.", "module.") if f"{p}tok_embeddings.weight" in kept), None)
+    if prefix is None:
+        return _without_prefix(kept)
+    named = {}
+    for name, (dtype, shape, read) in kept.items():
+        ours = _of_titan(name.removeprefix(prefix))
+        if ours is None:
+            raise CheckpointError(f"{where} has {name[:120]}, which torchtitan's Llama has not")
+        if heads := _heads(ours, config):
+            read = partial(_read_turned, read, heads)
+        named[ours] = (dtype, shape, read)
+    return named
+
+
+def _without_prefix(tensors: Source) -> Source:
+    """Names as transformers has them: without what wraps the model, such as `model.` twice."""
+    for prefix in ("model.", "module.", "_forward_module.", "app.model."):
+        rest = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        whole = len(rest) == len(tensors)
+        if whole and any(name.startswith(("model.", "transformer.", "gpt_neox.", "bert.")) for name in rest):
+            return rest
+    return tensors
+
+
+def _of_titan(name: str) -> str | None:
+    if match := _LAYER.fullmatch(name):
+        inner = _TITAN_BLOCK.get(match[2])
+        return None if inner is None else f"model.layers.{match[1]}.{inner}"
+    return _TITAN.get(name)
+
+
+def _heads(name: str, config: Mapping[str, Any]) -> int | None:
+    """Heads of a projection that the rotary embedding turns; None: it turns none of it."""
+    heads = config.get("num_attention_heads")
+    if name.endswith("q_proj.weight"):
+        return heads
+    return config.get("num_key_value_heads", heads) if name.endswith("k_proj.weight") else None
+
+
+def _turned(value: Tensor, heads: int, *, to_halves: bool) -> Tensor:
+    """A projection with the rows of each head in the other order: pairs (0, 1), (2, 3), ... or halves."""
+    rows, width = value.shape
+    pairs = rows // heads // 2
+    inner = (pairs, 2) if to_halves else (2, pairs)
+    return value.view(heads, *inner, width).transpose(1, 2).reshape(rows, width)
+
+
+def _read_turned(read: Read, heads: int) -> Tensor:
+    return _turned(read(), heads, to_halves=True)
+
+
+def export_dcp(source: Path, target: Path, names: str) -> None:
+    """Write the weights of a directory of transformers as a checkpoint of torch.distributed.checkpoint.
+
+    Args:
+        source: the directory, with one file of weights.
+        target: to create the files in.
+        names: torchtitan, for a Llama; or hf, transformers' own.
+
+    Raises:
+        CheckpointError: torchtitan's Llama has no such tensor.
+    """
+    config = json.loads((source / CONFIG).read_bytes())
+    tensors = dict(_titan_tensors(source, config) if names == "torchtitan" else _hf_tensors(source))
+    write_dcp(target, tensors)
+
+
+def _hf_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
+    for name, stored in read_header(source / _WEIGHTS).items():
+        yield name, read_tensor(stored)
+
+
+def _titan_tensors(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    names = {theirs: name for name, theirs in {**_TITAN, **_TITAN_BLOCK}.items()}
+    values = dict(_hf_tensors(source))
+    if "lm_head.weight" not in values:  # tied
+        values["lm_head.weight"] = values.get("model.embed_tokens.weight", torch.empty(0))
+    for name, value in values.items():
+        match = _LAYER.fullmatch(name.removeprefix("model."))
+        titan = names.get(name if match is None else match[2])
+        if titan is None:
+            raise CheckpointError(
+                f"torchtitan's Llama has no {name}: use --dcp-names hf, which keeps the names of transformers"
+            )
+        heads = _heads(name, config)
+        turned = value if heads is None else _turned(value, heads, to_halves=False)
+        yield (titan if match is None else f"layers.{match[1]}.{titan}"), turned

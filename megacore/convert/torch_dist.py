@@ -1,0 +1,82 @@
+"""Megatron-LM's checkpoints in the torch_dist format, which any parallel form may have written.
+
+The tensors are in the files of torch.distributed.checkpoint (dcp_files.py), whole or in pieces, under the names of
+Megatron core; those of equal layers are one tensor with the layers along its first dimension, or each has its layer's
+number. The flags are in common.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megacore.convert.dcp_files import INDEX, StoredTensor, open_dcp
+from megacore.convert.hf_directory import inside
+from megacore.convert.megatron_files import UNNEEDED, RankFile, iteration_directory
+from megacore.convert.pickled import load
+from megacore.errors import CheckpointError
+
+_COMMON = "common.pt"
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+_STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d)(.+)")
+_PREFIX = re.compile(r"(?:model\d*|module)\.")
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether a directory of Megatron-LM's is in this format."""
+    return path.is_dir() and (iteration_directory(path) / INDEX).is_file()
+
+
+def open_torch_dist(path: Path) -> list[list[RankFile]]:
+    """The model as that of one rank, [0][0].
+
+    Args:
+        path: an iter_NNNNNNN directory, or the one above it.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or hold what megacore does not load.
+    """
+    directory = iteration_directory(path)
+    common = load(inside(directory, _COMMON), unneeded=UNNEEDED, allowed=(argparse.Namespace,))
+    args = common.get("args") if isinstance(common, Mapping) else None
+    if not isinstance(common, Mapping) or not isinstance(args, argparse.Namespace):
+        raise CheckpointError(f"{directory / _COMMON} has no args: it is not a checkpoint of Megatron-LM's")
+    version, iteration = common.get("checkpoint_version", 3.0), common.get("iteration", 0)
+    if type(version) not in (int, float) or type(iteration) is not int:
+        raise CheckpointError(f"{directory / _COMMON}: checkpoint_version or iteration is not a number")
+    chunk: dict[str, Tensor] = {}
+    for name, stored in open_dcp(directory).items():
+        if name.startswith(_NOT_WEIGHTS) or name.endswith("_extra_state") or "/shard_" in name:
+            continue
+        for ours, tensor in _tensors(_PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name, stored):
+            if ours in chunk:
+                raise CheckpointError(f"{directory} has {ours[:120]} twice")
+            chunk[ours] = tensor
+    return [
+        [
+            RankFile(
+                path=directory,
+                tp=0,
+                pp=0,
+                args=vars(args) | {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
+                version=float(version),
+                iteration=iteration,
+                chunks=[chunk],
+            )
+        ]
+    ]
+
+
+def _tensors(name: str, stored: StoredTensor) -> Iterator[tuple[str, Tensor]]:
+    whole = stored.read()
+    match = _STACKED.fullmatch(name)
+    if match is None:
+        yield name, whole
+        return
+    for layer, tensor in enumerate(torch.unbind(whole)):
+        yield f"{match[1]}.{layer}.{match[2]}", tensor

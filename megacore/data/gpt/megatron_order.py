@@ -1,0 +1,118 @@
+"""Megatron-LM's order of samples (`--sample-order megatron`): the same windows of the same documents, sample by sample.
+
+Where a run needs several epochs, all of them are shuffled together, documents and windows, except for a last epoch of
+which less than 80% is used: that one is shuffled by itself. Random numbers are those of NumPy's Mersenne Twister. The
+order depends on the number of samples of the run: a longer run has another one. Blends take the dataset that is
+furthest behind its share. Checked against megatron-core 0.16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.gpt.index_cache import Arrays, cached_arrays
+
+_SEPARATE_BELOW = 0.80  # of an epoch's samples
+_SURPLUS = 0.005  # samples that each dataset of a blend has beyond its share
+
+
+def build_indices(
+    documents: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    *,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> Arrays:
+    """The order of a dataset's samples.
+
+    Args:
+        documents: [n] document numbers, each once.
+        lengths: [n] tokens of each of them.
+        num_samples: samples that will be asked for; None: those of one epoch.
+        seq_length: tokens of a sample.
+        seed: of the order.
+
+    Returns:
+        The arrays of `megacore.data.gpt.dataset.build_indices`.
+    """
+    tokens = int(lengths.sum())
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
+    before_last = ((epochs - 1) * tokens - 1) // seq_length  # windows that end in an epoch before the last
+    of_last = (num_samples or 0) - before_last
+    separate = epochs > 1 and of_last < int(_SEPARATE_BELOW * ((tokens - 1) // seq_length))
+    random = np.random.RandomState(seed)
+    parts = (epochs - 1, 1) if separate else (epochs,)
+    order = np.concatenate([_shuffled(np.tile(np.arange(len(documents)), count), random) for count in parts])
+    windows = (epochs * tokens - 1) // seq_length
+    edges = (0, before_last, windows) if separate else (0, windows)
+    shuffle = np.concatenate([_shuffled(np.arange(*edge), random) for edge in pairwise(edges)])
+    ends = np.cumsum(lengths[order])
+    starts = np.arange(windows + 1) * seq_length
+    position = np.searchsorted(ends, starts, side="right")  # the document that holds each window's first token
+    offset = starts - (ends[position] - lengths[order[position]])
+    return {
+        "document_index": documents[order],
+        "sample_index": np.stack([position, offset], 1).astype(np.int64),
+        "shuffle_index": shuffle.astype(np.int64),
+    }
+
+
+def _shuffled(numbers: NDArray[np.int64], random: np.random.RandomState) -> NDArray[np.int64]:
+    random.shuffle(numbers)
+    return numbers
+
+
+def samples_of_epoch(tokens: int, seq_length: int) -> int:
+    """The samples of one epoch."""
+    return (tokens - 1) // seq_length
+
+
+def sizes_of_blend(weights: Sequence[float], num_samples: int) -> list[int]:
+    """How many samples each dataset of a blend is built with.
+
+    Args:
+        weights: positive shares, in any unit.
+        num_samples: of the blend.
+    """
+    return [math.ceil(math.ceil(num_samples * share) * (1 + _SURPLUS)) for share in _normalized(weights)]
+
+
+def blend_indices(weights: Sequence[float], num_samples: int, cache_dir: Path | None = None) -> Arrays:
+    """Which dataset each sample of a blend comes from, and which of its samples it is.
+
+    Args:
+        weights: positive shares, in any unit.
+        num_samples: length of the order.
+        cache_dir: of the index cache; None: the order stays in memory.
+
+    Returns:
+        As of `megacore.data.gpt.blend.blend_index`.
+    """
+    shares = _normalized(_normalized(weights))
+
+    def build() -> Arrays:
+        counts = [0] * len(shares)
+        dataset, sample = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
+        for index in range(num_samples):
+            reached = max(float(index), 1.0)
+            errors = [share * reached - count for share, count in zip(shares, counts, strict=True)]
+            behind = errors.index(max(errors))
+            dataset[index], sample[index] = behind, counts[behind]
+            counts[behind] += 1
+        return {"dataset": dataset, "sample": sample}
+
+    description = {"version": 1, "order": "megatron", "blend": shares, "samples": num_samples}
+    return cached_arrays(cache_dir, description, build)
+
+
+def _normalized(weights: Sequence[float]) -> list[float]:
+    shares = np.array(weights, dtype=np.float64)
+    normalized: list[float] = (shares / np.sum(shares)).tolist()
+    return normalized

@@ -1,0 +1,142 @@
+"""Gemma and Gemma 3 (text): scaled embeddings, norms that multiply by 1 + weight, GeGLU; Gemma 3 with norms of the
+outputs of its layers, norms of heads, and windows in five of six layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.config import ResolvedModel
+from megacore.config.layer_pattern import FULL, WINDOW, repeated
+from megacore.models.hf.config_reader import ConfigReader
+from megacore.models.hf.family import Family, read_tied, write_tied
+from megacore.models.hf.kinds_of_layers import pattern_fields, read_layer_types, write_layer_types
+from megacore.models.hf.llama import block_rules, read_common, same_fields, window_of
+from megacore.models.hf.rope import read_rope, write_rope
+
+_CONSTANTS: Mapping[str, Any] = {
+    "activation": "geglu",
+    "normalization": "RMSNorm",
+    "layernorm_1p": True,
+    "disable_bias_linear": True,
+    "hidden_dropout": 0.0,
+}
+_ACTIVATION = (("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+_CAUSAL = ((None, False), None)
+_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
+_FOUR_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def _embedding(reader: ConfigReader, default: int) -> dict[str, Any]:
+    """Embeddings are scaled by the square root of the hidden size."""
+    hidden = reader.get("hidden_size", default)
+    return {"embedding_multiplier": math.sqrt(hidden) if type(hidden) is int and hidden > 0 else 1.0}
+
+
+def _read_gemma(reader: ConfigReader) -> dict[str, Any]:
+    reader.only("layer_types", (None,))
+    return read_common(reader, tied=True) | _embedding(reader, 3072)
+
+
+GEMMA = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    prefix="model.",
+    same=same_fields(
+        groups=16, positions=8192, inner=24576, vocabulary=256000, head=256, layers=28, hidden=3072, heads=16
+    ),
+    fixed={"hidden_act": _ACTIVATION, "attention_bias": ((False,), False), "use_bidirectional_attention": _CAUSAL},
+    optional={"hidden_activation": (None, "gelu_pytorch_tanh")},
+    constants=_CONSTANTS,
+    read=_read_gemma,
+    write=lambda config: write_rope(config) | write_tied(config),
+    rules=block_rules(),
+    buffers=(".rotary_emb.inv_freq",),
+    ties=_TIES,
+)
+
+
+def _read_gemma3(reader: ConfigReader) -> dict[str, Any]:
+    layers, window = reader.get("num_hidden_layers", 26), window_of(reader, default=4096)
+    kinds = read_layer_types(reader, layers)
+    period = reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6))
+    if kinds is None and type(layers) is int and type(period) is int and 1 <= period <= layers + 1 <= 10_001:
+        kinds = repeated(WINDOW * (period - 1) + FULL, layers)
+    scalar = reader.get("query_pre_attn_scalar", 256)
+    if type(scalar) not in (int, float) or scalar <= 0:
+        reader.problem("query_pre_attn_scalar", f"is {str(scalar)[:40]!r}, not a positive number")
+        scalar = 256
+    fields = _read_two_ropes(reader) | read_tied(reader, default=True) | _embedding(reader, 2304)
+    fields |= pattern_fields(kinds or FULL, window) | {"attention_multiplier": scalar**-0.5}
+    if fields["attention_pattern"] is None:
+        base = fields.pop("window_rotary_base", None)
+        if fields["window_size"] is not None and base is not None:  # every layer is a local one
+            fields |= {"rotary_base": base, "rope_scaling": "none"}
+    return fields
+
+
+def _read_two_ropes(reader: ConfigReader) -> dict[str, Any]:
+    """The rotation of layers without a window, and the base of those with one."""
+    table, positions = reader.get("rope_parameters"), reader.get("max_position_embeddings", 131072)
+    if not isinstance(table, dict) or "full_attention" not in table:  # as older files have it
+        local = reader.get("rope_local_base_freq", 10_000.0)
+        fields = read_rope(reader, positions if type(positions) is int else 1)
+        fields.setdefault("rotary_base", 1_000_000.0)
+        if not reader.has("rope_theta"):
+            fields["rotary_base"] = 1_000_000.0
+    else:
+        whole = ConfigReader({"rope_parameters": table["full_attention"]}, reader.where)
+        fields = read_rope(whole, positions if type(positions) is int else 1)
+        near = ConfigReader({"rope_parameters": table.get("sliding_attention")}, reader.where)
+        of_windows = read_rope(near, 1)
+        reader.problems += [*whole.problems, *near.problems]
+        local = of_windows.get("rotary_base", 10_000.0)
+        if of_windows.get("rope_scaling", "none") != "none":
+            reader.problem("rope_parameters.sliding_attention", "is scaled: megacore scales layers without a window")
+    if type(local) not in (int, float):
+        reader.problem("rope_local_base_freq", f"is {str(local)[:40]!r}, not a number")
+        return fields
+    return fields | {"window_rotary_base": float(local)}
+
+
+def _write_gemma3(config: ResolvedModel) -> dict[str, Any]:
+    whole = write_rope(config)["rope_parameters"]
+    base = config.rotary_base if config.window_rotary_base is None else config.window_rotary_base
+    near = {"rope_type": "default", "rope_theta": base}
+    scalar = (config.attention_multiplier or 1.0) ** -2
+    return write_tied(config) | {
+        "rope_parameters": {"sliding_attention": near, "full_attention": whole},
+        "layer_types": write_layer_types(config),
+        "sliding_window": config.window_size or 4096,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar,
+    }
+
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    prefix="model.",
+    same=same_fields(
+        groups=4, positions=131072, inner=9216, vocabulary=262208, head=256, layers=26, hidden=2304, heads=8
+    ),
+    fixed={
+        "hidden_activation": _ACTIVATION,
+        "attention_bias": ((False,), False),
+        "final_logit_softcapping": ((None,), None),
+        "attn_logit_softcapping": ((None,), None),
+        "use_bidirectional_attention": _CAUSAL,
+    },
+    constants={**_CONSTANTS, "qk_layernorm": True, "norm_placement": "both"},
+    ignored=frozenset(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
+    read=_read_gemma3,
+    write=_write_gemma3,
+    rules=block_rules(head_norms=True, norms=_FOUR_NORMS),
+    buffers=(".rotary_emb.inv_freq",),
+    ties=_TIES,
+)

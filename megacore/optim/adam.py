@@ -1,0 +1,40 @@
+"""Adam with L2 regularization: the weight decay is added to the gradient (Kingma and Ba 2015, arXiv 1412.6980)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim.adam import adam
+
+from megacore.config.optimizers import AdamConfig
+from megacore.optim.optimizer import Optimizer
+from megacore.zero.data_parallel import LocalRun
+
+
+class Adam(Optimizer[AdamConfig]):
+    """PyTorch's fused operator. Elementwise: a shard is updated as it would be within the whole parameter."""
+
+    counts_updates = True
+
+    @property
+    def usual_momentum(self) -> float:
+        return self.adam.adam_beta1
+
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        adam(
+            [run.master for run in runs],
+            list(gradients),
+            self.tensors("exp_avg", runs),
+            self.tensors("exp_avg_sq", runs),
+            [],
+            self.steps(runs),
+            fused=True,
+            amsgrad=False,
+            beta1=self.momentum,
+            beta2=self.adam.adam_beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.adam.adam_eps,
+            maximize=False,
+        )

@@ -1,0 +1,78 @@
+"""LAMB: Adam whose step for a matrix has the norm of the matrix (You et al. 2020, arXiv 1904.00962, algorithm 2).
+
+The trust ratio is that of the whole parameter, however it is divided over ranks: the sums of squares of all parts of
+all parameters are added up in one collective per step. Vectors (biases, norm weights), which do not decay, have the
+ratio 1, as in the authors' implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacore.config import ResolvedConfig
+from megacore.config.optimizers import LambConfig
+from megacore.optim.optimizer import Optimizer
+from megacore.optim.parameter_norms import ParameterNorms
+from megacore.parallel.mesh import Mesh
+from megacore.zero.data_parallel import LocalRun, LocalSegment
+
+
+class _Rates(NamedTuple):
+    """Of a run, in the step under way."""
+
+    lr: float
+    weight_decay: float
+
+
+class Lamb(Optimizer[LambConfig]):
+    """Moments are updated bucket by bucket. The step is computed from them twice, for its norm and when it is taken, so
+    that no memory holds it meanwhile."""
+
+    counts_updates: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
+
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
+        self._norms = ParameterNorms(segments, mesh, exact=config.training.reproducible)
+        self._rates: dict[LocalRun, _Rates] = {}
+
+    @property
+    def usual_momentum(self) -> float:
+        return self.adam.adam_beta1
+
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        beta2 = self.adam.adam_beta2
+        means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
+        for run, gradient, mean, square, step in zip(runs, gradients, means, squares, self.steps(runs), strict=True):
+            step += 1
+            mean.lerp_(gradient, 1 - self.momentum)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            self._rates[run] = _Rates(lr, weight_decay)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        matrices = [run for run in self._rates if run.is_matrix]
+        table = self._norms.table(columns=2)
+        for run in matrices:
+            step = self._step_of(run)
+            for part in self._norms.parts_of[run]:
+                self._norms.add(table, part, (run.master[part.in_run], step[part.in_run]))
+        weights, steps = self._norms.summed(table).sqrt().unbind(1)
+        ratios = (weights / steps).clamp(self.settings.lamb_min_coeff, self.settings.lamb_max_coeff)
+        ratios = ratios.where((weights > 0) & (steps > 0), 1.0)
+        for run, rates in self._rates.items():
+            step = self._step_of(run)
+            for part in self._norms.parts_of[run] if run.is_matrix else ():
+                step[part.in_run] *= ratios[part.row].to(step.device)
+            run.master.sub_(step, alpha=rates.lr)
+        self._rates.clear()
+
+    def _step_of(self, run: LocalRun) -> Tensor:
+        """Adam's step of a run with its weight decay, without the learning rate."""
+        state, step = self.state[run], self.steps([run])[0]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        root = (square / (1 - self.adam.adam_beta2**step)).sqrt_().add_(self.adam.adam_eps)
+        return (mean / (1 - self.momentum**step)).div_(root).add_(run.master, alpha=self._rates[run].weight_decay)

@@ -1,0 +1,146 @@
+"""Muon: matrices of blocks move along orthogonalized momentum, all other parameters by AdamW (Jordan et al. 2024;
+scales and weight decay as in Liu et al. 2025, arXiv 2502.16982)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megacore.config import ResolvedConfig
+from megacore.config.optimizers import MuonConfig
+from megacore.errors import ConfigError
+from megacore.optim.newton_schulz import orthogonalized
+from megacore.optim.optimizer import Optimizer
+from megacore.optim.whole_matrices import WholeMatrices
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh
+from megacore.zero.data_parallel import LocalRun, LocalSegment
+
+
+class Muon(Optimizer[MuonConfig]):
+    """Momentum is that of the rank's own part; the iteration sees whole matrices, each computed once among the ranks
+    that hold the matrix (megacore/optim/whole_matrices.py)."""
+
+    counts_updates: ClassVar[bool] = True
+
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
+        whole = [local for local in segments if local.run.shape is not None]
+        if not any(all_gather_objects(bool(whole), mesh.world)):
+            raise ConfigError(
+                [
+                    f"--muon-parameters {self.settings.muon_parameters}: no matrix has such a name, so that Muon would "
+                    "be AdamW: use a pattern of the global names, such as blocks.*"
+                ]
+            )
+        self._segment = {local.run: local for local in whole}
+        self._matrices = WholeMatrices(whole, mesh)
+        model = config.model
+        self._head, self._groups = model.head_size, model.query_groups
+        self._shared_by = model.num_attention_heads // self._groups
+        self._rows_of_kinds = [rows.to(mesh.device) for rows in self._by_kind()]
+        self._scales: dict[str, Tensor] = {}  # of the rows of this rank's slices, where the weights are
+        narrow = self.settings.muon_ns_dtype == "bf16" or (
+            self.settings.muon_ns_dtype == "auto" and config.precision.precision != "fp32"
+        )
+        self._dtype = torch.bfloat16 if narrow else torch.float32
+
+    @property
+    def usual_momentum(self) -> float:
+        return self.settings.muon_momentum
+
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        pairs = list(zip(runs, gradients, strict=True))
+        if others := [(run, gradient) for run, gradient in pairs if run.shape is None]:
+            self._update_others(others, lr=lr, weight_decay=weight_decay)
+        if whole := [(run, gradient) for run, gradient in pairs if run.shape is not None]:
+            self._update_matrices(whole, lr=lr, weight_decay=weight_decay)
+
+    def _update_others(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
+        runs = [run for run, _ in pairs]
+        adamw(
+            [run.master for run in runs],
+            [gradient for _, gradient in pairs],
+            self.tensors("exp_avg", runs),
+            self.tensors("exp_avg_sq", runs),
+            [],
+            self.steps(runs),
+            fused=True,
+            amsgrad=False,
+            beta1=self.adam.adam_beta1,
+            beta2=self.adam.adam_beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.adam.adam_eps,
+            maximize=False,
+        )
+
+    def _update_matrices(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
+        directions: dict[str, Tensor] = {}
+        for (run, gradient), momentum in zip(pairs, self.tensors("momentum", [run for run, _ in pairs]), strict=True):
+            gradient = gradient.view(momentum.shape)
+            momentum.lerp_(gradient, 1 - self.momentum)
+            direction = gradient.lerp(momentum, self.momentum) if self.settings.muon_nesterov else momentum
+            directions[self._segment[run].spec.name] = direction.to(self._dtype)
+        results = self._matrices.apply(pairs[0][0].bucket, directions, self._orthogonalized)
+        for run, _ in pairs:
+            spec, shape = self._segment[run].spec, run.shape
+            assert shape is not None
+            step = results[spec.name].to(run.master.device)
+            master = run.master.view(shape)
+            master.mul_(1 - lr * weight_decay)
+            if self._is_split(spec.name):
+                if spec.name not in self._scales:
+                    self._scales[spec.name] = self._row_scales(spec.name)[slice(*spec.slices[0])].to(step.device)
+                master.sub_(step.float() * (lr * self._scales[spec.name]))
+            else:
+                master.sub_(step, alpha=lr * self._scale(*self._matrices.shape(spec.name)[-2:]))
+
+    def _orthogonalized(self, name: str, matrix: Tensor) -> Tensor:
+        """The orthogonal factor of a whole parameter, or of the matrices that it consists of."""
+        steps = self.settings.muon_num_ns_steps
+        if not self._is_split(name):
+            return orthogonalized(matrix, steps=steps)
+        if self.settings.muon_split_qkv == "heads":
+            return orthogonalized(matrix.view(-1, self._head, matrix.shape[1]), steps=steps).reshape(matrix.shape)
+        result = torch.empty_like(matrix)
+        for rows in self._rows_of_kinds:
+            result[rows] = orthogonalized(matrix[rows], steps=steps)
+        return result
+
+    def _is_split(self, name: str) -> bool:
+        rows = self._groups * (self._shared_by + 2) * self._head
+        is_joint = name.endswith(".attention.qkv.weight") and self._matrices.shape(name)[0] == rows
+        return self.settings.muon_split_qkv != "none" and is_joint
+
+    def _by_kind(self) -> list[Tensor]:
+        """The rows of all queries, all keys and all values of the layer that computes them: by head group its queries,
+        its key and its value."""
+        rows = torch.arange(self._groups * (self._shared_by + 2) * self._head)
+        by_group = rows.view(self._groups, self._shared_by + 2, self._head)
+        return [part.reshape(-1) for part in by_group.split([self._shared_by, 1, 1], dim=1)]
+
+    def _row_scales(self, name: str) -> Tensor:
+        """The scale of each row of the whole parameter, [rows, 1] fp32."""
+        rows, width = self._matrices.shape(name)
+        if self.settings.muon_split_qkv == "heads":
+            return torch.full((rows, 1), self._scale(self._head, width))
+        scales = torch.empty(rows, 1)
+        for of_kind in self._by_kind():
+            scales[of_kind] = self._scale(len(of_kind), width)
+        return scales
+
+    def _scale(self, rows: int, columns: int) -> float:
+        """Factor of the learning rate for a matrix of this shape."""
+        match self.settings.muon_scale_mode:
+            case "spectral":
+                scale = math.sqrt(max(rows, columns))
+            case "unit_rms_norm":
+                scale = math.sqrt(rows / columns)
+            case _:
+                scale = math.sqrt(max(1.0, rows / columns))
+        return scale * self.settings.muon_extra_scale_factor

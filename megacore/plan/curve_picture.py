@@ -1,0 +1,84 @@
+"""Curves over a number, on a linear or a logarithmic axis: learning rates over steps, losses over learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacore.plan.canvas import Box, Drawing, Line, Words
+
+_WIDTH, _HEIGHT = 760.0, 260.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 20.0, 34.0, 40.0
+_COLORS = ("#2f6fb5", "#c8553d", "#3f8f5f", "#8a5fb0")
+_GRID = "#e3e6eb"
+_TICKS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A curve.
+
+    Attributes:
+        title: what it shows.
+        points: (x, y), x ascending; y is finite.
+        marked: an x that a vertical line marks, or None.
+    """
+
+    title: str
+    points: Sequence[tuple[float, float]]
+    marked: float | None = None
+
+
+def curves(title: str, panels: Sequence[Curve], *, x_title: str, logarithmic: bool = False) -> Drawing:
+    """One panel under the other, each with one curve and an axis of its own.
+
+    Args:
+        title: of the drawing.
+        panels: one or more, with two points or more each.
+        x_title: what x is.
+        logarithmic: whether the axis of x is; x is then positive.
+    """
+    drawing = Drawing(title=title, width=_WIDTH, height=len(panels) * _HEIGHT)
+    for number, curve in enumerate(panels):
+        _panel(drawing, curve, top=number * _HEIGHT, color=_COLORS[number % len(_COLORS)], logarithmic=logarithmic)
+        x, y = _WIDTH - _RIGHT, (number + 1) * _HEIGHT - 8.0
+        drawing.marks.append(Words(x=x, y=y, text=x_title, anchor="end"))
+    return drawing
+
+
+def _panel(drawing: Drawing, curve: Curve, *, top: float, color: str, logarithmic: bool) -> None:
+    left, right, upper, lower = _LEFT, _WIDTH - _RIGHT, top + _TOP, top + _HEIGHT - _BOTTOM
+    xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
+    low, high = min(ys), max(ys)
+    if high == low:
+        low, high = low - abs(low) / 2 - 1e-12, high + abs(high) / 2 + 1e-12
+
+    def across(x: float) -> float:
+        first, last, at = (map(math.log, (xs[0], xs[-1], x))) if logarithmic else (xs[0], xs[-1], x)
+        return left + (right - left) * (at - first) / ((last - first) or 1.0)
+
+    def down(y: float) -> float:
+        return lower - (lower - upper) * (y - low) / (high - low)
+
+    marks = drawing.marks
+    marks.append(Words(x=left, y=top + 16.0, text=curve.title, bold=True))
+    for tick in range(_TICKS):
+        share = tick / (_TICKS - 1)
+        y, x = low + (high - low) * share, xs[0] + (xs[-1] - xs[0]) * share
+        if logarithmic:
+            x = math.exp(math.log(xs[0]) + (math.log(xs[-1]) - math.log(xs[0])) * share)
+        marks.append(Line(x1=left, y1=down(y), x2=right, y2=down(y), color=_GRID))
+        marks.append(Words(x=left - 8.0, y=down(y), text=f"{y:.3g}", anchor="end", size=11.0))
+        marks.append(Words(x=across(x), y=lower + 14.0, text=_shown(x), anchor="middle", size=11.0))
+    marks.append(Box(x=left, y=upper, width=right - left, height=lower - upper, fill="none", edge="#9aa2af"))
+    if curve.marked is not None:
+        x = across(curve.marked)
+        marks.append(Line(x1=x, y1=upper, x2=x, y2=lower, color=_COLORS[1]))
+        marks.append(Words(x=x + 4.0, y=upper + 10.0, text=f"{curve.marked:.2g}", color=_COLORS[1]))
+    for (x1, y1), (x2, y2) in zip(curve.points, curve.points[1:], strict=False):
+        marks.append(Line(x1=across(x1), y1=down(y1), x2=across(x2), y2=down(y2), color=color))
+
+
+def _shown(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

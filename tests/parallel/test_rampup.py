@@ -1,0 +1,50 @@
+"""Training with a batch-size ramp: the same on several ranks as on one, and when it is resumed within the ramp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megacore.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+from tests.parity.runs import agree, make_config, make_trainer, train
+
+RAMP: dict[str, Any] = {
+    "rampup_batch_size": ("4", "4", "24"),
+    "global_batch_size": 16,
+    "train_iters": 7,
+    "lr_warmup_iters": 2,
+    "num_layers": 3,
+}
+SIZES = [4, 4, 8, 12, 16, 16, 16]
+
+
+def run(layout: tuple[int, int, int], output: Path, **changes: Any) -> Any:
+    world = layout[0] * layout[1] * layout[2]
+    return run_distributed(train, world, layout, str(output), {**RAMP, **changes})[0]
+
+
+def test_ranks_share_the_growing_batches(tmp_path: Path) -> None:
+    found = run((1, 2, 2), tmp_path / "ranks", zero_stage=2)
+    agree(found, run((1, 1, 1), tmp_path / "one"))
+
+
+def saved(rank: int, world: int, output: str, stop: int, load: str | None) -> list[tuple[float, float, int]]:
+    """Loss, learning rate and samples so far of the steps up to `stop`, with a checkpoint of the last."""
+    config = make_config((1, 1, 1), output, **RAMP, load=load)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    steps = []
+    while trainer.step < stop:
+        result = trainer.train_step(next(trainer.batches))
+        steps.append((float(result.loss), result.lr, trainer.consumed_samples))
+    with trainer.saving:
+        trainer.save()
+    return steps
+
+
+def test_a_resumed_ramp_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    (whole,) = run_distributed(saved, 1, str(tmp_path / "whole"), 7, None)
+    (first,) = run_distributed(saved, 1, str(tmp_path / "parts"), 3, None)
+    (second,) = run_distributed(saved, 1, str(tmp_path / "parts"), 7, str(tmp_path / "parts"))
+    assert first + second == whole
+    assert [samples for *_, samples in whole] == [sum(SIZES[: step + 1]) for step in range(7)]

@@ -1,0 +1,93 @@
+"""The fields that newer families bring, on layouts: tensor, pipeline, data, sequence and context parallelism against
+one process, and recomputation and compilation against plain computation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, agree, bitwise, train
+
+_ROPE: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "num_query_groups": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma-3": {
+        **_ROPE,
+        "activation": "geglu",
+        "disable_bias_linear": True,
+        "layernorm_1p": True,
+        "norm_placement": "both",
+        "qk_layernorm": True,
+        "embedding_multiplier": 5.5,
+        "attention_multiplier": 0.3,
+        "attention_pattern": "2*w,f",
+        "window_size": 5,
+        "window_rotary_base": 100.0,
+    },
+    "granite": {
+        **_ROPE,
+        "activation": "swiglu",
+        "disable_bias_linear": True,
+        "add_qkv_bias": True,
+        "add_attention_output_bias": True,
+        "residual_multiplier": 0.4,
+        "logits_divisor": 3.0,
+        "attention_pattern": "f,n",
+    },
+    "olmo-2": {
+        **_ROPE,
+        "norm_placement": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+        "disable_bias_linear": True,
+        "add_mlp_bias": True,
+    },
+    "norms": {"layernorm_1p": True, "norm_placement": "both", "logits_divisor": 0.5, "window_size": 6},
+}
+SIZE = {"num_layers": 3, "train_iters": 2, "lr_warmup_iters": 1}
+
+
+def outcome(layout: Layout, output: Path, model: str, **changes: Any) -> Outcome:
+    given = {**SIZE, **MODELS[model], **changes}
+    world = layout[0] * layout[1] * layout[2] * given.get("cp", 1)
+    first: Outcome = run_distributed(train, world, layout, str(output), given)[0]
+    return first
+
+
+CASES: list[tuple[str, Layout, dict[str, Any]]] = [
+    ("gemma-3", (2, 2, 1), {"sequence_parallel": True}),
+    ("gemma-3", (1, 1, 2), {"cp": 2, "zero_stage": 2}),
+    ("gemma-3", (4, 1, 1), {}),
+    ("granite", (2, 1, 1), {"cp": 2, "zero_stage": 1, "loss_chunks": 3}),
+    ("granite", (1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
+    ("olmo-2", (2, 1, 2), {"sequence_parallel": True, "zero_stage": 2}),
+    ("olmo-2", (1, 3, 1), {"recompute": "full"}),
+    ("norms", (2, 2, 1), {"recompute": "light"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "changes"),
+    [pytest.param(*case, marks=() if number in (0, 3) else pytest.mark.slow) for number, case in enumerate(CASES)],
+    ids=str,
+)
+def test_a_layout_equals_one_process(model: str, layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
+    kept = {name: value for name, value in changes.items() if name == "loss_chunks"}
+    agree(outcome(layout, tmp_path / "layout", model, **changes), outcome((1, 1, 1), tmp_path / "one", model, **kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("recompute", ["selective", "light", "full"])
+def test_recomputation_changes_no_bit(model: str, recompute: str, tmp_path: Path) -> None:
+    plain = outcome((1, 1, 1), tmp_path / "plain", model)
+    bitwise(outcome((1, 1, 1), tmp_path / "again", model, recompute=recompute), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_captured_code_computes_the_same(model: str, tmp_path: Path) -> None:
+    plain = outcome((1, 1, 1), tmp_path / "plain", model)
+    agree(outcome((1, 1, 1), tmp_path / "compiled", model, compile=True, compile_backend="aot-eager"), plain)

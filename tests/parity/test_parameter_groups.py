@@ -1,0 +1,116 @@
+"""Rules by name, layer-wise decay and frozen parameters, against torch.optim with one parameter group per parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config.parameter_groups import ParameterGroups, parse_rules
+from megacore.errors import ConfigError
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, agree, make_config, make_trainer, outcome_of
+from tests.unit.refusals import Refuse, alone, refuse
+
+alone, refuse = alone, refuse  # fixtures
+RULES = ("blocks.0.*:freeze", "*.mlp.*.weight:lr=0.5,weight-decay=3", "embedding.*:weight-decay=0")
+CHANGES: dict[str, Any] = {"param_group": RULES, "lr_layer_decay": 0.5, "num_layers": 3, "train_iters": 4}
+
+
+def factors(name: str) -> tuple[float, float]:
+    """Of the learning rate and of the weight decay, by hand."""
+    depth = {"blocks.0.": 3, "blocks.1.": 2, "blocks.2.": 1, "embedding": 4}.get(name[:9], 0)
+    if name.startswith("blocks.0."):
+        return 0.0, 0.0
+    if ".mlp." in name and name.endswith(".weight"):
+        return 0.5 * 0.5**depth, 3.0
+    return 0.5**depth, 0.0 if name.startswith("embedding.") else 1.0
+
+
+def test_updates_are_torchs_with_a_group_per_parameter(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, clip_grad=0.0, **CHANGES)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+    parameters = trainer.model.parameters
+    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    groups: list[dict[str, Any]] = []
+    for name, copy in copies.items():
+        lr, decay = factors(name)
+        groups.append({"params": [copy], "lr": lr, "weight_decay": 0.1 * decay if copy.dim() > 1 else 0.0})
+    twin = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    rates: list[float] = [group["lr"] for group in groups]
+    for _ in range(config.training.train_iters):
+        result = trainer.train_step(next(trainer.batches))
+        for group, rate, (name, copy) in zip(twin.param_groups, rates, copies.items(), strict=True):
+            group["lr"] = rate * result.lr
+            gradient = parameters[name].grad
+            assert gradient is not None
+            copy.grad = gradient.clone()
+        twin.step()
+    for name, copy in copies.items():
+        torch.testing.assert_close(parameters[name].detach(), copy, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def trained(rank: int, ranks: int, directory: str, layout: Layout, changes: dict[str, Any]) -> Outcome:
+    config = make_config(layout, directory, **CHANGES, **changes)
+    return outcome_of(make_trainer(config, build_mesh(config.parallel)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 2, 1), {}),
+        ((2, 1, 2), {"zero_stage": 3}),
+        ((1, 1, 2), {"zero_stage": 1, "offload_optimizer": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_layouts_agree_and_frozen_parameters_stay(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
+    expected = trained(0, 1, str(tmp_path), (1, 1, 1), {})
+    frozen = [name for name in expected.final if name.startswith("blocks.0.")]
+    assert frozen
+    assert all(torch.equal(expected.final[name], expected.initial[name]) for name in frozen)
+    found = run_distributed(trained, 2 if layout != (2, 1, 2) else 4, str(tmp_path), layout, changes)[0]
+    if "offload_optimizer" not in changes:  # then gradients are those before clipping
+        agree(found, expected)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert all(torch.equal(found.final[name], found.initial[name]) for name in frozen)
+
+
+def test_the_norm_is_that_of_what_learns(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, **CHANGES)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+    result = trainer.train_step(next(trainer.batches))
+    gradients = [p.grad for name, p in trainer.model.parameters.items() if not name.startswith("blocks.0.")]
+    scale = min(1.0, config.optimizer.clip_grad / float(result.grad_norm))  # they have been clipped
+    total = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).norm() / scale
+    assert float(result.grad_norm) == pytest.approx(float(total), rel=1e-5)
+
+
+def test_a_rule_about_nothing_is_refused(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, param_group=("block.*:freeze",))
+    with pytest.raises(ConfigError, match=r"--param-group block\.\*: no parameter has such a name"):
+        make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("blocks.*", "--param-group blocks.* has no PATTERN before and no settings after a colon: use PATTERN:lr="),
+        ("*:lr", "--param-group *:lr has the setting 'lr': use"),
+        ("*:lr=x", "has 'x', which is no number"),
+        ("*:weight-decay=-1", "has the factor -1, which must be at least 0"),
+        ("*:freeze,lr=2", "freezes parameters and also has factors"),
+    ],
+)
+def test_what_is_no_rule_is_refused(text: str, words: str, refuse: Refuse) -> None:
+    assert words in refuse("--param-group", text)
+
+
+def test_the_first_rule_counts() -> None:
+    groups = ParameterGroups(rules=parse_rules(["*.bias:lr=2", "*:lr=3"]), num_layers=2)
+    assert [groups.scale_of(name).lr for name in ("head.bias", "head.weight")] == [2.0, 3.0]
+    assert groups.unmatched(["head.weight"]) == ["*.bias"]

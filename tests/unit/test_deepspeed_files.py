@@ -1,0 +1,168 @@
+"""DeepSpeed's checkpoints, written here in the structure of its files from known tensors: what comes out is those
+tensors, bit for bit. tests/parity/test_conversion_deepspeed.py reads files that DeepSpeed itself has written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.convert.deepspeed_files import open_deepspeed
+from megacore.errors import CheckpointError
+from tests.e2e.launching import words
+from tests.unit.test_megatron_files import ARGS, GPT, VOCAB, legacy_blocks, padded, require_tensors, rows, tensors_of
+from tools.convert_checkpoint import main as convert
+
+RANKS = 2
+
+
+def net() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"emb.weight": (5, 3), "a.weight": (3, 3), "a.bias": (3,), "b.weight": (7, 3)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def put(path: Path, name: str, state: dict[str, Any]) -> None:
+    (path / "global_step3").mkdir(parents=True, exist_ok=True)
+    (path / "latest").write_text("global_step3")
+    torch.save(state, path / "global_step3" / name)
+
+
+def write(
+    path: Path, weights: dict[str, Tensor], stage: int, *, groups: int = 1, buffers: dict[str, Tensor] | None = None
+) -> None:
+    """The files of a stage: weights in bf16, and the flat fp32 ones of two ranks."""
+    names = list(weights)
+    grouped = [names[i::groups] for i in range(groups)]
+    shapes = [OrderedDict((name, weights[name].shape) for name in group) for group in grouped]
+    buffers = {"count": torch.tensor(4)} if buffers is None else buffers
+    module = {name: value.bfloat16() for name, value in weights.items()} | buffers
+    common = {"param_shapes": shapes, "buffer_names": list(buffers), "ds_version": "0.19.8", "shared_params": {}}
+    if stage < 3:
+        put(path, "mp_rank_00_model_states.pt", {"module": module, **common})
+    for rank in range(RANKS):
+        parts = []
+        for group in grouped:
+            if stage < 3:
+                flat = torch.cat([weights[name].flatten() for name in group])
+                flat = torch.cat([flat, torch.zeros(-flat.numel() % (2 * RANKS))])
+                parts.append(flat.chunk(RANKS)[rank].clone())
+            else:
+                pieces = []
+                for name in group:
+                    share = math.ceil(weights[name].numel() / RANKS)
+                    whole = torch.cat([weights[name].flatten(), torch.zeros(RANKS * share - weights[name].numel())])
+                    pieces.append(whole[rank * share : (rank + 1) * share])
+                parts.append(torch.cat(pieces))
+        if stage == 3:
+            empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in weights} | buffers
+            put(path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", {"module": empty, **common})
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        state = {key: parts, "zero_stage": stage, "partition_count": RANKS if stage == 3 else [RANKS] * groups}
+        name = f"{'' if stage == 3 else 'bf16_'}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        put(path, name, {"optimizer_state_dict": state, "ds_config": {}})
+
+
+@pytest.mark.parametrize(("stage", "groups"), [(1, 1), (2, 2), (3, 1), (3, 2)])
+def test_sharded_weights_are_joined_in_fp32(stage: int, groups: int, tmp_path: Path) -> None:
+    weights = net()
+    write(tmp_path, weights, stage, groups=groups)
+    found = open_deepspeed(tmp_path).weights()
+    assert found.keys() == weights.keys() | {"count"}
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_without_an_optimizer_the_weights_are_those_of_the_model(tmp_path: Path) -> None:
+    weights = net()
+    write(tmp_path, weights, 1)
+    for file in (tmp_path / "global_step3").glob("*optim_states.pt"):
+        file.unlink()
+    found = open_deepspeed(tmp_path / "global_step3").weights()
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in weights.items())
+
+
+def test_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, net(), 3)
+    directory = tmp_path / "global_step3"
+    (directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="has 1 files of the optimizer's state of 2 ranks"):
+        open_deepspeed(tmp_path).weights()
+    (directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="is of ZeRO stage 3, and lacks"):
+        open_deepspeed(tmp_path).weights()
+    (directory / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="lacks the file of data-parallel rank 0"):
+        open_deepspeed(tmp_path)
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match="which is no directory beside it"):
+        open_deepspeed(tmp_path)
+
+
+class Payload:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.marker,)
+
+
+def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "mp_rank_00_model_states.pt", {"module": {}, "harm": Payload(str(tmp_path / "marker"))})
+    with pytest.raises(CheckpointError, match="holds more than tensors and flags"):
+        open_deepspeed(tmp_path)
+    assert not (tmp_path / "marker").exists()
+
+
+# ---- Megatron-DeepSpeed
+
+
+def write_pipeline(path: Path, values: dict[str, Tensor], tp: int) -> None:
+    """A file for each layer: the embedding, blocks, the final norm, and the tied embedding again."""
+    args = argparse.Namespace(**ARGS, tensor_model_parallel_size=tp)
+    put(path, "mp_rank_00_model_states.pt", {"module": None, "args": args, "checkpoint_version": 3.0})
+    for rank in range(tp):
+        embedding = rows(padded(values["embedding.tokens.weight"]), tp, rank)
+        layers: dict[int, dict[str, Tensor]] = {
+            1: {"word_embeddings.weight": embedding, "position_embeddings.weight": values["embedding.positions"]},
+            8: {"weight": values["head.norm.weight"], "bias": values["head.norm.bias"]},
+            9: {"word_embeddings.weight": embedding},
+        }
+        for i in range(4):
+            block = legacy_blocks(values, range(i, i + 1), tp, rank, 3.0)
+            layers[3 + i] = {name.removeprefix("layers.0."): value for name, value in block.items()}
+        for number, layer in layers.items():
+            of_rank = f"-model_{rank:02d}" if tp > 1 else ""
+            put(path, f"layer_{number:02d}{of_rank}-model_states.pt", layer)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_pipeline_of_megatron_deepspeed_is_merged(tp: int, tmp_path: Path) -> None:
+    values = tensors_of(GPT)
+    write_pipeline(tmp_path / "ds", values, tp)
+    flags = words(input=tmp_path / "ds", output=tmp_path / "out", vocab_size=VOCAB)
+    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 0
+    require_tensors(tmp_path / "out", values)
+
+
+def test_a_model_of_megatron_deepspeed_without_pipeline_is_merged(tmp_path: Path) -> None:
+    values = tensors_of(GPT)
+    for rank in range(2):
+        encoder = legacy_blocks(values, range(4), 2, rank, 3.0)
+        encoder |= {f"final_layernorm.{kind}": values[f"head.norm.{kind}"] for kind in ("weight", "bias")}
+        embedding = {
+            "word_embeddings": {"weight": rows(padded(values["embedding.tokens.weight"]), 2, rank)},
+            "position_embeddings": {"weight": values["embedding.positions"]},
+        }
+        module = {"language_model": {"embedding": embedding, "encoder": encoder}}
+        args = argparse.Namespace(**ARGS)
+        put(tmp_path / "ds", f"mp_rank_{rank:02d}_model_states.pt", {"module": module, "args": args})
+    flags = words(input=tmp_path / "ds", output=tmp_path / "out", vocab_size=VOCAB)
+    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 0
+    require_tensors(tmp_path / "out", values)

@@ -1,0 +1,146 @@
+"""tiktoken's encoder for byte-level BPE: the ids are those of `tokenizers`, or it is not used. Exact duplicates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
+
+from megacore.data.indexed.preprocess import Job, preprocess
+from megacore.data.tokenizers import fast_bpe
+from megacore.data.tokenizers.fast_bpe import fast_encoder
+from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
+from megacore.data.tokenizers.training import train_tokenizer
+from tests.unit import data_bytes
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = [
+    "def f(x):\n    return x  + 1\n\n\n  # it's 12345 words, naïve — 東京 🙂\t\t",
+    "",
+    " ",
+    "\n\n \n",
+    "<|endoftext|> in the text",
+    "e\u0301 is not é",
+    "\u00a0\u2003x\u200b",
+    "SOME Words' ll 'LL ١٢٣ Ⅷ ²",
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    sources = [Path(fast_bpe.__file__).read_text(), Path(tokenizers.__file__).read_text(), *TEXTS]
+    return train_tokenizer(sources * 3, "bpe", 700)
+
+
+def changed(trained: Tokenizer, pattern: str | None = None, **parts: object) -> JsonTokenizer:
+    """The tokenizer with other parts of `tokenizers`, perhaps with another division of texts."""
+    assert isinstance(trained, JsonTokenizer)
+    backend = tokenizers.Tokenizer.from_str(trained.to_json())
+    if pattern is not None:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        parts["pre_tokenizer"] = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return JsonTokenizer(backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "nfc"])
+def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
+    pytest.importorskip("tiktoken")
+    parts = {"nfc": {"normalizer": normalizers.NFC()}}.get(kind, {})
+    tokenizer = changed(trained, LLAMA3 if kind == "llama3" else None, **parts)
+    fast = fast_encoder(tokenizer)
+    assert fast is not None
+    texts = [*TEXTS, *(text * 50 for text in TEXTS), Path(__file__).read_text()]
+    for text, ids in zip(texts, fast.encode_batch(texts), strict=True):
+        assert ids.tolist() == tokenizer.encode(text), text
+
+
+def test_what_is_no_plain_byte_level_bpe_has_no_fast_encoder(trained: Tokenizer) -> None:
+    assert fast_encoder(train_tokenizer(TEXTS * 5, "unigram", 330)) is None
+    assert fast_encoder(changed(trained, normalizer=normalizers.Lowercase())) is None
+    assert fast_encoder(changed(trained, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))) is None
+
+
+def test_a_vocabulary_whose_ids_are_not_in_the_order_of_its_merges_has_none() -> None:
+    """tiktoken would merge b and c of abc first."""
+    letters = {letter: number for number, letter in enumerate(fast_bpe._bytes_of_letters())}
+    backend = tokenizers.Tokenizer(models.BPE({**letters, "bc": 256, "ab": 257}, [("a", "b"), ("b", "c")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = JsonTokenizer(backend)
+    assert tokenizer.encode("abc") == [257, letters["c"]]
+    assert fast_encoder(tokenizer) is None
+
+
+class Wrong:
+    """Says that it does not agree, as where the first texts of an input show it."""
+
+    def agrees(self, texts: list[str]) -> bool:
+        assert texts == ["some text", "more"]
+        return False
+
+
+def write(tmp_path: Path, lines: list[dict[str, str]]) -> str:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_where_the_first_texts_differ_the_tokenizer_encodes(trained: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path, [{"text": "some text"}, {"text": "more"}])
+    job = Job(inputs=(path,), output_prefix=str(tmp_path / "o"))
+    preprocess(job, trained, fast=Wrong())  # type: ignore[arg-type]
+    assert data_bytes.read(tmp_path / "o_text_document") == [[trained.encode(text)] for text in ("some text", "more")]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_repeated_documents_are_left_out(workers: int, trained: Tokenizer, tmp_path: Path) -> None:
+    texts = ["one", "two", "one", "three", "", "two", "four"]
+    titles = ["a", "b", "a", "c", "d", "other", "b"]
+    lines = [{"text": text, "title": title} for text, title in zip(texts, titles, strict=True)]
+    job = Job(
+        inputs=(write(tmp_path, lines),) * 2,
+        output_prefix=str(tmp_path / "o"),
+        json_keys=("text", "title"),
+        append_eod=True,
+        deduplicate=True,
+        workers=workers,
+    )
+    report = preprocess(job, trained)
+    assert (report.documents, report.repeated, report.empty) == (5, 7, 2)
+    kept = [("one", "a"), ("two", "b"), ("three", "c"), ("two", "other"), ("four", "b")]
+    for number, key in enumerate(job.json_keys):
+        expected = [[[*trained.encode(pair[number]), trained.eod]] for pair in kept]
+        assert data_bytes.read(tmp_path / f"o_{key}_document") == expected
+
+
+class Arrays:
+    """Gives arrays, as tiktoken does."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def agrees(self, texts: list[str]) -> bool:
+        return True
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(self._tokenizer.encode(text), np.uint32) for text in texts]
+
+
+@pytest.mark.parametrize("sentences", [False, True])
+def test_arrays_of_ids_give_the_same_files(sentences: bool, trained: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path, [{"text": "One sentence. And one more."}, {"text": ""}, {"text": "Words"}])
+    made = {}
+    for name, fast in (("plain", None), ("fast", Arrays(trained))):
+        job = Job(inputs=(path,), output_prefix=str(tmp_path / name), append_eod=True, split_sentences=sentences)
+        preprocess(job, trained, fast=fast)  # type: ignore[arg-type]
+        made[name] = [Path(f"{job.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx")]
+    assert made["fast"] == made["plain"]

@@ -1,0 +1,166 @@
+"""Schedules against those of torch, and by hand; the range test's suggestion; the picture of a schedule."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import OptimizerConfig
+from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
+from megacore.parallel.mesh import Mesh
+from megacore.train.lr_range import PICTURE, TABLE, smoothed, suggested
+from tests.parity.runs import make_config, make_trainer
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, Refuse, parse
+from tools import draw_lr
+
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+STEPS = 40
+
+
+def rates(**changes: Any) -> list[float]:
+    config = OptimizerConfig(lr=0.1, **{"min_lr": 0.0, **changes})
+    return [learning_rate(step, config, train_iters=STEPS) for step in range(1, STEPS + 1)]
+
+
+def torchs(scheduler: Any, **options: Any) -> tuple[list[float], list[float]]:
+    """The rates and momenta that a scheduler of torch gives to SGD."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.95)
+    schedule = scheduler(optimizer, **options)
+    found = []
+    for _ in range(STEPS):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        schedule.step()
+    return [rate for rate, _ in found], [value for _, value in found]
+
+
+def test_1cycle_is_torchs_with_its_momentum() -> None:
+    options = {"max_lr": 0.1, "total_steps": STEPS + 1, "pct_start": 12 / (STEPS + 1), "final_div_factor": 1e9}
+    # torch ends one step later than it counts: its last of T steps is number T - 1 from 0.
+    expected, momenta = torchs(torch.optim.lr_scheduler.OneCycleLR, **options, max_momentum=0.95)
+    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "lr_warmup_iters": 12, "lr_decay_iters": STEPS + 1}
+    assert rates(**changes) == pytest.approx(expected, rel=1e-6, abs=1e-11)
+    config = OptimizerConfig(lr=0.1, **changes)
+    found = [momentum(step, config, usual=0.95, train_iters=STEPS) for step in range(1, STEPS + 1)]
+    assert found == pytest.approx(momenta, rel=1e-9)
+
+
+def test_other_styles_leave_the_momentum() -> None:
+    assert momentum(3, OptimizerConfig(), usual=0.9, train_iters=STEPS) == 0.9
+
+
+@pytest.mark.parametrize(("factor", "warmup"), [(1, 0), (2, 0), (2, 5)])
+def test_restarts_are_torchs(factor: int, warmup: int) -> None:
+    options = {"T_0": 6, "T_mult": factor, "eta_min": 0.01}
+    expected, _ = torchs(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, **options)
+    found = rates(
+        lr_decay_style="cosine-restarts",
+        lr_restart_iters=6,
+        lr_restart_factor=float(factor),
+        lr_warmup_iters=warmup,
+        min_lr=0.01,
+    )
+    begin = max(warmup, 1)  # the first update of ours is number 1, that of torch number 0
+    assert found[begin - 1 : -1] == pytest.approx(expected[begin - warmup : STEPS - warmup][: STEPS - begin], rel=1e-9)
+    assert found[-1] == 0.01
+
+
+def test_polynomial_is_torchs() -> None:
+    expected, _ = torchs(torch.optim.lr_scheduler.PolynomialLR, total_iters=STEPS, power=3.0)
+    assert rates(lr_decay_style="polynomial", lr_decay_power=3.0)[:-1] == pytest.approx(expected[1:], rel=1e-9)
+
+
+def test_the_warm_up_rises_from_its_first_rate() -> None:
+    found = rates(lr_warmup_iters=10, lr_warmup_init=0.05)
+    assert found[:10] == pytest.approx([0.05 + 0.005 * step for step in range(1, 11)])
+    assert rates(lr_warmup_iters=10) == rates(lr_warmup_iters=10, lr_warmup_init=0.0)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", [0.1, 0.1, 0.1]),
+        ("linear", [0.02 + 0.28 / STEPS, 0.16, 0.3]),
+        ("cosine", [0.02 + 0.28 * 0.5 * (1 - math.cos(math.pi / STEPS)), 0.16, 0.3]),
+    ],
+)
+def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) -> None:
+    ends = {} if style == "constant" else {"start_weight_decay": 0.02, "end_weight_decay": 0.3}
+    config = OptimizerConfig(weight_decay=0.1, weight_decay_incr_style=style, **ends)  # type: ignore[arg-type]
+    assert [weight_decay(step, config, train_iters=STEPS) for step in (1, STEPS // 2, STEPS)] == pytest.approx(expected)
+
+
+def test_the_range_test_rises_by_a_constant_factor() -> None:
+    found = rates(lr_range_test=True, lr_range_test_start=1e-5)
+    assert [found[0], found[-1]] == pytest.approx([1e-5, 0.1])
+    assert [b / a for a, b in itertools.pairwise(found)] == pytest.approx([1e4 ** (1 / (STEPS - 1))] * 39)
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
+    exponents = [-6 + 0.1 * i for i in range(61)]
+    losses = [5 - 4 / (1 + math.exp(-4 * (x + 2.5))) + max(0.0, x + 1) ** 2 * 9 for x in exponents]  # steepest at -2.5
+    found = suggested([10**x for x in exponents], losses)
+    assert found is not None
+    assert math.log10(found) == pytest.approx(-2.5, abs=0.06)
+    assert suggested([1e-3, 1e-2, 1e-1, 1.0], [1.0, 2.0, 3.0, 4.0]) is None
+    assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--lr-decay-style cosine-restarts",
+            "cosine-restarts needs the length of its first cycle: use --lr-re",
+        ),
+        ("--lr-decay-style 1cycle", "--lr-decay-style 1cycle needs a rise: use --lr-warmup-iters"),
+        ("--lr-decay-power 3", "--lr-decay-power 3 has no effect with --lr-decay-style cosine: leave it out, or use"),
+        ("--lr-cycle-momentum 0.8", "--lr-cycle-momentum 0.8 has no effect with --lr-decay-style cosine"),
+        ("--lr-warmup-init 1", "--lr-warmup-init 1 must be at most --lr 0.0003: use --lr-warmup-init 0.0003 or less"),
+        ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 has no effect with --lr-warmup-iters 0"),
+        ("--weight-decay-incr-style linear", "linear needs --start-weight-decay and --end-weight-decay"),
+        ("--start-weight-decay 0.1", "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style constant"),
+        ("--lr-range-test --lr-range-test-start 1", "--lr-range-test-start 1 must be below --lr 0.0003"),
+        ("--lr-range-test-start 1e-6", "--lr-range-test-start 1e-06 has no effect with --no-lr-range-test"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(flags: str, words: str, refuse: Refuse) -> None:
+    assert words in refuse(*GOOD, *flags.split())
+
+
+def test_a_short_range_test_is_refused(refuse: Refuse) -> None:
+    words = refuse("--mock-data", "--vocab-size", "64", "--train-iters", "9", "--lr-range-test")
+    assert "--lr-range-test needs 10 steps or more: use --train-iters 100 instead of 9" in words
+
+
+def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, Any] = {"lr_range_test": True, "lr_range_test_start": 1e-4, "lr": 10.0, "num_layers": 1}
+    config = make_config((1, 1, 1), tmp_path, **changes, lr_warmup_iters=0, train_iters=60)
+    make_trainer(config, Mesh(device=torch.device("cpu"))).run()
+    rows = (tmp_path / TABLE).read_text(encoding="utf-8").splitlines()[1:]
+    expected = [1e-4 * 1e5 ** (i / 59) for i in range(len(rows))]
+    assert [float(row.split(",")[0]) for row in rows] == pytest.approx(expected)
+    assert 10 < len(rows) < 60, "the loss diverges before the last rate"
+    assert "<line" in (tmp_path / PICTURE).read_text(encoding="utf-8")
+    assert "range test: the loss falls fastest at a learning rate of" in capsys.readouterr().out
+
+
+def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--train-iters 50 --lr-warmup-iters 15 --lr-decay-style 1cycle --tp 2 --weight-decay-incr-style linear"
+    more = "--start-weight-decay 0 --end-weight-decay 0.1"
+    assert draw_lr.main([*flags.split(), *more.split(), "-o", str(tmp_path / "a.svg")]) == 0
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert all(f">{title}<" in text for title in ("learning rate", "weight decay", "momentum"))
+    assert text.count("<line") >= 3 * 49
+    capsys.readouterr()
+    assert draw_lr.main(["--train-iters", "3", "--lr", "0.5", "--lr-decay-style", "constant"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}            0.5" for step in (1, 2, 3)]
+    assert draw_lr.main(["--lr", "0.5"]) == 2
+    assert "--train-iters is missing" in capsys.readouterr().err
+    assert parse(*GOOD).optimizer.lr_decay_style == "cosine"

@@ -1,0 +1,116 @@
+"""Draw the schedules of a run: the learning rate, and the weight decay and the momentum where they change.
+
+    python tools/draw_lr.py --train-iters 1000 --lr-warmup-iters 50 -o lr.svg
+    python tools/draw_lr.py --train-iters 1000 --lr-decay-style 1cycle --lr-warmup-iters 300 -o lr.png
+    python tools/draw_lr.py --config output/config.toml -o lr.svg
+    python tools/draw_lr.py --train-iters 100                      # a table in the terminal
+
+It takes the flags of pretrain_gpt.py: paste a command line, and those that are not about schedules change nothing.
+docs/optimizers.md explains the schedules. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.commands.tool import ToolParser, run_tool
+from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
+from megacore.config.fields import field_infos
+from megacore.config.flags import Given, read_flags
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.toml import read_toml
+from megacore.errors import ConfigError
+from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
+from megacore.plan.canvas import require_writable, save
+from megacore.plan.curve_picture import Curve, curves
+
+_MOST_POINTS, _ROWS = 800, 21
+_MOMENTA = ("adam_beta1", "sgd_momentum", "lion_beta1", "muon_momentum")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused."""
+    parser = ToolParser(
+        prog="draw_lr.py",
+        description="Draw the learning rate over the steps of a run, and the weight decay and the momentum where they "
+        "change. All flags of pretrain_gpt.py are accepted (pretrain_gpt.py --help optimizer).",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file to write: .svg, or .png (needs matplotlib). Default: a table in the terminal.",
+    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])
+    own = words if known is None else ([] if known.output is None else ["--output", str(known.output)])
+    return run_tool(parser, own, partial(_draw, flags))
+
+
+def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
+    if args.output is not None:
+        require_writable(args.output)
+    config, settings, iterations = _configuration(flags)
+    steps = range(1, iterations + 1)
+    panels = [Curve(title="learning rate", points=[])]
+    rates = {"learning rate": [learning_rate(step, config, train_iters=iterations) for step in steps]}
+    if config.weight_decay_incr_style != "constant":
+        rates["weight decay"] = [weight_decay(step, config, train_iters=iterations) for step in steps]
+    usual = next((float(getattr(settings, name)) for name in _MOMENTA if hasattr(settings, name)), None)
+    if config.lr_decay_style == "1cycle" and usual is not None:
+        rates["momentum"] = [momentum(step, config, usual=usual, train_iters=iterations) for step in steps]
+    if args.output is None:
+        _print_table(rates, iterations)
+        return
+    every = -(-iterations // _MOST_POINTS)
+    shown = sorted({*steps[::every], iterations})
+    panels = [
+        Curve(title=title, points=[(float(step), values[step - 1]) for step in shown])
+        for title, values in rates.items()
+    ]
+    save(curves(f"Schedules over {iterations} steps", panels, x_title="step"), args.output)
+    print(args.output)
+
+
+def _print_table(rates: dict[str, list[float]], iterations: int) -> None:
+    print("step".rjust(9), *(title.rjust(14) for title in rates))
+    for step in sorted({1 + round(i * (iterations - 1) / (_ROWS - 1)) for i in range(_ROWS)}):
+        print(str(step).rjust(9), *(f"{values[step - 1]:14.6g}" for values in rates.values()))
+
+
+def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSettings, int]:
+    """The section of the optimizer, the settings that have its momentum, and the number of steps.
+
+    Raises:
+        ConfigError: a flag is wrong, or --train-iters is missing.
+    """
+    given = read_flags(flags, Config)
+    path = given.values.pop("config", None)
+    file = Given() if path is None else read_toml(path, Config)
+    values = {**file.values, **given.values}
+    problems = [*given.problems, *file.problems]
+    if "train_iters" not in values:
+        problems.append("--train-iters is missing: use --train-iters 1000")
+        raise ConfigError(problems)
+    config = OptimizerConfig(**{name: values[name] for name in field_infos(OptimizerConfig) if name in values})
+    training = TrainingConfig(train_iters=values["train_iters"])
+    problems += [*config.problems(), *training.problems()]
+    if problems:
+        raise ConfigError(problems)
+    kind = OPTIMIZERS[config.optimizer]
+    kind = OPTIMIZERS["adamw"] if "adamw" in kind.shares and config.optimizer != "muon" else kind
+    return config, kind(**{name: values[name] for name in field_infos(kind) if name in values}), training.train_iters
+
+
+if __name__ == "__main__":
+    sys.exit(main())
