@@ -88,9 +88,15 @@ def rows_of_ranks(row: Sequence[float], mesh: Mesh) -> Tensor:
         row: this rank's; every rank has as many.
         mesh: this rank's groups.
     """
-    table = torch.zeros(mesh.world.size, len(row), dtype=torch.float64, device=mesh.device)
-    table[mesh.world.rank] = torch.tensor(row, dtype=torch.float64, device=mesh.device)
-    return all_reduce_job_(table, mesh)  # zeros and one row of each rank
+    rows = torch.tensor([[mesh.world.rank, *row]], dtype=torch.float64, device=mesh.device)
+    for group in mesh.sum_groups:  # those of a group's ranks, who then all take part in the next group's
+        if _by_messages(rows, group) and group.size <= _FEW_RANKS:
+            gathered = rows.new_empty(group.size, *rows.shape)
+            start_all_gather(gathered.view(-1), rows.view(-1), group).wait()
+        else:
+            gathered = all_gather(rows, group)
+        rows = gathered.flatten(0, 1)
+    return rows[rows[:, 0].argsort(), 1:]
 
 
 def all_reduce_tied_(tensor: Tensor, holders: Holders) -> Tensor:

@@ -13,7 +13,7 @@ import math
 from typing import Literal
 
 from megacore.config import ResolvedConfig, ResolvedModel
-from megacore.config.bert import BertConfig
+from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.reproducible import canonical_blocks
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
@@ -57,7 +57,7 @@ def kept_by_operator(
     Args:
         config: a resolved configuration.
         block: the configuration of the block, which may differ from `config.model` in its window.
-        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and dropout.
+        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm and dropout.
         recompute: `none`, `selective`, `light` or `full`, whatever the configuration says.
     """
     residual = residual_bytes(config)
@@ -83,8 +83,8 @@ def kept_by_operator(
         outputs = (2 if share is None else outputs) * t  # gathered, where the gradients of weights are computed apart
     activated = 0 if block.activation == "relu" else 1  # ReLU keeps its output itself
     of_activation = _INNER_TENSORS[block.activation] - activated
-    if on_cpu and block.activation.startswith("geglu"):
-        of_activation += 1  # the activated gate
+    if block.activation.startswith("geglu") and (on_cpu or not config.training.compile):
+        of_activation += 1  # the activated gate: no kernel computes GeGLU
     attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
     norms = block.block_norms * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
     # What the second norm of a parallel block reads is the input of the first.
@@ -179,6 +179,8 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         return normed + taken
     weights, dropout = tokens * s * n / t, block.attention_dropout > 0
     logarithms = 4 * tokens * n / t  # of the softmax's sums
+    if _has_documents(config) and config.padded_documents:
+        logarithms += e * tokens * queries  # the result, which the product reads with zeros for padding
     if attends_in_blocks(config, block, on_cpu=on_cpu):
         return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
@@ -315,18 +317,34 @@ def loss_chunks(config: ResolvedConfig) -> int:
 
 @once_per_config
 def head_bytes(config: ResolvedConfig) -> float:
-    """What exists in the head while its gradients are computed: its input, the norm's output, and a chunk of logits;
-    with several chunks also the sum of the input's gradient in fp32."""
+    """What exists in the head while its gradients are computed: `_head_tensors` and a chunk of logits; with several
+    chunks also the sum of the input's gradient in fp32."""
     chunks = loss_chunks(config)
     summed = 4.0 * _tokens(config) * config.model.hidden_size if chunks > 1 else 0.0
-    return logits_bytes(config) / chunks + 2 * residual_bytes(config) + summed
+    return logits_bytes(config) / chunks + _head_tensors(config) * residual_bytes(config) + summed
 
 
 def head_kept_bytes(config: ResolvedConfig) -> float:
-    """What the head keeps of a microbatch until its backward: its input, the norm's output and the logits, unless they
-    are computed in chunks."""
+    """What the head keeps of a microbatch until its backward: `_head_tensors` and the logits, unless they are computed
+    in chunks."""
     logits = logits_bytes(config) if loss_chunks(config) == 1 else 0.0
-    return logits + 2 * residual_bytes(config)
+    return logits + _head_tensors(config) * residual_bytes(config)
+
+
+def _head_tensors(config: ResolvedConfig) -> int:
+    """Tensors [b, s/p, h] that the head keeps: its input and the norm's output. BERT's transform adds its output and
+    that of GELU, and where the blocks end without a norm the output of another one."""
+    if not isinstance(config, ResolvedBertConfig):
+        return 2
+    return 5 if config.bert.packed else 4
+
+
+def embedding_kept_bytes(config: ResolvedConfig) -> float:
+    """The input of a norm after the embedding. None is counted for ModernBERT's, whose first block has one norm fewer
+    than the others, and keeps as much less."""
+    if isinstance(config, ResolvedBertConfig):
+        return 0.0 if config.bert.packed else residual_bytes(config)
+    return residual_bytes(config) if config.model.embedding_layernorm else 0.0
 
 
 def _has_documents(config: ResolvedConfig) -> bool:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.plan.activations import (
     ELEMENT_BYTES,
     activation_gradient_bytes,
     attention_core_bytes,
     block_bytes,
+    embedding_kept_bytes,
     inner_bytes,
     kept_gradient_bytes,
     residual_bytes,
@@ -23,13 +25,13 @@ from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_
 
 
 def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
-    """Activations of one microbatch in the blocks of a stage."""
+    """Activations of one microbatch in the layers of a stage, without the head's."""
     recompute, first = config.training.recompute, config.training.recompute_num_layers
     sizes: dict[tuple[int, str], float] = {}
     kept, blocks = [], 0
     for layer in layers:
         if layer.block is None:
-            kept.append(0.0)
+            kept.append(embedding_kept_bytes(config) if layer.name == "embedding" else 0.0)
             continue
         how = recompute if recompute != "full" or first is None or blocks < first else "none"
         blocks += 1
@@ -189,7 +191,9 @@ def _beside(
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
     whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
     # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
-    return head + gradient + whole * (2 if config.parallel.sequence_parallel else 1)
+    # And that of BERT's sentence task, which waits to be added to it.
+    sentence = residual_bytes(config) if isinstance(config, ResolvedBertConfig) and config.bert.has_sentence_head else 0
+    return head + gradient + sentence + whole * (2 if config.parallel.sequence_parallel else 1)
 
 
 def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:

@@ -153,9 +153,10 @@ def load_cluster(path: Path) -> Cluster:
     if not isinstance(on_cpu, bool):
         problems.append(f"{path}: on_cpu = {on_cpu!r} must be true or false")
     known = {*_NUMBERS, "name", "based_on", "on_cpu", "source", "peak_tflops", "efficiency"}
-    for name in table.keys() - known:
+    for name in sorted(table.keys() - known):
         near = difflib.get_close_matches(name, known, n=1)
-        problems.append(f"{path}: {name} is not a field" + (f" (did you mean {near[0]}?)" if near else ""))
+        way_out = f"did you mean {near[0]}?" if near else f"use {', '.join(sorted(known))}"
+        problems.append(f"{path}: {name} is not a field ({way_out})")
     if problems:
         raise ConfigError(problems)
     numbers = {name: value for name, value in values.items() if value is not None}

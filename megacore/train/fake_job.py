@@ -146,6 +146,8 @@ def _fused(
         return _flash(query, key, value, dropout_p, is_causal)[0]
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask.dtype == torch.bool:  # torch makes a bias of it
+        attn_mask = attn_mask.new_empty(attn_mask.shape, dtype=query.dtype)
     return _efficient(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
 
 

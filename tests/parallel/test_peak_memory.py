@@ -18,10 +18,11 @@ from megacore.train.dry_run import RankReport, run_rank
 from megacore.train.fake_job import absent_accelerator
 from tests.distributed import run_distributed
 from tests.parallel.test_traffic import CASES
+from tests.parity.bert_runs import make_bert_config
 from tests.parity.runs import make_config
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "num_layers": 4}
-QUICK = ("pp 2, GPipe", "dp 2, ZeRO 2", "tp 2, dp 2, ZeRO 3", "pp 2, dp 2, ZeRO 1", "dp 4, ep 2, ZeRO 1")
+QUICK = ("pp 2, GPipe", "tp 2, dp 2, ZeRO 3", "dp 4, ep 2, ZeRO 1")
 # A length at which activations outweigh gradients and parameters; the weights of attention would be an eighth of them.
 LONG = 128
 SHARDED = (
@@ -34,6 +35,25 @@ SHARDED = (
 )
 AT_LENGTH = ("pp 2, GPipe", "dp 2", "dp 2, ZeRO 1", "tp 2", "tp 2, sequence parallel", "tp 2, recomputed", "tp 2, pp 2")
 
+BERT: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "BERT": ((1, 1, 1), {}),
+    "BERT, bf16, one sentence": ((1, 1, 1), {"precision": "bf16", "sentence_task": "none"}),
+    "BERT, short": ((1, 1, 1), {"seq_length": 16}),
+    "BERT, recomputed": ((1, 1, 1), {"recompute": "full"}),
+    "BERT, light": ((1, 1, 1), {"recompute": "light"}),
+    "BERT, pp 2": ((1, 2, 1), {}),
+    "BERT, tp 2, sequence parallel": ((2, 1, 1), {"sequence_parallel": True}),
+    "BERT, dp 2, ZeRO 2": ((1, 1, 2), {"zero_stage": 2}),
+    "ModernBERT": ((1, 1, 1), {"bert_style": "modern"}),
+    "ModernBERT, pp 2, dp 2": ((1, 2, 2), {"bert_style": "modern"}),
+}
+# Blocks of which no other case has any.
+KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "exact GeGLU": ((1, 1, 1), {"activation": "geglu-exact", "disable_bias_linear": True}),
+    "norm after the embedding": ((1, 1, 1), {"embedding_layernorm": True, "position_embedding_type": "alibi"}),
+    "packed": ((1, 1, 1), {"reset_attention_mask": True, "reset_position_ids": True}),
+}
+
 
 def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[str, Any]) -> list[list[RankReport]]:
     """Of each case the first rank of every stage, after two steps of all its microbatches."""
@@ -41,8 +61,9 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = CASES[case]
-            config = make_config(layout, "unused", **{**SIZES, **of_case, **sizes}).for_device(on_cpu=False)
+            layout, of_case = (CASES | KINDS | BERT)[case]
+            make = make_bert_config if case in BERT else make_config
+            config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
             found.append([run_rank(config, stage * tp * dp, on_cpu=False) for stage in range(pp)])
     return found
@@ -70,6 +91,12 @@ def test_peak_of_memory_of_long_sequences() -> None:
     "case", [*AT_LENGTH, *SHARDED, *(case for case in CASES if "expert" in case or "ep 2" in case)]
 )
 def test_peak_of_memory_of_long_sequences_in_other_layouts(case: str) -> None:
+    require_peaks([case], seq_length=LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*BERT, *KINDS])
+def test_peak_of_memory_of_bert_and_other_blocks(case: str) -> None:
     require_peaks([case], seq_length=LONG)
 
 

@@ -88,7 +88,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def evenly(logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None) -> moe.Choice:
+def evenly(logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None, *_: Any) -> moe.Choice:
     """Chooses each expert equally often, as is planned."""
     b, s, number = logits.shape
     chosen = experts.moe_router_topk

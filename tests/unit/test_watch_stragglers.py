@@ -19,6 +19,23 @@ def test_a_rank_is_compared_with_its_stage_and_not_with_a_longer_one() -> None:
     assert slowest({0: Times(compute=0.1), 1: Times(compute=0.3)}, {0: 0, 1: 0}).ratio == pytest.approx(3.0)
 
 
+def test_ranks_are_compared_in_a_time_that_grows_with_their_number() -> None:
+    """Every rank of a job does so at every logged step."""
+
+    class Counted(dict[int, int]):
+        read = 0
+
+        def __getitem__(self, rank: int) -> int:
+            self.read += 1
+            return super().__getitem__(rank)
+
+    stages = Counted({rank: rank % 4 for rank in range(64)})
+    times = {rank: Times(compute=2.0 if rank == 9 else 1.0) for rank in stages}
+    found = slowest(times, stages)
+    assert (found.rank, found.ratio) == (9, 2.0)
+    assert stages.read <= 2 * len(stages)
+
+
 def test_waits_and_garbage_collection_are_no_computing() -> None:
     before, after = [1.0] * 64, [1.0] * 64
     for phase, seconds in {Phase.FORWARD: 2.0, Phase.BACKWARD: 3.0, Phase.DATA: 5.0, Phase.ALL_REDUCE: 7.0}.items():
