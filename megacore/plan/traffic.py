@@ -146,7 +146,7 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
     def of_split(pattern: Pattern, what: str, size: float) -> tuple[Sent, ...]:
         return _sent("layer", pattern, what, size, parallel.expert_split, 1)
 
-    taken = among_experts("numbers of rows", 8.0 * share.experts.num_experts)
+    routing, taken = among_experts("numbers of rows", 8.0 * share.experts.num_experts), tuple[Sent, ...]()
     rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
     if share.experts.moe_aux_loss_coeff:
         choices = 4.0 * config.training.micro_batch_size * share.experts.num_experts
@@ -154,7 +154,7 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
         taken += _sent("layer", "all-reduce", "choices", choices, layer if parallel.sequence_parallel else 1, 1)
     if parallel.sequence_parallel:
         taken += of_split("all-gather", "tokens", whole) + of_split("all-gather", "weights of experts", weights)
-        taken += of_split("all-gather", "indices of experts", 2 * weights)
+        routing += of_split("all-gather", "indices of experts", 2 * weights)
         leaving, back = of_split("reduce-scatter", "tokens", whole), of_split("all-gather", "tokens", whole)
         back += of_split("reduce-scatter", "tokens", whole) + of_split("reduce-scatter", "weights of experts", weights)
     else:
@@ -162,7 +162,8 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
         back = leaving + of_split("all-reduce", "weights of experts", weights)
     # Recomputation stops before the last sum, which no gradient needs: with a shared expert that is its own.
     repeated = taken + rows + (leaving if share.experts.moe_shared_expert_size else ())
-    return LayerTraffic(taken + rows + leaving, back + rows, repeated if again else ())
+    # Recomputation keeps the route.
+    return LayerTraffic(routing + taken + rows + leaving, back + rows, repeated if again else ())
 
 
 def _sent(
@@ -370,7 +371,7 @@ def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: 
     t, d = ranks_of_role("layer", config.parallel), ranks_of_role("replicas", config.parallel)
     blocks = [block for i in held if (block := layers[i].block) is not None and block.experts is not None]
     if blocks and config.model.experts is not None:  # how often each expert was chosen
-        size = 8.0 * len(blocks) * config.model.experts.num_experts
+        size = 8.0 * len(blocks) * (config.model.experts.num_experts + 2)  # and padding, and dropped rows
         transfers += _sent("replicas", "all-reduce", "choices", size, d, t)
         transfers += _sent("layer", "all-reduce", "choices", size, t if config.parallel.sequence_parallel else 1, 1)
     if t > 1 and config.parallel.sequence_parallel:
