@@ -26,7 +26,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.train.launch import compute_reproducibly
 from tests.distributed import run_distributed
 
-LAYOUTS: dict[str, dict[str, int]] = {"one process": {}, "tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {"one process": {}, "tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 WAYS: dict[str, dict[str, Any]] = {
     "ordinary": {},
     "one block": {"reproducible": True, "reproducible_blocks": 1},
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(rank: int, world_size: int, layout: dict[str, int], options: argparse.Namespace) -> dict[str, list[float]]:
+def train(rank: int, world_size: int, layout: dict[str, Any], options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of the steps of each way, by round."""
     compute_reproducibly()
     steps: dict[str, Callable[[], Any]] = {}
