@@ -69,6 +69,11 @@ def _blocks(config: Config, world_size: int) -> Iterator[str]:
     elif given & (given - 1):
         below = 1 << (given.bit_length() - 1)
         yield f"--reproducible-blocks {given} must be a power of two: use {below} or {2 * below}"
+    elif given > 1 and (uncut := list(_uncut(config))):
+        yield (
+            f"--reproducible-blocks {given} is not possible with {' and '.join(uncut)}, whose sums have one block: "
+            "leave it out"
+        )
     elif undivided := list(_indivisible(config, given)):
         yield (
             f"--reproducible-blocks {given} must divide {' and '.join(undivided)}: use "
@@ -88,8 +93,8 @@ def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 def _compiled(config: Config, world_size: int) -> Iterator[str]:
     if config.training.compile and canonical_blocks(config) > 1:
         yield (
-            "--reproducible computes sums in blocks that --compile would fuse anew in each layout: add "
-            "--reproducible-blocks 1, with which another --tp rounds differently, or leave --compile out"
+            "--reproducible computes sums in blocks, which --compile would fuse differently in each layout: "
+            "add --reproducible-blocks 1, with which another --tp rounds differently, or leave --compile out"
         )
 
 

@@ -118,6 +118,8 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tp 2": ((2, 1, 1), {}),
     "tp 2, recomputed": ((2, 1, 1), {"recompute": "full"}),
     "tp 2, sequence parallel": ((2, 1, 1), {"sequence_parallel": True}),
+    "tp 2, canonical blocks": ((2, 1, 1), {"reproducible": True}),
+    "tp 2, canonical blocks, bf16": ((2, 1, 1), {"reproducible": True, "precision": "bf16"}),
     "pp 2": ((1, 2, 1), {}),
     "pp 2, zero-bubble": ((1, 2, 1), {"schedule": "zero-bubble"}),
     "pp 2, interleaved": ((1, 2, 1), INTERLEAVED),
