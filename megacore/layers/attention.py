@@ -91,30 +91,35 @@ class Attention(nn.Module):
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        rank = self.layer_group.rank
-        parts = self.blocks.held if dropout and self.blocks.divide else range(rank, rank + 1)
-        alibi = [self.alibi] * len(parts)
-        if self.alibi is not None and len(parts) > 1:
-            alibi = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
-        operands = zip(parts, alibi, *(x.chunk(len(parts), 1) for x in (query, key, value)), strict=True)
-        mixed = []
-        for part, slopes, *heads in operands:
-            # torch's fused operator draws from the default generator only
-            draws = seeded(self.streams.key(self.site, part), query.device) if dropout else nullcontext()
-            with draws:
-                mixed.append(
-                    ops.attention(
-                        *heads,
-                        causal=self.causal,
-                        window=self.window,
-                        documents=documents,
-                        padded=self.padded,
-                        alibi=slopes,
-                        dropout=dropout,
-                        implementation=self.implementation,
-                    )
-                )
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
+        if not (dropout and self.blocks.divide):
+            return self._attended(query, key, value, documents, self.alibi, dropout, shard=self.layer_group.rank)
+        parts = self.blocks.held
+        biases = [self.alibi] * len(parts)
+        if self.alibi is not None:
+            biases = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
+        operands = zip(*(x.chunk(len(parts), 1) for x in (query, key, value)), biases, parts, strict=True)
+        mixed = [self._attended(q, k, v, documents, bias, dropout, shard=part) for q, k, v, bias, part in operands]
+        return torch.cat(mixed, 1)
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, alibi: ops.Alibi | None,
+        dropout: float, *, shard: int,
+    ) -> Tensor:  # fmt: skip
+        """Attention of some heads; `shard` decides what dropout draws."""
+        draws = seeded(self.streams.key(self.site, shard), query.device) if dropout else nullcontext()
+        with draws:  # torch's fused operator draws from the default generator only
+            return ops.attention(
+                query,
+                key,
+                value,
+                causal=self.causal,
+                window=self.window,
+                documents=documents,
+                padded=self.padded,
+                alibi=alibi,
+                dropout=dropout,
+                implementation=self.implementation,
+            )
 
 
 class SelfAttention(Attention):

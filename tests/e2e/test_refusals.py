@@ -52,7 +52,7 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"hidden_dropout": 1.5}, "--hidden-dropout 1.5"),
     ({"lr_warmup_iters": 50}, "--lr-warmup-iters 50 must be below --train-iters 4"),
     ({"lr_decay_style": "cosin"}, "--lr-decay-style cosin is not known"),
-    ({"optimizer": "adam"}, "--optimizer adam is not known"),
+    ({"optimizer": "adamax"}, "--optimizer adamax is not known"),
     ({"preset": "gpt2-huge"}, "--preset gpt2-huge is not known"),
     ({"train_iters": None}, "--train-iters is missing"),
     ({"vocab_size": None, "preset": None}, "--mock-data needs a vocabulary"),
