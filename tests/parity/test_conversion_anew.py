@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from tests.parity.bert_twins import classic_twin, modern_twin
 from tests.parity.conversions import forget_the_config, loads_as, to_hf, to_megacore, tokenizer
@@ -17,6 +18,14 @@ from tests.parity.hf_models import CONFIGS, SLOW, make_model, save_model, tokens
 
 ENDS = {"bos": "<begin>", "eos": "<end>"}
 MARKS = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
+
+
+def as_mistral_rounds(phi3: nn.Module) -> None:
+    """Phi-3's gate is half of one product, so its rows lie apart, and there torch's SiLU differs in the last bit from
+    that of Mistral's gate, which is a product of its own."""
+    for name, module in phi3.named_modules():
+        if name.endswith(".activation_fn"):
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,9 @@ def test_every_family_loads_as_the_model_that_it_was(name: str, tmp_path: Path) 
     forget_the_config(tmp_path / "megacore")
     to_hf(tmp_path / "megacore", tmp_path / "anew")
     loaded = loads_as(tmp_path / "anew", transformers.AutoModelForCausalLM)
+    if name == "phi3":
+        assert type(loaded) is transformers.MistralForCausalLM
+        as_mistral_rounds(model)
     assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
     beside = transformers.AutoTokenizer.from_pretrained(tmp_path / "anew")
     for use in ENDS:

@@ -23,7 +23,9 @@ LAYERS = 5
 def model_of(model_type: str) -> tuple[Family, ResolvedModel, ResolvedBert | None]:
     """A family and a small model of it, of several layers."""
     family = FAMILIES[model_type]
-    values = {**SMALL[model_type], "n_layer" if model_type in ("gpt2", "bloom") else "num_hidden_layers": LAYERS}
+    small = SMALL[model_type]
+    (layers,) = small.keys() & {"num_hidden_layers", "n_layer", "n_layers"}
+    values = {**small, layers: LAYERS}
     config = family.to_model(values, "config.json")
     return family, config, family.to_bert(values, "config.json", paired=model_type == "bert")
 
