@@ -18,6 +18,7 @@ from torch import Tensor
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.model import padded_rows
+from megacore.config.reproducible import canonical_blocks
 from megacore.layers.attention import SelfAttention
 from megacore.layers.block import MLP
 from megacore.ops import VocabularyShare
@@ -340,7 +341,7 @@ def _drops(config: ResolvedConfig) -> bool:
 
 def _has_shared_stream(config: ResolvedConfig) -> bool:
     by_rank = config.model.attention_dropout or (config.parallel.sequence_parallel and config.model.hidden_dropout)
-    return _tp(config) and _drops(config) and bool(by_rank)
+    return _tp(config) and _drops(config) and bool(by_rank) and canonical_blocks(config) == 1
 
 
 def _has_local_norm(config: ResolvedConfig) -> bool:

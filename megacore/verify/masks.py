@@ -44,22 +44,27 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def masks_recorded(note: Note) -> Iterator[None]:
     """Report every mask that is drawn inside: the bits of hidden dropout, the generator's state of attention's."""
-    forward, mix = Dropout.forward, Attention._mix
+    forward, attended = Dropout.forward, Attention._attended
 
     def noted_forward(self: Dropout, x: Tensor) -> Tensor:
         y = forward(self, x)
-        if self.drops and not torch.compiler.is_compiling():
-            note(_name(self.site, self.streams.microbatch, self.shard), _bits(x, y))
+        if not self.drops or torch.compiler.is_compiling():
+            return y
+        shards, sizes = [self.shard], [x.shape[1]]
+        if self.blocks is not None:
+            shards, sizes = [*self.blocks.held_positions], self.blocks.sizes_of_positions(x.shape[1])
+        for shard, before, after in zip(shards, x.split(sizes, 1), y.split(sizes, 1), strict=True):
+            note(_name(self.site, self.streams.microbatch, shard), _bits(before, after))
         return y
 
-    def noted_mix(self: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def noted_attended(self: Attention, *operands: Any, shard: int) -> Tensor:
         if not (self.dropout and self.training) or torch.compiler.is_compiling():
-            return mix(self, query, key, value, documents)
-        name = _name(self.site, self.streams.microbatch, self.layer_group.rank)
+            return attended(self, *operands, shard=shard)
+        name = _name(self.site, self.streams.microbatch, shard)
         with replaced(attention, "seeded", _noting_seed(note, name)):
-            return mix(self, query, key, value, documents)
+            return attended(self, *operands, shard=shard)
 
-    with replaced(Dropout, "forward", noted_forward), replaced(Attention, "_mix", noted_mix):
+    with replaced(Dropout, "forward", noted_forward), replaced(Attention, "_attended", noted_attended):
         yield
 
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import AdamConfig, AdamWConfig, ResolvedConfig, SGDConfig
+from megacore.config.reproducible import canonical_blocks
 from megacore.parallel.mesh import Mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
-from megacore.verify.masks import Note, masks_of_shards
+from megacore.verify.masks import Note, masks_of_shards, masks_recorded
 from megacore.verify.narrow import LR, WARMUP_LR, WARMUP_STEPS, one_process
 from megacore.verify.run import Array, Key, Record, Recorder, assemble, batches, load_steps, make_task
 
@@ -157,6 +158,8 @@ def _masks(layout: ResolvedConfig, note: Note) -> contextlib.AbstractContextMana
     if layout.training.compile:  # compiled code draws hidden dropout by itself
         return contextlib.nullcontext()
     split = bool(parallel.sequence_parallel)
+    if canonical_blocks(layout) > 1:  # no mask depends on the layout
+        return masks_recorded(note)
     return masks_of_shards(parallel.tp, cp=parallel.cp, sequence_parallel=split, note=note)
 
 
