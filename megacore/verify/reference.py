@@ -255,6 +255,8 @@ def _check_gradients(
     assert isinstance(counts, Tensor)
     per_count = torch.where(counts > 0, 1.0 / counts, 0.0)
     parameters = steps.model.parameters
+    for parameter in parameters.values():
+        parameter.take_term = None  # autograd adds up all uses
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     with _masks(layout, lambda name, digest: None):
         for microbatch in microbatches:
