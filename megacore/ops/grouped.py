@@ -78,8 +78,8 @@ def grouped_implementation(x: Tensor, inputs: int, outputs: int) -> Implementati
     """
     if _is_grouped_mm_fast(x, inputs, outputs) and not is_triton_asked_for():
         return "grouped_mm"
-    # In fp32 a GPU's own products are faster, one by one.
-    return "triton" if uses_triton(x) and (x.dtype in _HALVES or not x.is_cuda) else "loop"
+    # In fp32 a GPU's own products are faster, one by one; also on the device that stands for one in a dry run.
+    return "triton" if uses_triton(x) and (x.dtype in _HALVES or x.device.type == "cpu") else "loop"
 
 
 def _is_grouped_mm_fast(x: Tensor, inputs: int, outputs: int) -> bool:
@@ -120,6 +120,13 @@ def _triton_gradients(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
 @_triton_gradients.register_fake
 def _(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return grad.new_empty(len(bounds) - 1, grad.shape[1], x.shape[1])
+
+
+@torch.library.custom_op("megacore::add_grouped_weight_gradients_", mutates_args=("total",))
+def _triton_added(total: Tensor, grad: Tensor, x: Tensor, bounds: Tensor, has_terms: bool) -> None:
+    import megacore.kernels.grouped as kernel
+
+    kernel.weight_gradients(grad, x, total, bounds, add=has_terms)
 
 
 def grouped_products(
@@ -167,10 +174,7 @@ def add_grouped_weight_gradients(
 ) -> None:
     """The same added to `total`, [E, o, i] fp32; without `has_terms` it is overwritten."""
     if implementation == "triton":
-        import megacore.kernels.grouped as kernel
-
-        bounds = groups.bounds(x.device)
-        kernel.weight_gradients(grad.contiguous(), x.contiguous(), total, bounds, add=has_terms)
+        _triton_added(total, grad.contiguous(), x.contiguous(), groups.bounds(x.device), has_terms)
         return
     term = grouped_weight_gradients(grad, x, groups, implementation)
     total.add_(term) if has_terms else total.copy_(term)

@@ -319,7 +319,10 @@ class GroupedProducts(Products):
         """[r, o] and [r, i] -> [E, o, i], with zeros for an expert without rows"""
         if (together := self._together(x, x.shape[1], grad.shape[1])) != "loop":
             return grouped_weight_gradients(grad, x, self._groups, together)
-        return torch.stack([self._products.weight_gradient(grad[rows], x[rows]) for rows in self._groups.ranges()])
+        total = grad.new_empty(len(self._groups.counts), grad.shape[1], x.shape[1])
+        for rows, of_expert in zip(self._groups.ranges(), total, strict=True):  # of one expert at a time, not all twice
+            of_expert.copy_(self._products.weight_gradient(grad[rows], x[rows]))
+        return total
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
         """The same, added to `total`."""

@@ -200,7 +200,12 @@ def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, o
     """The largest gradient that one operator of a layer gives autograd."""
     if _sums_take_products(config, layer, table, on_cpu=on_cpu):
         return 0.0
-    return float(ELEMENT_BYTES[config.precision.precision] * _largest_gradient(config, layer))
+    e, largest = ELEMENT_BYTES[config.precision.precision], _largest_gradient(config, layer)
+    share = None if layer.block is None else expert_share(config, layer.block)
+    if share is not None and (on_cpu or e == ELEMENT_BYTES["fp32"]):
+        # Experts multiply one by one: a product, and the tensor of all into which it is copied.
+        largest = max(largest, share.matrix + share.matrix // share.held)
+    return float(e * largest)
 
 
 def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:
@@ -209,8 +214,7 @@ def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:
     ranks = ranks_of_role("layer", config.parallel)
     if layer.block is not None:
         share = expert_share(config, layer.block)
-        of_experts = 0 if share is None else 2 * share.matrix  # of each expert, and then of all as one tensor
-        return max(largest_product(layer.block, ranks), of_experts)
+        return max(largest_product(layer.block, ranks), 0 if share is None else share.matrix)
     held = layer.parameters if layer.held is None else layer.held
     if not config.model.vocab_size:
         return held

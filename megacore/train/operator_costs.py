@@ -71,6 +71,19 @@ def _product(left: str, right: str) -> Callable[[Arguments], Cost]:
     return cost
 
 
+def _grouped_products(arguments: Arguments) -> Cost:
+    """Of each row with the matrix of its expert: rows [r, i] or [r, o], weights [E, o, i]."""
+    _, outputs, inputs = arguments["weight"].shape
+    flops = 2.0 * len(arguments["x"]) * outputs * inputs
+    return Cost(kind="product", flops=flops, work=flops)
+
+
+def _grouped_weight_gradients(arguments: Arguments) -> Cost:
+    """dY^T X of the rows of all experts: [r, o] and [r, i]."""
+    flops = 2.0 * arguments["grad"].numel() * arguments["x"].shape[1]
+    return Cost(kind="product", flops=flops, work=flops)
+
+
 def _fused_attention(arguments: Arguments, *, backward: bool) -> Cost:
     """torch's fused attention: with a mask it computes hidden pairs too."""
     view = Visibility(causal=bool(arguments.get("is_causal")))
@@ -110,11 +123,15 @@ _COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
     f"{_FUSED}_backward": lambda arguments: _fused_attention(arguments, backward=True),
     "megacore::block_attention": lambda arguments: _block_attention(arguments, backward=False),
     "megacore::block_attention_backward": lambda arguments: _block_attention(arguments, backward=True),
+    "megacore::grouped_products": _grouped_products,
+    "megacore::add_grouped_weight_gradients_": _grouped_weight_gradients,
+    "megacore::grouped_weight_gradients": _grouped_weight_gradients,
 }
 # Operators of megacore that compute less than a device does in the time of the bytes that they move.
 _MEMORY_ONLY = frozenset({
-    "adamw_", "bias_gelu_backward", "cross_entropy_gradient_", "cross_entropy_losses", "cross_entropy_merged",
-    "cross_entropy_statistics", "dropout_add", "dropout_backward", "gelu_backward", "gelu_forward", "join_rotary",
-    "kept", "norm_backward", "norm_forward", "rotary", "softmax_backward", "softmax_forward", "split_rotary",
-    "swiglu_backward", "swiglu_forward", "swiglu_of_halves", "swiglu_of_halves_backward",
+    "adamw_", "bias_gelu_backward", "combine_rows", "cross_entropy_gradient_", "cross_entropy_losses",
+    "cross_entropy_merged", "cross_entropy_statistics", "dropout_add", "dropout_backward", "gather_rows",
+    "gelu_backward", "gelu_forward", "join_rotary", "kept", "norm_backward", "norm_forward", "rotary",
+    "softmax_backward", "softmax_forward", "split_rotary", "spread_rows", "swiglu_backward", "swiglu_forward",
+    "swiglu_of_halves", "swiglu_of_halves_backward",
 })  # fmt: skip

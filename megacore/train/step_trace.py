@@ -43,7 +43,7 @@ _WRITE_ONLY = {
 # Arguments that are declared as written and are only read: gradients, which are written back where a scale is given.
 _READ_ONLY = {"_fused_adamw_": {"grads"}}
 # Operators that read only the rows that they pick.
-_PICKS = frozenset({"embedding", "gather", "index", "index_select"})
+_PICKS = frozenset({"embedding", "gather", "gather_rows", "index", "index_select"})
 _PATTERNS: Mapping[str, Pattern] = {
     "allreduce_": "all-reduce",
     "allgather_": "all-gather",
