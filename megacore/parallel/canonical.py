@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import Node
-from megacore.parallel.collectives import PartsExchanged, all_gather
+from megacore.parallel.collectives import PartsExchanged, ShardsGathered, all_gather
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, Products, with_gradient
 from megacore.parallel.sharding import ShardedParameter, separate_term, split_evenly
@@ -202,7 +202,7 @@ class Blocks:
         flat = x.reshape(-1)
         padded = F.pad(flat, (0, -flat.numel() % ranks))
         mine = tree_sum(PartsExchanged(padded.view(ranks, -1), self.group).wait().unbind(0))
-        return all_gather(mine, self.group).view(-1)[: flat.numel()].view(x.shape)
+        return ShardsGathered(mine, self.group).wait().view(-1)[: flat.numel()].view(x.shape)
 
     def scattered_sum(self, x: Tensor) -> Tensor:
         """This rank's positions of the sum of the ranks' tensors [b, s, h], fp32, in the order of the tree."""
@@ -247,7 +247,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def _gathered(x: Tensor, blocks: Blocks) -> Tensor:
     """[b, s, h] from every rank's [b, s/t, h]"""
-    return all_gather(x, blocks.group).transpose(0, 1).flatten(1, 2).contiguous()
+    return ShardsGathered(x, blocks.group).wait().transpose(0, 1).flatten(1, 2).contiguous()
 
 
 class _ColumnOutputs(Node):
@@ -359,7 +359,7 @@ class _GatheredFeatures(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, blocks: Blocks) -> Tensor:
         ctx.blocks = blocks
-        return torch.cat(all_gather(x, blocks.group).unbind(), -1)
+        return torch.cat(ShardsGathered(x, blocks.group).wait().unbind(), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
