@@ -9,6 +9,7 @@ import re
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,10 @@ def offline_run(directory: Path) -> list[Any]:
 
 
 def read_records(directory: Path) -> Iterator[Any]:
-    """The records of the last offline run: a file of 32 KiB blocks, whose chunks have a header of 7 bytes."""
+    """The complete records of the last offline run: a file of 32 KiB blocks, whose chunks have a header of 7 bytes.
+
+    W&B's process may be writing: reading ends at the first chunk whose checksum its content does not have yet.
+    """
     from wandb.proto import wandb_internal_pb2
 
     path = max(directory.glob("wandb/offline-run-*/*.wandb"))
@@ -178,10 +182,11 @@ def read_records(directory: Path) -> Iterator[Any]:
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
             continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
-        if kind == 0:
+        checksum, length, kind = struct.unpack_from("<IHB", content, position)
+        chunk = content[position + 7 : position + 7 + length]
+        if kind == 0 or zlib.crc32(chunk, zlib.crc32(bytes([kind]))) != checksum:
             break
-        parts += content[position + 7 : position + 7 + length]
+        parts += chunk
         position += 7 + length
         if kind in (1, 4):  # whole, or the last chunk
             yield wandb_internal_pb2.Record.FromString(parts)
