@@ -75,6 +75,12 @@ def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DI
     return size
 
 
+def shard_ranks(parallel: Any) -> int:
+    """The number of ranks over which ZeRO shards; argument as for `ranks_of_role`."""
+    given: int | None = parallel.zero_shard_size
+    return ranks_of_role("replicas", parallel) if given is None or parallel.zero_stage == 0 else given
+
+
 def _degrees_of_role(role: str, dimensions: Sequence[Dimension]) -> list[str | int]:
     return [d.degree for d in dimensions if d.divides in ROLES[role]]
 

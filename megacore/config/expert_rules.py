@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from megacore.config.dimensions import fill_degrees
 from megacore.config.messages import divisors, nearest_multiples, one_of
 from megacore.config.schema import Config
-from megacore.errors import ConfigError
 
 Rule = Callable[[Config, int], Iterator[str]]
 
@@ -37,11 +36,12 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
     degrees = fill_degrees(parallel, world_size)
     block = degrees["dp"] * degrees["cp"] * tp
     if block and block % (ep * etp):
-        product = " x ".join(f"--{name} {degrees[name]}" for name in ("dp", "cp", "tp") if degrees[name] > 1) or "1"
+        product = " x ".join(f"--{name} {degrees[name]}" for name in ("dp", "cp", "tp") if degrees[name] > 1)
         given = f"--ep {ep} x --etp {etp} = {ep * etp}" if etp > 1 else f"--ep {ep}"
+        ranks = f"{block} ranks of a stage ({product})" if block > 1 else "only rank of a stage"
         yield (
-            f"{given} must divide the {block} ranks of a stage ({product}): use --ep "
-            f"{one_of(divisors(block // etp, near=ep, most=6))}"
+            f"{given} must divide the {ranks}: use --ep {one_of(divisors(block // etp, near=ep, most=6))}, or a larger "
+            "--dp"
         )
 
 
@@ -74,19 +74,12 @@ def _biases(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def refuse_experts(config: Config, what: str) -> None:
-    """Refuse what cannot be done with experts yet.
-
-    Args:
-        config: of a run.
-        what: cannot.
-
-    Raises:
-        ConfigError: the run has experts.
-    """
-    if config.experts.num_experts is not None:
-        raise ConfigError(
-            [f"{what} is not available with --num-experts {config.experts.num_experts} yet: leave --num-experts out"]
+def _compiled(config: Config, world_size: int) -> Iterator[str]:
+    training, given = config.training, "--moe-router-enable-expert-bias"
+    if config.experts.moe_router_enable_expert_bias and training.compile and training.recompute == "full":
+        yield (
+            f"--compile with --recompute full is not available with {given}, because compiled code keeps other tensors "
+            f"in its second pass: use --recompute light, leave --compile out, or use --moe-aux-loss-coeff for {given}"
         )
 
 
@@ -102,5 +95,6 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
         _widths,
     ),
     (frozenset({"num_experts", "disable_bias_linear"}), _biases),
+    (frozenset({"moe_router_enable_expert_bias", "compile", "recompute"}), _compiled),
 )  # fmt: skip
 """Each with the fields whose values must be valid by themselves."""

@@ -1,4 +1,4 @@
-"""The section of mixtures of experts (docs/moe.md): how many, how tokens choose them, and what balances them."""
+"""The section of mixtures of experts (docs/guides/moe.md): how many, how tokens choose them, and what balances them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacore.config.messages import divisors, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(Section):
-    """Mixture of experts: its layers, its router and its losses (docs/moe.md)."""
+    """Mixture of experts: its layers, its router and its losses (docs/guides/moe.md)."""
 
     num_experts: Annotated[int | None, Range(2, 100_000)] = None
     """Replaces the feed-forward layer of the blocks by this many experts, of which each token uses --moe-router-topk. A

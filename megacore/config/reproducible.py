@@ -1,4 +1,4 @@
-"""--reproducible-blocks: in how many blocks the sums are computed that tensor parallelism would cut."""
+"""--reproducible-blocks: in how many blocks the sums are computed that tensor and context parallelism would cut."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
     model, length = config.model, config.data.seq_length
     if count == 1:
         return
-    yield from _uncut(config)
     heads, inner = model.num_attention_heads, model.inner_size
     if heads % count:
         yield f"--num-attention-heads {heads}"
-    if model.query_groups % count and count % model.query_groups:
+    shares = count % model.query_groups == 0 and not model.qk_layernorm_all_heads  # blocks share a key
+    if model.query_groups % count and not shares:
         yield f"--num-query-groups {model.query_groups}"
     if inner % count:
         yield f"--ffn-hidden-size {inner}"
@@ -47,17 +47,36 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
         yield f"the {(heads + 2 * model.query_groups) * model.head_size} rows of the projection of all heads"
     if length < count:
         yield f"--seq-length {length}"
+    yield from _indivisible_experts(config, count)
 
 
-def _uncut(config: Config) -> Iterator[str]:
-    """What computes sums that are not divided into blocks yet, by its flag."""
-    model = config.model
-    flags = {
-        "--num-experts": getattr(config, "experts", None) is not None and config.experts.num_experts is not None,
-        "--multi-latent-attention": model.multi_latent_attention,
-        "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
-    }
-    yield from (flag for flag, given in flags.items() if given)
+def _indivisible_experts(config: Config, count: int) -> Iterator[str]:
+    experts, length = getattr(config, "experts", None), config.data.seq_length
+    if experts is None or experts.num_experts is None:
+        return
+    if (width := experts.moe_ffn_hidden_size) is not None and width % count:
+        yield f"--moe-ffn-hidden-size {width}"
+    shared = experts.moe_shared_expert_size
+    if shared is not None and shared % count:
+        yield f"--moe-shared-expert-size {shared}"
+    elif shared is not None and length * shared // count % _ELEMENTS:
+        yield f"--seq-length x --moe-shared-expert-size / {_ELEMENTS}, which is {length * shared / _ELEMENTS:g}"
+
+
+def _experts(config: Config, world_size: int) -> Iterator[str]:
+    experts, parallel = getattr(config, "experts", None), config.parallel
+    if experts is None or experts.num_experts is None or canonical_blocks(config) == 1:
+        return
+    if parallel.expert_split != parallel.tp:
+        yield (
+            f"--reproducible computes each expert in blocks, which the --tp {parallel.tp} ranks divide: use "
+            f"--etp {parallel.tp}, or --reproducible-blocks 1, with which another --tp rounds differently"
+        )
+    if parallel.ep > 1 and parallel.cp > 1:
+        yield (
+            f"--reproducible with --cp {parallel.cp} gathers the positions of experts, between which --ep "
+            f"{parallel.ep} would divide them: use --ep 1, or --cp 1"
+        )
 
 
 def _blocks(config: Config, world_size: int) -> Iterator[str]:
@@ -69,11 +88,6 @@ def _blocks(config: Config, world_size: int) -> Iterator[str]:
     elif given & (given - 1):
         below = 1 << (given.bit_length() - 1)
         yield f"--reproducible-blocks {given} must be a power of two: use {below} or {2 * below}"
-    elif given > 1 and (uncut := list(_uncut(config))):
-        yield (
-            f"--reproducible-blocks {given} is not possible with {' and '.join(uncut)}, whose sums have one block: "
-            "leave it out"
-        )
     elif undivided := list(_indivisible(config, given)):
         yield (
             f"--reproducible-blocks {given} must divide {' and '.join(undivided)}: use "
@@ -90,6 +104,38 @@ def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
+    parallel, count = config.parallel, canonical_blocks(config)
+    tp, cp = parallel.tp, parallel.cp
+    if cp == 1 or not config.training.reproducible:
+        return
+    if parallel.cp_comm not in ("auto", "ulysses"):
+        yield (
+            f"--cp-comm {parallel.cp_comm} adds up parts of attention, which rounds otherwise than one process: with "
+            "--reproducible use --cp-comm ulysses, or leave --cp-comm out"
+        )
+    if count & (count - 1):
+        return
+    if count == 1:
+        undivided = list(_indivisible(config, 2))
+        reason = f"{' and '.join(undivided)} cannot be divided by 2" if undivided else "--reproducible-blocks is 1"
+        yield (
+            f"--reproducible with --cp {cp} needs sums in blocks, which the ranks divide, but {reason}: use --cp 1, or "
+            "leave --reproducible out (on CPUs two runs with one seed and layout are bitwise equal anyway)"
+        )
+    elif count % tp == 0 and not _fits(count, tp, cp):
+        accepted = [ranks for ranks in divisors(count) if _fits(count, tp, ranks)]
+        yield (
+            f"--reproducible computes sums in {count} blocks, which 2 x --cp {cp} and --tp {tp} x --cp {cp} must "
+            f"divide: use --cp {one_of(accepted)}, or leave --reproducible out"
+        )
+
+
+def _fits(count: int, tp: int, cp: int) -> bool:
+    """Whether each of cp ranks holds whole blocks: of positions in two ranges, and of heads."""
+    return cp == 1 or (count % (2 * cp) == 0 and count % (tp * cp) == 0)
+
+
 def _compiled(config: Config, world_size: int) -> Iterator[str]:
     if config.training.compile and canonical_blocks(config) > 1:
         yield (
@@ -100,11 +146,13 @@ def _compiled(config: Config, world_size: int) -> Iterator[str]:
 
 _MODEL = frozenset(
     ("reproducible_blocks", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "seq_length",
-     "kv_channels")
+     "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size")
 )  # fmt: skip
 REPRODUCIBLE_RULES: list[tuple[frozenset[str], Callable[[Config, int], Iterator[str]]]] = [
     (_MODEL, _blocks),
     (_MODEL | {"tp"}, _tensor_parallel),
+    (_MODEL | {"tp", "cp", "cp_comm"}, _context_parallel),
+    (_MODEL | {"tp", "etp", "ep", "cp"}, _experts),
     (_MODEL | {"compile"}, _compiled),
 ]
 """Constraints, each with the fields that it reads."""

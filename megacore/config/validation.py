@@ -14,6 +14,8 @@ from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_de
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
+from megacore.config.mup import mup_problems
+from megacore.config.nodes import torchrun_flags
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.rampup import ramp_problems
@@ -86,13 +88,13 @@ def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("cp", "attention_dropout")
+@_about("cp", "attention_dropout", "reproducible")
 def _attention_dropout_of_context(config: Config, world_size: int) -> Iterator[str]:
     cp, dropout = config.parallel.cp, config.model.attention_dropout
-    if cp > 1 and dropout:
+    if cp > 1 and dropout and not config.training.reproducible:  # whose masks belong to blocks of heads
         yield (
             f"--attention-dropout {number(dropout)} is not possible with --cp {cp}, whose ranks would draw other masks "
-            "than one process: use --attention-dropout 0 (--hidden-dropout works), or --cp 1"
+            "than one process: use --attention-dropout 0 (--hidden-dropout works), --reproducible, or --cp 1"
         )
 
 
@@ -111,9 +113,10 @@ def _heads_of_context(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("cp", "attention")
+@_about("cp", "attention", "reproducible")
 def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
-    if config.parallel.cp > 1 and config.training.attention == "fused-softmax":
+    fused = config.training.attention == "fused-softmax"
+    if config.parallel.cp > 1 and fused and not config.training.reproducible:  # which computes whole sequences
         yield (
             f"--attention fused-softmax is not possible with --cp {config.parallel.cp}, because it needs all keys of "
             "a row at once: use --attention sdpa, or --cp 1"
@@ -129,14 +132,16 @@ def _positions_of_documents(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("cp", "reproducible")
-def _reproducible_context(config: Config, world_size: int) -> Iterator[str]:
-    if config.parallel.cp > 1 and config.training.reproducible:
-        yield (
-            f"--reproducible is not possible with --cp {config.parallel.cp}, which sums gradients over parts of each "
-            "sequence, and rounds otherwise than one process: use --cp 1, or leave --reproducible out (on CPUs two "
-            "runs with one seed and layout are bitwise equal anyway)"
-        )
+@_about("skip_train", "train_data_path", "valid_data_path", "data_path")
+def _evaluated_data(config: Config, world_size: int) -> Iterator[str]:
+    if config.training.skip_train and config.data.is_split and not config.data.valid_data_path:
+        yield "--skip-train evaluates, and --train-data-path has no validation data beside it: use --valid-data-path"
+
+
+@_about("skip_train", "lr_range_test")
+def _evaluated_range(config: Config, world_size: int) -> Iterator[str]:
+    if config.training.skip_train and config.optimizer.lr_range_test:
+        yield "--lr-range-test trains, and --skip-train does not: leave one of them out"
 
 
 @_about("tp", "num_attention_heads")
@@ -355,6 +360,23 @@ def _processes(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about(*degree_fields(), "zero_shard_size", "num_experts")
+def _shards(config: Config, world_size: int) -> Iterator[str]:
+    size, degrees = config.parallel.zero_shard_size, fill_degrees(config.parallel, world_size)
+    if size is None:
+        return
+    replicas = size_of_role("replicas", degrees)
+    if replicas % size:
+        possible = [count for count in divisors(replicas, near=size) if count > 1]
+        use = f"use {one_of(possible)}" if possible else "leave it out"
+        yield f"--zero-shard-size {size} must divide the number of --dp x --cp ranks, {replicas}: {use}"
+    if config.experts.num_experts is not None:
+        yield (
+            f"--zero-shard-size {size} is not possible with --num-experts {config.experts.num_experts}, whose experts "
+            "have other replicas: leave it out"
+        )
+
+
 @_about(*degree_fields(), "micro_batch_size", "global_batch_size")
 def _batch(config: Config, world_size: int) -> Iterator[str]:
     parallel, micro, batch = config.parallel, config.training.micro_batch_size, config.training.global_batch_size
@@ -398,17 +420,24 @@ def _positions(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")
+@_about(
+    "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size",
+    "rampup_batch_size",
+)  # fmt: skip
 def _schedule(config: Config, world_size: int) -> Iterator[str]:
     optimizer, end = config.optimizer, config.lr_decay_iters
     warmup, final = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
     name = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"
+    length, iters = f"{name} {end}", config.training.train_iters
+    if not optimizer.lr_decay_iters and end != iters:  # a schedule in full batches
+        ramp = " ".join(config.rampup.rampup_batch_size)
+        length = f"the {end} full batches of --train-iters {iters} with --rampup-batch-size {ramp}"
     if warmup >= end:
-        yield f"--lr-warmup-iters {warmup} must be below {name} {end}: use {end - 1} or less, or a larger {name}"
+        yield f"--lr-warmup-iters {warmup} must be below {length}: use {end - 1} or less, or a larger {name}"
     elif optimizer.lr_decay_style == "WSD" and final is not None and warmup + final > end:
         yield (
             f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "
-            f"{name} {end}: use --lr-wsd-decay-iters {end - warmup} or less"
+            f"{length}: use --lr-wsd-decay-iters {end - warmup} or less"
         )
 
 
@@ -430,6 +459,20 @@ def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
         if isinstance(section, OptimizerSettings) and name not in (chosen_name, *settings.shares):
             wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
             yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", f"--optimizer {name}")
+
+
+@_about("mup_base_width", "mup_base_head_size", "hidden_size", "num_attention_heads", "kv_channels", "optimizer")
+def _mup(config: Config, world_size: int) -> Iterator[str]:
+    has_experts = config.experts.num_experts is not None
+    yield from mup_problems(config.mup, config.model, config.optimizer.optimizer, has_experts=has_experts)
+
+
+@_about("optimizer", "moments_dtype")
+def _moments(config: Config, world_size: int) -> Iterator[str]:
+    chosen, dtype = config.optimizer.optimizer, config.adamw.moments_dtype
+    if dtype != "fp32" and "adamw" in config.optimizer_settings.shares:  # others have no use for [adamw] at all
+        given = f"--moments-dtype {dtype}"
+        yield f"{given} is not possible with --optimizer {chosen}: leave it out, or use --optimizer adamw"
 
 
 @_about("optimizer", "tp")
@@ -476,4 +519,4 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
 
 def _start(*counts: int) -> str:
     noun = "process" if counts == (1,) else "processes"
-    return f"start {one_of(counts)} {noun} (torchrun --nproc-per-node; for a plan --world-size)"
+    return f"start {one_of(counts)} {noun} (torchrun {torchrun_flags(*counts)}; for a plan --world-size)"

@@ -25,6 +25,7 @@ from megacore.layers.context import BuildContext
 from megacore.layers.norm import JointHeadNorm, LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.ops.visibility import Visibility
+from megacore.parallel.canonical import heads_are_aligned, joined_blocks
 from megacore.parallel.context import context_attention
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
@@ -37,7 +38,7 @@ class Attention(nn.Module):
     """What all kinds of attention do with queries, keys and values once they are projected.
 
     Args:
-        config: dropout on the attention weights.
+        config: dropout on the attention weights, soft cap of the scores.
         context: groups, device and what else a layer is built with.
         name: the layer's global name.
         causal: no position sees a later one.
@@ -59,11 +60,14 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
-        self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.sequence
+        self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.attended
         self.site, self.layer_group = name, context.layer_group
+        self.soft_cap = config.attn_logit_softcapping
         self.recomputes, self.implementation = context.recompute_attention, context.attention
         self.padded, self.blocks = context.padded_documents, context.blocks
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
+        if self.blocks.divide:
+            self.split_by *= context.sequence.group.size
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
         self.uncompiled = ("_mixed",) if self.dropout or self.sequence.group.size > 1 else ()
@@ -90,16 +94,19 @@ class Attention(nn.Module):
             assert not dropout, "the configuration refuses it"
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
-            return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
-        if not (dropout and self.blocks.divide):
+            return context_attention(query, key, value, self.sequence, view=view, slopes=slopes, soft_cap=self.soft_cap)
+        if not self.blocks.divide or (not dropout and all(map(heads_are_aligned, (query, key, value)))):
             return self._attended(query, key, value, documents, self.alibi, dropout, shard=self.layer_group.rank)
         parts = self.blocks.held
         biases = [self.alibi] * len(parts)
         if self.alibi is not None:
             biases = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
-        operands = zip(*(x.chunk(len(parts), 1) for x in (query, key, value)), biases, parts, strict=True)
-        mixed = [self._attended(q, k, v, documents, bias, dropout, shard=part) for q, k, v, bias, part in operands]
-        return torch.cat(mixed, 1)
+        heads = [self.blocks.split(x.transpose(1, 2), 2) for x in (query, key, value)]
+        mixed = []
+        for q, k, v, bias, part in zip(*heads, biases, parts, strict=True):
+            block = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            mixed.append(self._attended(*block, documents, bias, dropout, shard=part).transpose(1, 2))
+        return joined_blocks(mixed, 2).transpose(1, 2)
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, alibi: ops.Alibi | None,
@@ -117,6 +124,7 @@ class Attention(nn.Module):
                 documents=documents,
                 padded=self.padded,
                 alibi=alibi,
+                soft_cap=self.soft_cap,
                 dropout=dropout,
                 implementation=self.implementation,
             )
@@ -137,6 +145,7 @@ class SelfAttention(Attention):
         super().__init__(config, context, name, **mixing)
         h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
         self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
+        self.head_ranks, self.head_rank = _ranks_of_heads(context)
         rows = (n + 2 * self.groups) * d
         self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
         self.query_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
@@ -144,7 +153,15 @@ class SelfAttention(Attention):
         # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
         ranks = ALONE if context.sequence_parallel or context.blocks.divide else context.layer_group
         if config.qk_layernorm_all_heads:
-            joint = partial(JointHeadNorm, config, ranks=context.layer_group, group=ranks, device=context.device)
+            ranks = ALONE if context.sequence_parallel else context.layer_group
+            joint = partial(
+                JointHeadNorm,
+                config,
+                ranks=context.layer_group,
+                group=ranks,
+                blocks=context.blocks,
+                device=context.device,
+            )
             self.query_norm, self.key_norm = joint(n), joint(self.groups)
         elif config.qk_layernorm:
             norm = partial(build_norm, config, device=context.device, size=d, group=ranks, blocks=context.blocks)
@@ -204,14 +221,14 @@ class SelfAttention(Attention):
 
     def _share_of_group(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All groups [b, s, g, q + 2, d] -> this rank's queries, and the key and value they read."""
-        ranks = self.layer_group.size // self.groups  # per query group
-        queries, key, value = groups[:, :, self.layer_group.rank // ranks].split([self.shared_by, 1, 1], dim=2)
-        return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
+        ranks = self.head_ranks // self.groups  # per query group
+        queries, key, value = groups[:, :, self.head_rank // ranks].split([self.shared_by, 1, 1], dim=2)
+        return queries.chunk(ranks, dim=2)[self.head_rank % ranks], key, value
 
     def _heads_of_blocks(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `_heads`, with a copy of key and value for each block of query heads that shares them: the copies'
         gradients are then added in the order of the blocks."""
-        dtype, wide, shares = projected.dtype, projected.float(), self.layer_group.size > self.groups
+        dtype, wide, shares = projected.dtype, projected.float(), self.head_ranks > self.groups
         groups = (self.blocks.gathered_features(wide) if shares else wide).unflatten(
             -1, (-1, self.shared_by + 2, self.head_size)
         )
@@ -240,10 +257,18 @@ class SelfAttention(Attention):
         return query, key, value
 
 
+def _ranks_of_heads(context: BuildContext) -> tuple[int, int]:
+    """How many ranks divide the heads of a layer, and this rank's number among them."""
+    if context.blocks.divide:
+        return context.blocks.ranks, context.blocks.rank
+    return context.layer_group.size, context.layer_group.rank
+
+
 def alibi_of_rank(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:
     """The bias by distance of this rank's heads, for all layers of a model, where the configuration asks for it."""
     if config.position_embedding_type != "alibi":
         return None
-    start, stop = split_evenly(config.num_attention_heads, context.layer_group.rank, context.layer_group.size)
+    ranks, rank = _ranks_of_heads(context)
+    start, stop = split_evenly(config.num_attention_heads, rank, ranks)
     slopes = ops.alibi_slopes(config.num_attention_heads)[start:stop]
     return ops.Alibi(torch.tensor(slopes, dtype=torch.float32, device=context.device))

@@ -86,6 +86,8 @@ class MLP(nn.Module):
                 return ops.gelu(x, exact=True)
             case "relu":
                 return torch.relu(x)
+            case "relu2":
+                return ops.squared_relu(x)
         raise AssertionError(self.activation)
 
     def _activate_gate(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -101,8 +103,9 @@ class MLP(nn.Module):
 
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with attention and MLP side by side, as in
-    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1), or with norms of the outputs of attention and MLP, as
-    in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2).
+    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1) or, with one norm for both, in GPT-J, or with norms of
+    the outputs of attention and MLP, as in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118,
+    section 2).
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -145,7 +148,8 @@ class TransformerBlock(nn.Module):
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         if self.placement != "before":
             self.attention_post_norm = norm()
-        self.mlp_norm = nn.Identity() if self.placement == "after" else norm()
+        self.shares_norm = config.shared_parallel_norm
+        self.mlp_norm = nn.Identity() if self.placement == "after" or self.shares_norm else norm()
         self.mlp = mlp(config, context)
         if self.placement != "before":
             self.mlp_post_norm = norm()
@@ -181,6 +185,12 @@ class TransformerBlock(nn.Module):
             normed, x = norm.with_input(x)
             again = partial(norm, x) if self.light else None
         attended = self._scaled(_apply(self.attention, normed, documents, positions, again=again))
+        if self.shares_norm:
+            attended = _residual_sum(self.attention_dropout, attended, x)
+            beside = (padding,) if self.leaves_padding_out else ()
+            return _residual_sum(
+                self.mlp_dropout, self._scaled(_apply(self.mlp, normed, *beside, again=again)), attended
+            )
         norm = self.mlp_norm
         if self.placement != "before" or isinstance(norm, nn.Identity):
             return self._with_post_norms(x, attended)

@@ -8,6 +8,7 @@ which choices are dropped.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ def capacity_of(experts: ResolvedExperts, length: int) -> int:
         length: of the sequence.
     """
     assert experts.moe_expert_capacity_factor is not None
-    return math.ceil(experts.moe_expert_capacity_factor * experts.moe_router_topk * length / experts.num_experts)
+    factor = Fraction(str(experts.moe_expert_capacity_factor))  # as it was written: rounded products end above integers
+    return math.ceil(factor * experts.moe_router_topk * length / experts.num_experts)
 
 
 def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, capacity: int) -> Tensor:

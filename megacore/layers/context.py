@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict
 
@@ -103,12 +103,27 @@ class BuildContext:
             beside=config.beside_hidden_states,
             padded_documents=config.padded_documents,
             attention=config.training.attention,
-            blocks=Blocks(canonical_blocks(config), layer_group, bool(config.parallel.sequence_parallel)),
+            blocks=Blocks(
+                canonical_blocks(config),
+                layer_group,
+                bool(config.parallel.sequence_parallel),
+                SequenceShards(sequence_group, config.context_comm),
+            ),
             loss_chunks=loss_chunks(config),
             loss_options=CrossEntropyOptions(
                 label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
             ),
         )
+
+    @property
+    def attended(self) -> SequenceShards:
+        """Which positions attention and the loss get: all, where canonical blocks gather them."""
+        return WHOLE if self.blocks.divide else self.sequence
+
+    @property
+    def expert_blocks(self) -> Blocks:
+        """Where sums over the features of experts are cut; every rank that splits an expert has all its rows."""
+        return replace(self.blocks, group=self.experts.layer, sequence_parallel=False, everywhere=True)
 
     @property
     def parallel_arguments(self) -> ParallelArguments:
@@ -130,8 +145,13 @@ class BuildContext:
         """Whether the output layer computes the loss, a part of the vocabulary at a time."""
         return self.loss_chunks > 1 or self.blocks.divide
 
-    def chunked_loss(self, vocab_size: int) -> ChunkedLoss:
-        """How the output layer computes its loss with the logits."""
+    def chunked_loss(self, vocab_size: int, soft_cap: float | None = None) -> ChunkedLoss:
+        """How the output layer computes its loss with the logits.
+
+        Args:
+            vocab_size: without padding.
+            soft_cap: of the logits; None: they have none.
+        """
         return ChunkedLoss(
             vocab_size=vocab_size,
             chunks=self.loss_chunks,
@@ -140,6 +160,7 @@ class BuildContext:
             split_backward=self.split_backward,
             products=self.products,
             blocks=self.blocks,
+            soft_cap=soft_cap,
         )
 
     def hidden_dropout(self, config: ResolvedModel, site: str) -> Dropout | None:

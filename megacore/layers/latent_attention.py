@@ -50,7 +50,9 @@ class LatentAttention(Attention):
         self.width = max(size, self.value_size)  # `ops.attention` has one for keys and values
         self.query_scale = _query_scale(config, self.width)
         self.sequence_parallel = context.sequence_parallel
-        down = partial(ReplicatedLinear, h, bias=False, products=context.products, device=context.device)
+        down = partial(
+            ReplicatedLinear, h, bias=False, products=context.products, blocks=context.blocks, device=context.device
+        )
         up = partial(ColumnParallelLinear, bias=False, **context.linear_arguments)
         self.query: ColumnParallelLinear | None = None
         self.query_norm: LayerNorm | RMSNorm | None = None
@@ -75,10 +77,11 @@ class LatentAttention(Attention):
         by_head = self.key_value(latent).unflatten(-1, (-1, self.unrotated + self.value_size))
         of_key, value = by_head.split([self.unrotated, self.value_size], -1)  # [b, s, n/t, d_n], [b, s, n/t, d_v]
         # All heads share the rotated part of keys, on all ranks.
-        enter = gather_sequence if self.sequence_parallel else copy_to_group
-        shared = enter(shared, self.layer_group).unsqueeze(2)  # [b, s, 1, d_r]
+        shared = self._entered(shared).unsqueeze(2)  # [b, s, 1, d_r]
         of_query, rotated = query.split([self.unrotated, self.rotated], -1)
         rotated, shared = self.rotary.rotate(rotated, shared, positions)
+        if self.blocks.divide:
+            shared = self.blocks.copies(shared, len(self.blocks.held), rotated.dtype, heads=of_key.shape[2])
         query = torch.cat([of_query, rotated], -1)
         if self.query_scale != 1.0:
             query = query * self.query_scale
@@ -86,6 +89,14 @@ class LatentAttention(Attention):
         query, key, value = (self._widened(part).transpose(1, 2) for part in (query, key, value))
         mixed = self._mixed(query, key, value, documents).transpose(1, 2)
         return self.output(mixed[..., : self.value_size].flatten(2))
+
+    def _entered(self, shared: Tensor) -> Tensor:
+        """[b, s, d_r] or, sequence parallel, [b, s/t, d_r] -> [b, s, d_r], with gradients summed over the ranks; fp32
+        where canonical blocks sum them, once it is rotated."""
+        if self.blocks.divide:
+            return self.blocks.shared(shared.contiguous()).float()
+        enter = gather_sequence if self.sequence_parallel else copy_to_group
+        return enter(shared, self.layer_group)
 
     def _queries(self, x: Tensor) -> Tensor:
         """[b, s, h] or, sequence parallel, [b, s/t, h] -> [b, s, n (d_n + d_r) / t]"""
@@ -101,7 +112,9 @@ class LatentAttention(Attention):
 
 def _norm(config: ResolvedModel, context: BuildContext, size: int) -> LayerNorm | RMSNorm | None:
     """That of a short vector, which --qk-layernorm asks for."""
-    return build_norm(config, device=context.device, size=size) if config.qk_layernorm else None
+    if not config.qk_layernorm:
+        return None
+    return build_norm(config, device=context.device, size=size, blocks=context.blocks, of_heads=False)
 
 
 def _query_scale(config: ResolvedModel, width: int) -> float:

@@ -27,6 +27,7 @@ from megacore.layers.block import MLP
 from megacore.layers.capacity import beyond_capacity, capacity_of
 from megacore.layers.context import BuildContext
 from megacore.ops.grouped import RowGroups
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import all_gather, all_reduce_, copy_to_group, reduce_from_group
 from megacore.parallel.experts import (
     Assignment,
@@ -45,6 +46,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": ops.gelu,
     "gelu-exact": partial(ops.gelu, exact=True),
     "relu": torch.relu,
+    "relu2": ops.squared_relu,
 }
 _GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": ops.swiglu,
@@ -71,7 +73,11 @@ class Choice(NamedTuple):
 
 
 def choose(
-    logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None, chosen: Tensor | None = None
+    logits: Tensor,
+    experts: ResolvedExperts,
+    bias: Tensor | None = None,
+    chosen: Tensor | None = None,
+    blocks: Blocks = ONE_BLOCK,
 ) -> Choice:
     """The k experts with the highest scores, of equal ones the first.
 
@@ -80,9 +86,10 @@ def choose(
         experts: says what scores and weights are.
         bias: [E] fp32, added to the scores by which experts are chosen; None: there is none.
         chosen: [b, s, k], the experts if they are chosen already.
+        blocks: of positions, in which scores are computed.
     """
     is_softmax = experts.moe_router_score_function == "softmax"
-    scores, gap = logits.softmax(-1) if is_softmax else logits.sigmoid(), None
+    scores, gap = logits.softmax(-1) if is_softmax else blocks.over_positions(torch.sigmoid, [logits], []), None
     if chosen is None:
         chosen, gap = _best(scores.detach() if bias is None else scores.detach() + bias, experts)
     weights = scores.gather(-1, chosen)
@@ -132,6 +139,7 @@ class Router(ShardedModule):
     Args:
         hidden_size: h.
         experts: the section of the experts.
+        blocks: where sums over positions are cut.
         device: where parameters live.
 
     Attributes:
@@ -148,8 +156,11 @@ class Router(ShardedModule):
     bias: Tensor | None
     loads: Tensor | None
 
-    def __init__(self, hidden_size: int, experts: ResolvedExperts, *, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, experts: ResolvedExperts, *, device: torch.device, blocks: Blocks = ONE_BLOCK
+    ) -> None:
         super().__init__()
+        self.blocks = blocks
         self.weight = replicated(experts.num_experts, hidden_size, device=device)
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         self.register_buffer("counts", zeros(experts.num_experts + 2), persistent=False)
@@ -166,13 +177,21 @@ class Router(ShardedModule):
             noise: [b, s, h] fp32, by which it is multiplied; None: by nothing.
         """
         wide = x.float() if noise is None else x.float() * noise
-        return F.linear(wide, self.weight.float())
+        return self.blocks.over_positions(_linear, [wide], [self.weight])
 
     def note(self, route: Route) -> None:
         """Count what the tokens of a forward have chosen."""
         self.counts.add_(route.counts)
         if route.gap is not None:
             torch.minimum(self.gap, route.gap, out=self.gap)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.float())
+
+
+def _gate(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight).sigmoid()
 
 
 class SharedExpert(ShardedModule):
@@ -189,11 +208,12 @@ class SharedExpert(ShardedModule):
         assert experts.moe_shared_expert_size is not None
         self.mlp = MLP(dataclasses.replace(config, ffn_hidden_size=experts.moe_shared_expert_size), context)
         self.gate = replicated(1, config.hidden_size, device=context.device) if experts.moe_shared_expert_gate else None
+        self.blocks = context.blocks
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
         y: Tensor = self.mlp(x)
-        return y if self.gate is None else y * F.linear(x, self.gate).sigmoid()
+        return y if self.gate is None else y * self.blocks.over_positions(_gate, [x], [self.gate])
 
 
 class Experts(nn.Module):
@@ -207,23 +227,24 @@ class Experts(nn.Module):
             experts.num_experts,
             ranks=context.experts,
             products=context.products,
+            blocks=context.expert_blocks,
             device=context.device,
         )
         # Of a tensor whose size is no multiple of a processor's vectors, its last elements may round otherwise.
-        self.activates_apart = context.experts.apart
+        self.activates_apart, self.blocks = context.experts.apart, context.expert_blocks
         self.activation = config.activation
         self.gate = linear(h, f, split=1) if config.gated else None
         self.up = linear(h, f, split=1)
         self.down = linear(f, h, split=2)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """[r, h] -> [r, h], a part of the sum where ranks split the experts"""
+        """[r, h] -> [r, h], a part of the sum where ranks split the experts, unless blocks add the parts"""
         groups = RowGroups(counts)
         activate: Callable[..., Tensor] = _PLAIN[self.activation] if self.gate is None else _GATED[self.activation]
         projected = [linear(rows, groups) for linear in (self.gate, self.up) if linear is not None]
         if self.activates_apart:
             of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)
-            inner = torch.cat([activate(*of_expert) for of_expert in of_experts])
+            inner = torch.cat([self.blocks.of_features(activate, of_expert) for of_expert in of_experts])
         else:
             inner = activate(*projected)
         output: Tensor = self.down(inner, groups)
@@ -256,7 +277,8 @@ class MoE(nn.Module):
     Without sequence parallelism every rank of the layer group has all tokens. Where these ranks split each expert, what
     they compute are parts of a sum, and so are the gradients of tokens and weights, which are summed. The router and
     its losses are computed alike on all of them, and summed on none. With sequence parallelism a rank routes its own
-    positions, and gathers the others' only where it has a part of each expert.
+    positions, and gathers the others' only where it has a part of each expert. With canonical blocks the experts add
+    up their parts before tokens do, so that all ranks have the same rows, and whole gradients of tokens and weights.
 
     Args:
         config: of the block, with experts.
@@ -275,7 +297,8 @@ class MoE(nn.Module):
         self.split = context.layer_group if context.sequence_parallel else ALONE
         # Ranks that hold other positions of the same sequences.
         self.positions = (self.split, context.sequence.group)
-        self.router = Router(config.hidden_size, experts, device=context.device)
+        self.router = Router(config.hidden_size, experts, device=context.device, blocks=context.blocks)
+        self.blocks = context.blocks
         self.experts = Experts(config, experts, context)
         has_shared = experts.moe_shared_expert_size is not None
         self.shared = SharedExpert(config, experts, context) if has_shared else None
@@ -290,7 +313,8 @@ class MoE(nn.Module):
         decided = self.streams.decided
         known: Route | None = None if decided is None else decided.get(self)
         logits = self.router(x, self._noise(x))
-        choice = choose(logits, self.config, self.router.bias, None if known is None else known.indices)
+        indices = None if known is None else known.indices
+        choice = choose(logits, self.config, self.router.bias, indices, self.blocks)
         route = self._route(choice, padding) if known is None else known
         if decided is not None:
             decided[self] = route
@@ -317,7 +341,10 @@ class MoE(nn.Module):
                 dropped = self._here(beyond_capacity(every, weights, self.config, capacity))
                 sent = counted.masked_fill(dropped, experts)
                 counts[-1] = (sent != counted).sum()
-        gathered = gather_sequence(sent, self.ranks.layer) if self.sequence_parallel else sent
+        if self.blocks.divide:
+            gathered = self.blocks.shared(sent)
+        else:
+            gathered = gather_sequence(sent, self.ranks.layer) if self.sequence_parallel else sent
         assignment = assign(
             gathered.flatten(0, 1),
             experts,
@@ -330,12 +357,16 @@ class MoE(nn.Module):
 
     def _routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         layer, group = self.ranks.layer, self.ranks.dispatch
-        if self.sequence_parallel:
+        if self.blocks.divide:
+            x, weights = self.blocks.shared(x), self.blocks.shared(weights)
+        elif self.sequence_parallel:
             x, weights = gather_sequence(x, layer), gather_sequence(weights, layer)
         else:
             x, weights = (copy_to_group(part, layer, in_place=True) for part in (x, weights))
         rows = self._computed(dispatch(x.flatten(0, 1), assignment, group), assignment.counts)
         output = combine(rows, weights.flatten(0, 1), assignment, group)
+        if self.blocks.divide:
+            return self.blocks.parted(output.view_as(x))
         if self.sequence_parallel:
             return reduce_scatter_sequence(output.view_as(x), layer)
         return reduce_from_group(output, layer, in_place=True).view_as(x)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
-from megacore.parallel.canonical import ONE_BLOCK, Blocks
+from megacore.parallel.canonical import ONE_BLOCK, Blocks, joined_blocks
 from megacore.parallel.collectives import copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -108,13 +108,22 @@ class JointHeadNorm(ShardedModule):
         heads: of all ranks.
         ranks: of the layer group, which have different heads.
         group: ranks over which the parameters' gradients are summed here.
+        blocks: where sums over heads are cut.
         device: where parameters live.
     """
 
     def __init__(
-        self, config: ResolvedModel, heads: int, *, ranks: Group, group: Group, device: torch.device | None = None
+        self,
+        config: ResolvedModel,
+        heads: int,
+        *,
+        ranks: Group,
+        group: Group,
+        blocks: Blocks = ONE_BLOCK,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.blocks = blocks
         self.ranks, self.group, self.size = ranks, group, heads * config.head_size
         self.epsilon, self.is_rms = config.norm_epsilon, config.normalization == "RMSNorm"
         self.plus_one = config.layernorm_1p
@@ -124,10 +133,12 @@ class JointHeadNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, n, d] or, of this rank's heads, [b, s, n/t, d] -> the same"""
-        vectors = x.flatten(2).contiguous()
         weight = copy_to_group(self.weight, self.group)
         weight = weight + 1.0 if self.plus_one else weight
         bias = None if self.bias is None else copy_to_group(self.bias, self.group)
+        if self.blocks.divide:
+            return self._of_blocks(x, weight, bias)
+        vectors = x.flatten(2).contiguous()
         if vectors.shape[-1] < self.size:
             here = slice(self.ranks.rank * vectors.shape[-1], (self.ranks.rank + 1) * vectors.shape[-1])
             normed = self._of_ranks(vectors, weight[here], None if bias is None else bias[here])
@@ -144,6 +155,22 @@ class JointHeadNorm(ShardedModule):
             wide = wide - self._mean(wide)
         normed = wide * torch.rsqrt(self._mean(wide.square()) + self.epsilon) * weight.float()
         return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+    def _of_blocks(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[b, s, heads of this rank, d] -> the same, by means over the blocks of all ranks"""
+        parts = [part.float().flatten(2) for part in self.blocks.split(x, 2)]
+        if not self.is_rms:
+            parts = [part - mean for part, mean in zip(parts, self._means(parts), strict=True)]
+        normed = []
+        squares = self._means([part.square() for part in parts])
+        for part, square, (start, stop) in zip(parts, squares, self.blocks.bounds(self.size), strict=True):
+            y = part * torch.rsqrt(square + self.epsilon) * weight[start:stop].float()
+            normed.append(y if bias is None else y + bias[start:stop].float())
+        return joined_blocks(normed, 2).to(x.dtype).view(x.shape)
+
+    def _means(self, parts: list[Tensor]) -> list[Tensor]:
+        """Over the features of all blocks, [b, s, 1], for each of this rank's blocks."""
+        return [total / self.size for total in self.blocks.totals([part.sum(-1, keepdim=True) for part in parts])]
 
     def _mean(self, x: Tensor) -> Tensor:
         """Over the last dimension on all ranks, [..., 1]. Every rank uses it for other heads, so that its gradient is a
@@ -199,6 +226,7 @@ def build_norm(
     size: int | None = None,
     group: Group = ALONE,
     blocks: Blocks = ONE_BLOCK,
+    of_heads: bool | None = None,
 ) -> LayerNorm | RMSNorm:
     """The norm that the configuration asks for.
 
@@ -207,7 +235,8 @@ def build_norm(
         device: where its parameters live.
         size: of the last dimension. None: the hidden size.
         group: as for LayerNorm.
-        blocks: where sums over positions, or, with a size, over heads, are cut.
+        blocks: where sums over positions, or over heads, are cut.
+        of_heads: whether the vectors are those of heads; None: they are if there is a size.
     """
     length, plus_one = size or config.hidden_size, config.layernorm_1p
     norm: LayerNorm | RMSNorm
@@ -220,5 +249,5 @@ def build_norm(
             length, config.norm_epsilon, bias=config.norm_bias, plus_one=plus_one, group=group, device=device
         )
     if isinstance(norm, _OfBlocks):
-        norm.blocks, norm.of_heads = blocks, size is not None
+        norm.blocks, norm.of_heads = blocks, size is not None if of_heads is None else of_heads
     return norm

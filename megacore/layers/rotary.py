@@ -3,8 +3,9 @@
 One object serves all layers of a model that share its frequencies, and keeps the tables of the longest sequence so far.
 Longer contexts than a model was trained on stretch the frequencies: all alike (linear; Chen et al. 2023, arXiv
 2306.15595), by the length of the sequence (dynamic NTK; Peng et al. 2023, arXiv 2309.00071, appendix B.1), or the low
-ones only (llama3; Llama team 2024, arXiv 2407.21783; and yarn, Peng et al., section 3.2). yarn also makes queries and
-keys longer, because scores over more positions are flatter (section 3.4).
+ones only (llama3; Llama team 2024, arXiv 2407.21783; and yarn, Peng et al., section 3.2), or each by a number that was
+searched for (longrope; Ding et al. 2024, arXiv 2402.13753). yarn and longrope also make queries and keys longer,
+because scores over more positions are flatter (Peng et al., section 3.4).
 
 Shape legend: b micro-batch, s positions, n heads, d head size, r rotated dimensions.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS
+from megacore.config.rope_factors import parse_factors
 from megacore.parallel.context import WHOLE, SequenceShards
 
 
@@ -36,16 +38,20 @@ class RopeScaling:
         low: llama3 and yarn stretch frequencies that turn fewer times than this over the original context,
         high: and leave those that turn more often than this; between the two they change over smoothly.
         whole_pairs: yarn rounds these bounds to whole pairs of dimensions.
-        length: yarn multiplies rotated queries and keys by this.
+        length: yarn and longrope multiply rotated queries and keys by this.
+        short: longrope divides the frequencies by these in sequences of at most `original` tokens,
+        long: and by these in longer ones; [r/2] each.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     original: int = 0
     low: float = 1.0
     high: float = 4.0
     whole_pairs: bool = True
     length: float = 1.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, config: ResolvedModel) -> RopeScaling | None:
@@ -60,8 +66,15 @@ class RopeScaling:
             low=config.rope_beta_slow if is_yarn else config.rope_low_freq_factor,
             high=config.rope_beta_fast if is_yarn else config.rope_high_freq_factor,
             whole_pairs=config.rope_truncate,
-            length=_yarn_length(config) if is_yarn else 1.0,
+            length=_length(config),
+            short=parse_factors(config.rope_short_factors) if config.rope_short_factors else (),
+            long=parse_factors(config.rope_long_factors) if config.rope_long_factors else (),
         )
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on the length of the sequence."""
+        return self.kind in ("dynamic", "longrope")
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
@@ -69,9 +82,15 @@ def yarn_scale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn_length(config: ResolvedModel) -> float:
+def _length(config: ResolvedModel) -> float:
+    """What rotated queries and keys are multiplied by."""
+    if config.rope_scaling not in ("yarn", "longrope"):
+        return 1.0
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
+    if config.rope_scaling == "longrope":
+        assert config.rope_original_max_positions is not None, "the configuration requires it"
+        return math.sqrt(1.0 + math.log(config.rope_scaling_factor) / math.log(config.rope_original_max_positions))
     factor, ours, all_dimensions = config.rope_scaling_factor, config.rope_mscale, config.rope_mscale_all_dim
     if ours is None or all_dimensions is None:
         return yarn_scale(factor)
@@ -161,7 +180,7 @@ class Rotary:
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position's angles, times the length of `RopeScaling`, [s, r/2] fp32 each."""
-        exact = self.sequence.group.size > 1 or (self.scaling is not None and self.scaling.kind == "dynamic")
+        exact = self.sequence.group.size > 1 or (self.scaling is not None and self.scaling.by_length)
         if length > self._length or (exact and length != self._length) or self._tables[0].device != device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies(length)).to(device)
             self._length, self._tables = length, (angles.cos(), angles.sin())
@@ -183,13 +202,17 @@ class Rotary:
         """Radians a position of each pair of dimensions, [r/2] fp32.
 
         Args:
-            length: positions of the sequence, by which dynamic scaling goes.
+            length: positions of the sequence, by which dynamic scaling and longrope go.
         """
         scaling, base, r = self.scaling, self.base, self.dimensions
         if scaling is not None and scaling.kind == "dynamic" and length > scaling.original:
             stretch = scaling.factor * length / scaling.original - (scaling.factor - 1.0)
             base *= stretch ** (r / (r - 2)) if r > 2 else 1.0
-        frequencies = 1.0 / base ** (torch.arange(0, r, 2, dtype=torch.float32) / r)
+        powers = base ** (torch.arange(0, r, 2, dtype=torch.float32) / r)
+        if scaling is not None and scaling.kind == "longrope":
+            factors = scaling.long if length > scaling.original else scaling.short
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
+        frequencies = 1.0 / powers
         if scaling is None or scaling.kind == "dynamic":
             return frequencies
         if scaling.kind == "linear":

@@ -6,11 +6,16 @@ holds, positions are divided into B blocks. Each block is computed by the same o
 and the results are added in one binary tree. A rank of t holds B/t neighbouring blocks: a subtree. The upper levels of
 the tree add the ranks' results, which each rank gets by an all-to-all. Partial sums are fp32 in every precision.
 
+Context parallelism divides positions between the layers, and blocks within them: p ranks that hold the same weights
+gather the input of a layer, and each computes B/(t p) of the blocks for all positions. So every product, and attention,
+has the operands that it has in one process. A gradient is zero in the rows of a weight that other ranks compute.
+
 Why the pieces are the same bits: a product of equal operands with equal shapes and strides, at aligned addresses, is
 the same instructions. Operators on single elements give the same bits wherever the element lies, as long as no tensor
 ends within a vector register; the configuration refuses sizes where one would.
 
-Shape legend: B blocks, t tensor-parallel ranks, s sequence, b micro-batch, i input features, o output features.
+Shape legend: B blocks, t tensor-parallel ranks, p context-parallel ranks, s sequence, b micro-batch, i input features,
+o output features; s' positions that a rank holds between the layers, which is s/p or, sequence parallel, s/(p t).
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from torch import Tensor
 
 from megacore.ops.dispatch import Node
 from megacore.parallel.collectives import PartsExchanged, ShardsGathered, all_gather
+from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, Products, with_gradient
 from megacore.parallel.sharding import ShardedParameter, separate_term, split_evenly
@@ -39,12 +45,18 @@ class Blocks:
     Attributes:
         count: B, a power of two that the group's size divides; 1: sums are cut where the layout cuts them.
         group: the tensor-parallel group.
-        sequence_parallel: between the tensor-parallel layers a rank holds s/t positions, otherwise all of them.
+        sequence_parallel: between the layers the tensor-parallel ranks divide the positions of a sequence shard,
+            otherwise each holds all of them.
+        sequence: which positions the ranks of context parallelism hold; they divide the blocks of a tensor-parallel
+            rank.
+        everywhere: every rank holds all rows of inputs and outputs, such as those of experts, instead of positions.
     """
 
     count: int = 1
     group: Group = ALONE
     sequence_parallel: bool = False
+    sequence: SequenceShards = WHOLE
+    everywhere: bool = False
 
     @property
     def divide(self) -> bool:
@@ -52,15 +64,29 @@ class Blocks:
         return self.count > 1
 
     @property
-    def held(self) -> range:
-        """The numbers of this rank's blocks."""
-        share = self.count // self.group.size
-        return range(self.group.rank * share, (self.group.rank + 1) * share)
+    def ranks(self) -> int:
+        """The number of ranks that divide the blocks."""
+        return self.group.size * self.sequence.group.size
 
     @property
-    def held_positions(self) -> range:
-        """The numbers of the blocks of positions that this rank holds between the tensor-parallel layers."""
-        return self.held if self.sequence_parallel else range(self.count)
+    def rank(self) -> int:
+        """This rank's number among them, in the order of their blocks."""
+        return self.group.rank * self.sequence.group.size + self.sequence.group.rank
+
+    @property
+    def held(self) -> range:
+        """The numbers of this rank's blocks."""
+        share = self.count // self.ranks
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def held_positions(self) -> Sequence[int]:
+        """The numbers of the blocks of positions that this rank holds between the layers."""
+        numbers = [number for of in self.sequence.ranges(self.count) for number in of]
+        if not self.sequence_parallel:
+            return numbers
+        share = len(numbers) // self.group.size
+        return numbers[self.group.rank * share : (self.group.rank + 1) * share]
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """[start, stop) of this rank's blocks of a dimension of `size` entries over all ranks."""
@@ -71,7 +97,7 @@ class Blocks:
         return [aligned(part) for part in x.chunk(len(self.held), dim)]
 
     def split_positions(self, x: Tensor, dim: int = 1) -> list[Tensor]:
-        """The blocks of positions of a tensor between the tensor-parallel layers: contiguous."""
+        """The blocks of positions of a tensor between the layers: contiguous."""
         return [aligned(part) for part in x.split(self.sizes_of_positions(x.shape[dim]), dim)]
 
     def sizes_of_positions(self, local: int) -> list[int]:
@@ -92,7 +118,7 @@ class Blocks:
 
         Args:
             function: of blocks of `tensors`, then of the parameters.
-            tensors: [b, s, ...] (or, sequence parallel, [b, s/t, ...]).
+            tensors: [b, s', ...]
             parameters: that every rank holds; None is passed on.
 
         Returns:
@@ -103,7 +129,13 @@ class Blocks:
         number = len(self.held_positions)
         views = [[None] * number if p is None else self.terms(p, number) for p in parameters]
         blocks = [self.split_positions(x) for x in tensors]
-        return torch.cat([function(*operands) for operands in zip(*blocks, *views, strict=True)], 1)
+        return joined_blocks([function(*operands) for operands in zip(*blocks, *views, strict=True)], 1)
+
+    def of_features(self, function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """A function of single elements of tensors [n, o/(t p)], computed a block of features at a time."""
+        if not self.divide:
+            return function(*tensors)
+        return torch.cat([function(*block) for block in zip(*(self.split(x, -1) for x in tensors), strict=True)], -1)
 
     def over_heads(
         self,
@@ -116,7 +148,7 @@ class Blocks:
         gathered = not self.sequence_parallel  # then the ranks' sums are not added later
         views = [[None] * number if p is None else self.terms(p, number, gathered=gathered) for p in parameters]
         blocks = [self.split(x, 2) for x in tensors]
-        return torch.cat([function(*operands) for operands in zip(*blocks, *views, strict=True)], 2)
+        return joined_blocks([function(*operands) for operands in zip(*blocks, *views, strict=True)], 2)
 
     def terms(self, parameter: ShardedParameter, number: int, *, gathered: bool = False) -> list[Tensor]:
         """Views of a parameter whose gradients are terms of an exact sum.
@@ -135,19 +167,21 @@ class Blocks:
         """Column-parallel layers that share an input.
 
         Args:
-            x: [b, s, i], or, sequence parallel, [b, s/t, i].
-            parameters: weight [o/t, i], bias [o/t] or None, weight, ...
+            x: [b, s', i]; or rows [n, i].
+            parameters: weight [o/t, i], bias [o/t] or None, weight, ...; or stacked weights [E, o/t, i].
             products: computes the matrix products.
 
         Returns:
-            [b, s, o/t] of each layer.
+            [b, s, o/(t p)] of each layer.
         """
-        pairs = list(zip(parameters[::2], parameters[1::2], strict=True))
-        whole = _gathered(x.detach(), self) if self._scatters else x.detach()
-        fixed = [None if p is None else p.detach() for p in parameters]
+        weights = [None if p is None else self._own(p, -2) for p in parameters[::2]]
+        biases = [None if p is None else self._own(p, -1) for p in parameters[1::2]]
+        pairs = list(zip(weights, biases, strict=True))
+        whole = self.gathered_positions(x.detach())
+        fixed = [None if p is None else p.detach() for pair in pairs for p in pair]
         outputs: tuple[Tensor, ...] = _ColumnOutputs.apply(self, products, x, whole, *fixed)
         return tuple(
-            self._with_weights(y, whole, weight, bias, dim=0, products=products)
+            self._with_weights(y, x.detach() if self._gathers_again else whole, weight, bias, dim=-2, products=products)
             for y, (weight, bias) in zip(outputs, pairs, strict=True)
         )
 
@@ -155,54 +189,98 @@ class Blocks:
         """A row-parallel layer.
 
         Args:
-            x: [b, s, i/t]
-            weight: [o, i/t]
+            x: [b, s, i/(t p)]
+            weight: [o, i/t], or stacked [E, o, i/t].
             bias: [o], which every rank holds, or None.
             products: computes the matrix products.
 
         Returns:
-            [b, s, o], or, sequence parallel, [b, s/t, o].
+            [b, s', o]
         """
+        weight = self._own(weight, -1)
         partial: Tensor = _RowOutput.apply(self, products, x, weight.detach())
-        partial = self._with_weights(partial, x.detach(), weight, None, dim=1, products=products)
+        partial = self._with_weights(partial, x.detach(), weight, None, dim=-1, products=products)
         y: Tensor = _RankSum.apply(partial, self, x.dtype)
         return y if bias is None else self.over_positions(torch.add, [y], [bias])
 
-    def copies(self, x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    def copies(self, x: Tensor, number: int, dtype: torch.dtype, *, heads: int | None = None) -> Tensor:
         """Copies of every head, next to it, whose gradients are added in the tree.
 
         Args:
             x: [b, s, heads, d] fp32.
-            number: a power of two.
+            number: of blocks that a copy is for; a power of two.
             dtype: of the result.
+            heads: of the only head, which all ranks have, the copies for this rank's blocks together, whose gradients
+                are added in each block first, and last over the ranks; None: `number`.
 
         Returns:
-            [b, s, heads x number, d]
+            [b, s, heads x number, d], or [b, s, heads, d] of the copies of one head
         """
-        if number == 1:
+        if number == 1 and heads is None:
             return x.to(dtype)
-        copied: Tensor = _Copies.apply(x, number, dtype)
+        copied: Tensor = _Copies.apply(x, number, heads, dtype, self)
         return copied
 
     def gathered_features(self, x: Tensor) -> Tensor:
-        """[b, s, o/t] fp32 -> those of all ranks, [b, s, o]; gradients are added in the tree."""
+        """[b, s, o/(t p)] fp32 -> those of all ranks, [b, s, o]; gradients are added in the tree."""
         gathered: Tensor = _GatheredFeatures.apply(x, self)
         return gathered
 
+    def looked_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Rows of an embedding's weight, [b, s/p] int64 -> [b, s/p, h]. A row's gradient is summed over all positions,
+        in their order, by the first of the ranks that divide them."""
+        if self.sequence.group.size == 1:
+            return F.embedding(tokens, weight)
+        rows: Tensor = _Rows.apply(tokens, weight, self)
+        return rows
+
     def entered(self, x: Tensor) -> Tensor:
-        """[b, s, h] (or [b, s/t, h]) -> all positions, [b, s, h] fp32; gradients are added in the tree."""
+        """[b, s', h] -> all positions, [b, s, h] fp32; gradients are added in the tree. On one rank x itself."""
+        if self.ranks == 1:
+            return x
         whole: Tensor = _Entered.apply(x, self)
         return whole
 
-    def sum_of_ranks(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, fp32, in the order of the tree; the same bits on every rank."""
-        ranks = self.group.size
-        if ranks == 1:
-            return x
-        flat = x.reshape(-1)
-        padded = F.pad(flat, (0, -flat.numel() % ranks))
-        mine = tree_sum(PartsExchanged(padded.view(ranks, -1), self.group).wait().unbind(0))
-        return ShardsGathered(mine, self.group).wait().view(-1)[: flat.numel()].view(x.shape)
+    def gathered_positions(self, x: Tensor) -> Tensor:
+        """[b, s', ...] -> [b, s, ...], without a gradient."""
+        if self.sequence_parallel and self.group.size > 1:
+            x = ShardsGathered(x, self.group).wait().transpose(0, 1).flatten(1, 2)
+        return self.gathered_sequence(x)
+
+    def own_positions(self, x: Tensor) -> Tensor:
+        """[b, s, ...] -> [b, s', ...], without a gradient."""
+        x = self.sequence.take(x, 1)
+        return x.chunk(self.group.size, 1)[self.group.rank].contiguous() if self.sequence_parallel else x
+
+    def shared(self, x: Tensor) -> Tensor:
+        """[b, s', ...] -> [b, s, ...] for what every rank computes alike, and with it the whole gradient."""
+        whole: Tensor = x if self.ranks == 1 else _Shared.apply(x, self, True)
+        return whole
+
+    def parted(self, x: Tensor) -> Tensor:
+        """[b, s, ...], which every rank has computed alike -> [b, s', ...]"""
+        part: Tensor = x if self.ranks == 1 else _Shared.apply(x, self, False)
+        return part
+
+    def gathered_sequence(self, x: Tensor) -> Tensor:
+        """[b, s/p, ...] -> [b, s, ...], without a gradient."""
+        if self.sequence.group.size > 1 and not self.everywhere:
+            x = self.sequence.put_together(ShardsGathered(x, self.sequence.group).wait(), 1)
+        return x.contiguous()
+
+    def totals(self, terms: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The sum of fp32 tensors of all blocks, once for each of this rank's blocks, whose gradients are added too."""
+        totals: tuple[Tensor, ...] = _Totals.apply(self, *terms)
+        return totals
+
+    def of_all_blocks(self, x: Tensor) -> Tensor:
+        """What every rank has of each of its blocks, [held blocks, ...] -> of all blocks in their order, [B, ...]."""
+        return all_gather(all_gather(x, self.sequence.group).flatten(0, 1), self.group).flatten(0, 1)
+
+    def counted_once(self, x: Tensor) -> Tensor:
+        """A sum over whole sequences for a total over all ranks: 0 but on the first of the ranks that divide them, with
+        the gradient of x on all of them, as each computes some blocks of the vocabulary."""
+        return x if not self.divide or self.sequence.group.is_first else x - x.detach()
 
     def scattered_sum(self, x: Tensor) -> Tensor:
         """This rank's positions of the sum of the ranks' tensors [b, s, h], fp32, in the order of the tree."""
@@ -212,8 +290,17 @@ class Blocks:
         return tree_sum(PartsExchanged(pieces, self.group).wait().unbind(0))
 
     @property
-    def _scatters(self) -> bool:
-        return self.sequence_parallel and self.group.size > 1
+    def _gathers_again(self) -> bool:
+        """Whether backward gathers the input of a layer again, so that a rank keeps its positions only."""
+        return self.sequence.group.size > 1 and not self.everywhere
+
+    def _own(self, weight: Tensor, dim: int) -> Tensor:
+        """The part of a tensor-parallel rank's weight or bias that this rank computes with."""
+        ranks, rank = self.sequence.group.size, self.sequence.group.rank
+        if ranks == 1:
+            return weight
+        share = weight.shape[dim] // ranks
+        return weight.narrow(dim, rank * share, share)
 
     def _with_weights(
         self, y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, dim: int, products: Products
@@ -223,9 +310,20 @@ class Blocks:
             return y
         return with_gradient(y, _WeightGradients.apply(self, products, y.detach(), x, dim, weight, bias))
 
+    def _sum_everywhere(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, fp32, on each of them."""
+        return _sum_of_ranks(_sum_of_ranks(x, self.sequence.group), self.group)
+
     def _leave(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
-        """A rank's part of a sum [b, s, h] -> the sum, or, sequence parallel, this rank's positions of it."""
-        return (self.scattered_sum(partial) if self._scatters else self.sum_of_ranks(partial)).to(dtype)
+        """A rank's part of a sum [b, s, h] fp32 -> this rank's positions of the sum, [b, s', h]. Blocks of the ranks of
+        context parallelism are the lower levels of the tree."""
+        if self.everywhere:
+            return self._sum_everywhere(partial).to(dtype)
+        if self.sequence.group.size > 1:
+            pieces = self.sequence.take_apart(partial)[:, 0]
+            partial = tree_sum(PartsExchanged(pieces, self.sequence.group).wait().unbind(0))
+        scatters = self.sequence_parallel and self.group.size > 1
+        return (self.scattered_sum(partial) if scatters else _sum_of_ranks(partial, self.group)).to(dtype)
 
 
 ONE_BLOCK = Blocks()
@@ -239,15 +337,45 @@ def tree_sum(terms: Sequence[Tensor]) -> Tensor:
     return terms[0]
 
 
+def _sum_of_ranks(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' tensors, fp32, in the order of the tree; the same bits on every rank."""
+    ranks = group.size
+    if ranks == 1 or not x.numel():
+        return x
+    flat = x.reshape(-1)
+    padded = F.pad(flat, (0, -flat.numel() % ranks))
+    mine = tree_sum(PartsExchanged(padded.view(ranks, -1), group).wait().unbind(0))
+    return ShardsGathered(mine, group).wait().view(-1)[: flat.numel()].view(x.shape)
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, contiguous and at an aligned address."""
     x = x.contiguous()
     return x if x.storage_offset() * x.element_size() % _ALIGNMENT == 0 else x.clone()
 
 
-def _gathered(x: Tensor, blocks: Blocks) -> Tensor:
-    """[b, s, h] from every rank's [b, s/t, h]"""
-    return ShardsGathered(x, blocks.group).wait().transpose(0, 1).flatten(1, 2).contiguous()
+def heads_are_aligned(x: Tensor) -> bool:
+    """Whether products of each head of [..., d] round alike, however many heads lie in memory before it."""
+    return x.shape[-1] * x.element_size() % _ALIGNMENT == 0
+
+
+def joined_blocks(blocks: Sequence[Tensor], dim: int) -> Tensor:
+    """The blocks, joined; their gradients are contiguous, however many there are."""
+    joined: Tensor = _Joined.apply(dim, *blocks)
+    return joined
+
+
+class _Joined(Node):
+    """torch.cat gives strided gradients, and one block's gradient as it comes: sums over them round differently."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, *blocks: Tensor) -> Tensor:
+        ctx.dim, ctx.sizes = dim, [block.shape[dim] for block in blocks]
+        return torch.cat(blocks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(aligned(part) for part in grad.split(ctx.sizes, ctx.dim))
 
 
 class _ColumnOutputs(Node):
@@ -263,7 +391,7 @@ class _ColumnOutputs(Node):
         for weight, bias in zip(weights, biases, strict=True):
             assert weight is not None
             shifts = [None] * len(blocks.held) if bias is None else blocks.split(bias, 0)
-            parts = zip(blocks.split(weight, 0), shifts, strict=True)
+            parts = zip(blocks.split(weight, -2), shifts, strict=True)
             outputs.append(torch.cat([products.output(whole, w, shift) for w, shift in parts], -1))
         return tuple(outputs)
 
@@ -276,7 +404,7 @@ class _ColumnOutputs(Node):
         of_layers = [
             [ctx.products.input_gradient(grad, weight).float() for grad, weight in parts]
             for parts in (
-                zip(blocks.split(grad, -1), blocks.split(weight, 0), strict=True)
+                zip(blocks.split(grad, -1), blocks.split(weight, -2), strict=True)
                 for grad, weight in zip(grads, ctx.weights, strict=True)
             )
         ]
@@ -303,12 +431,14 @@ class _WeightGradients(Node):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         blocks, weight_gradient = ctx.blocks, ctx.products.weight_gradient
+        if ctx.dim == -2 and blocks._gathers_again:
+            x = blocks.gathered_positions(x)
         rows, inputs = grad.to(x.dtype).flatten(0, -2), x.flatten(0, -2)
-        if ctx.dim == 1:
-            d_weight = torch.cat([weight_gradient(rows, part) for part in blocks.split(inputs, 1)], 1)
+        if ctx.dim == -1:
+            d_weight = torch.cat([weight_gradient(rows, part) for part in blocks.split(inputs, 1)], -1)
             return *(None,) * 5, d_weight, None
         parts = blocks.split(rows, 1)
-        d_weight = torch.cat([weight_gradient(part, inputs) for part in parts])
+        d_weight = torch.cat([weight_gradient(part, inputs) for part in parts], -2)
         return *(None,) * 5, d_weight, torch.cat([part.sum(0) for part in parts]) if ctx.has_bias else None
 
 
@@ -318,7 +448,7 @@ class _RowOutput(Node):
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, products: Products, x: Tensor, weight: Tensor) -> Tensor:
         ctx.blocks, ctx.products, ctx.weight, ctx.dtype = blocks, products, weight, x.dtype
-        parts = zip(blocks.split(x, -1), blocks.split(weight, 1), strict=True)
+        parts = zip(blocks.split(x, -1), blocks.split(weight, -1), strict=True)
         return tree_sum([products.output(part, w, None).float() for part, w in parts])
 
     @staticmethod
@@ -326,7 +456,7 @@ class _RowOutput(Node):
         if not ctx.needs_input_grad[2]:
             return None, None, None, None
         grad = grad.to(ctx.dtype)
-        parts = [ctx.products.input_gradient(grad, w) for w in ctx.blocks.split(ctx.weight, 1)]
+        parts = [ctx.products.input_gradient(grad, w) for w in ctx.blocks.split(ctx.weight, -1)]
         return None, None, torch.cat(parts, -1), None
 
 
@@ -340,43 +470,100 @@ class _RankSum(Node):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = _gathered(grad, ctx.blocks) if ctx.blocks._scatters else grad.contiguous()
-        return grad.float(), None, None
+        return ctx.blocks.gathered_positions(grad).float(), None, None
 
 
 class _Entered(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, blocks: Blocks) -> Tensor:
         ctx.blocks, ctx.dtype = blocks, x.dtype
-        return (_gathered(x, blocks) if blocks._scatters else x.view_as(x)).float()
+        return blocks.gathered_positions(x.view_as(x)).float()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.blocks._leave(grad, ctx.dtype), None
 
 
+class _Shared(Node):
+    """Positions of all ranks, gathered, or those of this rank, taken: each the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Blocks, gathers: bool) -> Tensor:
+        ctx.blocks, ctx.gathers = blocks, gathers
+        return blocks.gathered_positions(x.view_as(x)) if gathers else blocks.own_positions(x.view_as(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        blocks: Blocks = ctx.blocks
+        return blocks.own_positions(grad) if ctx.gathers else blocks.gathered_positions(grad), None, None
+
+
+class _Rows(Node):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, blocks: Blocks) -> Tensor:
+        ctx.tokens, ctx.rows, ctx.blocks = tokens, len(weight), blocks
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        tokens, whole = (ctx.blocks.gathered_sequence(x) for x in (ctx.tokens, grad))
+        if not ctx.blocks.sequence.group.is_first:
+            return None, grad.new_zeros(ctx.rows, grad.shape[-1]), None
+        return None, torch.ops.aten.embedding_dense_backward(whole, tokens, ctx.rows, -1, False), None
+
+
 class _GatheredFeatures(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, blocks: Blocks) -> Tensor:
         ctx.blocks = blocks
-        return torch.cat(ShardsGathered(x, blocks.group).wait().unbind(), -1)
+        for group in (blocks.sequence.group, blocks.group):
+            x = torch.cat(all_gather(x, group).unbind(), -1)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        group = ctx.blocks.group
-        pieces = torch.stack(grad.chunk(group.size, -1))
-        return tree_sum(PartsExchanged(pieces, group).wait().unbind(0)), None
+        across, along = ctx.blocks.group, ctx.blocks.sequence.group
+        pieces = torch.stack(grad.chunk(across.size * along.size, -1)).unflatten(0, (across.size, along.size))
+        if along.size > 1:
+            pieces = tree_sum(PartsExchanged(pieces.transpose(0, 1).contiguous(), along).wait().unbind(0)).unsqueeze(1)
+        pieces = pieces[:, 0]
+        if across.size == 1:
+            return pieces[0], None
+        return tree_sum(PartsExchanged(pieces.contiguous(), across).wait().unbind(0)), None
+
+
+class _Totals(Node):
+    """Sums of blocks, and of their gradients: each is its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, *terms: Tensor) -> tuple[Tensor, ...]:
+        ctx.blocks = blocks
+        total = blocks._sum_everywhere(tree_sum(terms))
+        return tuple(total.clone() for _ in terms)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.blocks._sum_everywhere(tree_sum(grads))
+        return None, *(total for _ in grads)
 
 
 class _Copies(Node):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-        ctx.number = number
-        return x.to(dtype).repeat_interleave(number, 2)
+    def forward(ctx: Any, x: Tensor, number: int, heads: int | None, dtype: torch.dtype, blocks: Blocks) -> Tensor:
+        ctx.number, ctx.copies, ctx.blocks = (
+            number,
+            number if heads is None else heads,
+            None if heads is None else blocks,
+        )
+        return x.to(dtype).repeat_interleave(ctx.copies, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return tree_sum(grad.float().unflatten(2, (-1, ctx.number)).unbind(3)), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        copies = grad.float().unflatten(2, (-1, ctx.copies)).unbind(3)
+        each = ctx.copies // ctx.number
+        terms = [sum(copies[start + 1 : start + each], copies[start]) for start in range(0, ctx.copies, each)]
+        total = tree_sum(terms)
+        return (total if ctx.blocks is None else ctx.blocks._sum_everywhere(total)), None, None, None, None
 
 
 class _TermsOfRanks(Node):

@@ -118,7 +118,14 @@ WHOLE = SequenceShards()
 
 
 def context_attention(
-    query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, *, view: Visibility, slopes: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: SequenceShards,
+    *,
+    view: Visibility,
+    slopes: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of this rank's positions over those of all ranks.
 
@@ -129,17 +136,18 @@ def context_attention(
         shards: which positions these are, and how the ranks exchange keys and values; of two ranks or more.
         view: who sees whom, with the documents of the whole sequence; in a ring causal.
         slopes: [n] fp32, of ALiBi.
+        soft_cap: of the scores.
 
     Returns:
         [b, n, s/p, d], laid out as [b, s/p, n, d]; 0 where the position is padding.
     """
     if shards.comm == "ulysses":
-        return _by_heads(query, key, value, shards, view=view, slopes=slopes)
+        return _by_heads(query, key, value, shards, view=view, slopes=slopes, soft_cap=soft_cap)
     if shards.comm == "ring":
         assert view.causal, "a ring knows causal attention"
-        mixed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
+        mixed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes, soft_cap)
     else:
-        mixed = _GatheredAttention.apply(query, key, value, shards, view, slopes)
+        mixed = _GatheredAttention.apply(query, key, value, shards, view, slopes, soft_cap)
     if view.documents is None or not view.padded:
         return mixed
     padding = shards.take(view.documents, 1) == 0
@@ -158,14 +166,16 @@ class _GatheredAttention(Node):
         shards: SequenceShards,
         view: Visibility,
         slopes: Tensor | None,
+        soft_cap: float | None,
     ) -> Tensor:
         keys, values = _gathered(key, value, shards)
         parts = [
-            attend(part, keys, values, view=view, slopes=slopes, offset=of.start) for of, part in _parts(query, shards)
+            attend(part, keys, values, view=view, slopes=slopes, soft_cap=soft_cap, offset=of.start)
+            for of, part in _parts(query, shards)
         ]
         out, logarithm = _joined([part for part, _ in parts]), torch.cat([sums for _, sums in parts], 2)
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
-        ctx.shards, ctx.causal, ctx.window = shards, view.causal, view.window
+        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
         return out
 
     @staticmethod
@@ -179,12 +189,12 @@ class _GatheredAttention(Node):
         for (of, part), (_, d_of), (_, out_of), (_, sums_of) in zip(
             *(_parts(x, shards) for x in (query, d_out, out, logarithm)), strict=True
         ):
-            operands = part, keys, values
-            d_part, *terms = attend_backward(d_of, out_of, sums_of, operands, view=view, slopes=slopes, offset=of.start)
+            where = {"view": view, "slopes": slopes, "soft_cap": ctx.soft_cap, "offset": of.start}
+            d_part, *terms = attend_backward(d_of, out_of, sums_of, (part, keys, values), **where)
             d_query.append(d_part.to(query.dtype))
             sums = [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
         d_key, d_value = _summed(sums, shards).unbind(0)
-        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 4
 
 
 def _parts(x: Tensor, shards: SequenceShards) -> Iterator[tuple[range, Tensor]]:
@@ -223,11 +233,14 @@ class _RingAttention(Node):
         shards: SequenceShards,
         view: Visibility,
         slopes: Tensor | None,
+        soft_cap: float | None,
     ) -> Tensor:
         out, logarithm = query.new_empty(0), query.new_empty(0)
         for source, keys, values in _travelling(key, value, shards):
             for pair in _pairs(source, query.shape[2], shards, view, slopes):
-                part, sums = attend(*pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes))
+                part, sums = attend(
+                    *pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes, soft_cap)
+                )
                 if not out.numel() and part.shape == query.shape:
                     out, logarithm = part, sums
                     continue
@@ -237,7 +250,7 @@ class _RingAttention(Node):
                 merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
-        ctx.shards, ctx.causal, ctx.window = shards, view.causal, view.window
+        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
         return out
 
     @staticmethod
@@ -253,7 +266,9 @@ class _RingAttention(Node):
             for pair in _pairs(source, query.shape[2], shards, view, slopes):
                 d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
                 operands = pair.operands(query, keys, values)
-                d_part, *terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(view, slopes))
+                d_part, *terms = attend_backward(
+                    d_rows, out_rows, sums, operands, **pair.where(view, slopes, ctx.soft_cap)
+                )
                 d_query = _added(d_query, pair.rows, [d_part], query)
                 d_pairs.append((pair.columns, terms))
             if source == shards.group.rank:  # these stay: only the terms of other ranks have to travel
@@ -269,7 +284,7 @@ class _RingAttention(Node):
             term.add_(others).to(key.dtype)
             for term, others in zip(d_local, arriving.wait().transpose(2, 3), strict=True)
         )
-        return d_query[0].to(query.dtype), d_key, d_value, None, None, None
+        return d_query[0].to(query.dtype), d_key, d_value, *(None,) * 4
 
 
 def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -311,10 +326,11 @@ class _Pair(NamedTuple):
         """The parts of a rank's queries, and of a rank's keys and values."""
         return query[:, :, self.rows], keys[:, :, self.columns], values[:, :, self.columns]
 
-    def where(self, view: Visibility, slopes: Tensor | None) -> dict[str, Any]:
+    def where(self, view: Visibility, slopes: Tensor | None, soft_cap: float | None) -> dict[str, Any]:
         """Keyword arguments of `attend`, for which positions count from the first key."""
         documents = None if view.documents is None else view.documents[:, self.positions]
-        return {"view": replace(view, documents=documents), "slopes": slopes, "offset": self.offset}
+        view = replace(view, documents=documents)
+        return {"view": view, "slopes": slopes, "soft_cap": soft_cap, "offset": self.offset}
 
 
 def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -377,14 +393,21 @@ def _zeros_like(x: Tensor) -> Tensor:
 
 
 def _by_heads(
-    query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, *, view: Visibility, slopes: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: SequenceShards,
+    *,
+    view: Visibility,
+    slopes: Tensor | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """As `context_attention`: whole sequences of 1/p of the heads on each rank. Where there are fewer key heads than
     ranks, ranks get copies of one."""
     ranks, rank = shards.group.size, shards.group.rank
     slopes = None if slopes is None else slopes.chunk(ranks)[rank]
     if key.shape[1] < ranks:
-        mixed: Tensor = _CopiedKeysAttention.apply(query, key, value, shards, view, slopes)
+        mixed: Tensor = _CopiedKeysAttention.apply(query, key, value, shards, view, slopes, soft_cap)
         if view.documents is not None and view.padded:
             mixed = mixed.masked_fill((view.documents == 0)[:, None, :, None], 0.0)
     else:
@@ -397,6 +420,7 @@ def _by_heads(
             documents=view.documents,
             padded=view.padded,
             alibi=None if slopes is None else Alibi(slopes),
+            soft_cap=soft_cap,
         )
     back: Tensor = _Exchange.apply(mixed.transpose(1, 2), shards, False)  # [b, s/p, p, n/p, d]
     return back.flatten(2, 3).contiguous().transpose(1, 2)
@@ -423,14 +447,16 @@ class _CopiedKeysAttention(Node):
         shards: SequenceShards,
         view: Visibility,
         slopes: Tensor | None,
+        soft_cap: float | None,
     ) -> Tensor:
         ranks = shards.group.size
         copies = (x.repeat_interleave(ranks // key.shape[1], 1) for x in (key, value))
         joined, sizes = _joined_heads((query, *copies), ranks)
         operands = [x.transpose(1, 2) for x in _positions_to_heads(joined, shards).split(sizes, 2)]
-        out, logarithm = attend(*operands, view=view, slopes=slopes, offset=0)
+        out, logarithm = attend(*operands, view=view, slopes=slopes, soft_cap=soft_cap, offset=0)
         ctx.save_for_backward(*operands, out, logarithm, view.documents, slopes)
-        ctx.shards, ctx.causal, ctx.window, ctx.key_heads = shards, view.causal, view.window, key.shape[1]
+        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
+        ctx.key_heads = key.shape[1]
         return out
 
     @staticmethod
@@ -438,12 +464,13 @@ class _CopiedKeysAttention(Node):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, logarithm, documents, slopes = ctx.saved_tensors
         view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
-        d_whole = attend_backward(d_out, out, logarithm, tuple(operands), view=view, slopes=slopes, offset=0)
+        where = {"view": view, "slopes": slopes, "soft_cap": ctx.soft_cap, "offset": 0}
+        d_whole = attend_backward(d_out, out, logarithm, tuple(operands), **where)
         d_query, d_key, d_value = (x.transpose(1, 2) for x in d_whole)  # [b, s, n/p or 1, d] fp32
         queries = _heads_to_positions(d_query.to(out.dtype), ctx.shards)  # [b, s/p, p, n/p, d]
         copies = _heads_to_positions(torch.cat((d_key, d_value), 2), ctx.shards)  # [b, s/p, p, 2, d]
         sums = copies.unflatten(2, (ctx.key_heads, -1)).sum(3).to(out.dtype)  # [b, s/p, g, 2, d]
-        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), None, None, None
+        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), *(None,) * 4
 
 
 class _Exchange(Node):

@@ -31,7 +31,7 @@ def vocabulary_share(vocab_size: int, group: Group = ALONE, blocks: Blocks = ONE
     if blocks.divide:
         return VocabularyShare(
             bounds=tuple(split_evenly(vocab_size, number, blocks.count) for number in range(blocks.count)),
-            exchange=lambda parts: all_gather(parts, group).flatten(0, 1),
+            exchange=blocks.of_all_blocks,
         )
     if group.size == 1:
         return VocabularyShare(((0, vocab_size),))

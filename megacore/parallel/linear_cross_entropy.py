@@ -12,7 +12,7 @@ Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,13 @@ from megacore.ops.loss import (
     merged,
     statistics,
 )
+from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.parallel.canonical import ONE_BLOCK, Blocks, aligned, tree_sum
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.products import Products, gradient_sum
+from megacore.parallel.sharding import split_evenly
 from megacore.parallel.tensor import gather_sequence
 
 _ALIGNED = 64  # columns; a product of fewer is slower
@@ -50,6 +52,7 @@ class ChunkedLoss:
         split_backward: the gradients of input and weight are computed apart, each with the logits it needs.
         products: computes the matrix products.
         blocks: of the vocabulary, each of which is a chunk whatever `chunks` says, so that no layout changes a bit.
+        soft_cap: of the logits; None: they have none.
     """
 
     vocab_size: int
@@ -59,6 +62,7 @@ class ChunkedLoss:
     split_backward: bool
     products: Products
     blocks: Blocks = ONE_BLOCK
+    soft_cap: float | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -71,10 +75,10 @@ class ChunkedLoss:
         """Loss per token, the same on every rank of the group.
 
         Args:
-            x: [b, s, h], or, sequence parallel, [b, s/t, h].
+            x: [b, s, h], or, sequence parallel, [b, s/t, h]; with blocks those of this rank's positions.
             weight: [padded V/t, h]
             bias: [padded V/t], or None.
-            targets: [b, s] int64, ids in [0, V) or `options.ignore_index`.
+            targets: [b, s] int64, ids in [0, V) or `options.ignore_index`; with blocks of whole sequences.
             options: label smoothing, z-loss, ignore index.
 
         Returns:
@@ -102,15 +106,18 @@ class ChunkedLoss:
         """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
         setting = _Setting(self, self._share(), options)
         made = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
-        likeliest = likeliest_of_ranks(*made.likeliest, vocabulary_share(self.vocab_size, self.group))
+        share = vocabulary_share(self.vocab_size, self.group)
+        if self.blocks.divide:
+            share = replace(share, exchange=lambda of_rank: self.blocks.of_all_blocks(of_rank[None]))
+        likeliest = likeliest_of_ranks(*made.likeliest, share)
         return made.loss.view(targets.shape), likeliest.view(targets.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
         """All of the input, [b, s, h]."""
-        if self.group.size == 1:
-            return x
         if self.blocks.divide:
             return self.blocks.entered(x)
+        if self.group.size == 1:
+            return x
         return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group, in_place=True)
 
     def _share(self) -> VocabularyShare:
@@ -148,9 +155,10 @@ class _Setting:
 
     def _blocks(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
         """The blocks of a rank's rows, without the padding, which differs between layouts."""
-        bounds = self.layer.blocks.bounds(self.share.vocab_size)
-        for start, stop in bounds:
-            here = slice(start - bounds[0][0], stop - bounds[0][0])
+        vocab_size, group = self.share.vocab_size, self.layer.group
+        first, _ = split_evenly(vocab_size, group.rank, group.size)
+        for start, stop in self.layer.blocks.bounds(vocab_size):
+            here = slice(start - first, stop - first)
             yield _Part(
                 rows=here,
                 weight=aligned(weight[here]),
@@ -159,13 +167,18 @@ class _Setting:
                 columns=stop - start,
             )
 
+    def logits(self, tokens: Tensor, part: _Part) -> Tensor:
+        """Those of a chunk, [n, rows of the chunk]."""
+        logits = self.layer.products.output(tokens, part.weight, part.bias)
+        return logits if self.layer.soft_cap is None else soft_cap_(logits, self.layer.soft_cap)
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool) -> _Forward:
         """The losses, and if wanted the likeliest tokens."""
         tokens, ids = x.flatten(0, -2).to(weight.dtype), targets.reshape(-1)
         partial_sums, bounds = [], []
         best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
         for part in self.parts(weight, bias):
-            logits = self.layer.products.output(tokens, part.weight, part.bias)
+            logits = self.logits(tokens, part)
             columns = {"start": part.first, "columns": part.columns}
             partial_sums.append(statistics(logits, ids, share=self.share, options=self.options, **columns))
             bounds.append((part.first, part.first + part.columns))
@@ -229,6 +242,7 @@ class _Gradients(torch.autograd.Function):
         x, weight, bias, *sums = ctx.saved_tensors
         setting: _Setting = ctx.setting
         products, tokens = setting.layer.products, x.flatten(0, -2).to(weight.dtype)
+        soft_cap = setting.layer.soft_cap
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
         gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
         blocks = setting.layer.blocks
@@ -240,8 +254,11 @@ class _Gradients(torch.autograd.Function):
         grad_weight = empty(weight) if wants_weight and total is None else None
         grad_bias = empty(bias) if wants_bias else None
         for part in setting.parts(weight, bias):
-            logits = products.output(tokens, part.weight, part.bias)
+            logits = setting.logits(tokens, part)
+            slope = None if soft_cap is None else soft_cap_slope(logits, soft_cap)
             gradient_of.write_(logits, start=part.first, columns=part.columns)
+            if slope is not None:
+                logits.mul_(slope)
             if grad_x is not None:
                 products.add_input_gradient(grad_x, logits, part.weight)
             elif wants_x:
@@ -252,7 +269,7 @@ class _Gradients(torch.autograd.Function):
                 products.add_weight_gradient(total[part.rows], logits, tokens, has_terms=has_terms)
             if grad_bias is not None:
                 grad_bias[part.rows] = logits.sum(0)
-            del logits
+            del logits, slope
         if added is not None:
             added.added()
         if terms:

@@ -34,6 +34,7 @@ from megacore.config.dimensions import (
     named_degrees,
 )
 from megacore.config.messages import counted, ranks_in_words
+from megacore.config.nodes import torchrun_flags
 from megacore.errors import ConfigError
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase, post
@@ -107,6 +108,8 @@ class Mesh:
         batch: ranks that take different samples.
         loss: ranks whose partial losses and token counts add up to those of the global batch.
         replicas: ranks that hold the same parameters and sum their gradients; ZeRO divides state over them.
+        shards: those of `replicas` that shard state among themselves; all, unless --zero-shard-size says otherwise.
+        across: ranks of `replicas` that hold copies of the same shards.
         copies: ranks that repeat each other's work on the same samples; the first of them counts and saves.
         expert_replicas: `replicas` of the parameters of experts.
         dispatch: ranks that hold different experts, and send each other the tokens that use them.
@@ -123,6 +126,8 @@ class Mesh:
     batch: Group = ALONE
     loss: Group = ALONE
     replicas: Group = ALONE
+    shards: Group = ALONE
+    across: Group = ALONE
     copies: Group = ALONE
     expert_replicas: Group = ALONE
     dispatch: Group = ALONE
@@ -149,6 +154,14 @@ class Mesh:
     def describe(self, rank: int) -> str:
         """A global rank's coordinates in words: `pp 1, dp 0, tp 3`."""
         return describe_rank(rank, self.degrees)
+
+    def shard_group(self, role: ReplicaRole) -> Group:
+        """Those of `replica_group` over which ZeRO shards."""
+        return self.shards if role == "replicas" else self.replica_group(role)
+
+    def across_group(self, role: ReplicaRole) -> Group:
+        """Those of `replica_group` that hold copies of the same shards."""
+        return self.across if role == "replicas" else ALONE
 
     @property
     def file_label(self) -> str:
@@ -276,7 +289,7 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
         raise ConfigError(
             [
                 f"{equation} = {needed}, but the run has {counted(world_size(), 'process', 'processes')}: use torchrun "
-                f"--nproc-per-node {needed}, or degrees whose product is {world_size()}"
+                f"{torchrun_flags(needed)}, or degrees whose product is {world_size()}"
             ]
         )
     device, world = join_job(config)
@@ -334,6 +347,9 @@ def _mesh_of(
     else:
         split = config.ep, config.expert_split
         groups |= {role: groups_of_experts(role, dimensions, degrees, split) for role in EXPERT_ROLES}
+    size = config.zero_shard_size or len(groups["replicas"][0])
+    groups["shards"] = tuple(ranks[i : i + size] for ranks in groups["replicas"] for i in range(0, len(ranks), size))
+    groups["across"] = tuple(ranks[i::size] for ranks in groups["replicas"] for i in range(size))
     with post(Phase.MEET, world.ranks, 0):
         for ranks in groups.values():
             if ranks not in made:

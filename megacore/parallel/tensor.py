@@ -581,6 +581,7 @@ class VocabParallelEmbedding(ShardedModule):
         group: the tensor-parallel group.
         multiple: local rows are padded to a multiple of this.
         sequence_parallel: the output is split along the sequence, [b, s/t, h].
+        blocks: with them gradients of rows are summed over whole sequences, whoever holds which positions.
     """
 
     def __init__(
@@ -591,10 +592,12 @@ class VocabParallelEmbedding(ShardedModule):
         group: Group = ALONE,
         multiple: int = 1,
         sequence_parallel: bool = False,
+        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.look_up = blocks.looked_up if blocks.divide else F.embedding
         self.weight = vocab_parallel_weight(
             num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
         )
@@ -602,11 +605,11 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self.look_up(tokens, self.weight)
         start, stop = self.weight.spec.slices[0]
         local = tokens - start
         outside = (local < 0) | (local >= stop - start)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        rows = self.look_up(local.masked_fill(outside, 0), self.weight)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
 

@@ -93,6 +93,12 @@ def test_nor_with_more_ranks_than_heads_that_share_keys(
     bitwise(run((4, 1, 1), sequence_parallel=sequence_parallel, **changes), run((1, 1, 1), **changes))
 
 
+def test_nor_with_one_block_of_positions_on_each_rank(run: Run) -> None:
+    """Gradients of a block of positions are contiguous here, and parts of a longer tensor in one process."""
+    changes = plain((4, 1, 1), small) | {"micro_batch_size": 2, "global_batch_size": 4}
+    bitwise(run((4, 1, 1), sequence_parallel=True, **changes), run((1, 1, 1), **changes))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_nor_in_a_random_combination(seed: int, run: Run) -> None:

@@ -21,7 +21,10 @@ SHAPE = ["--seq-length", "64", "--hidden-size", "96", "--reproducible"]
         ("--num-attention-heads 3", 1),
         ("--num-attention-heads 8 --ffn-hidden-size 100", 4),
         ("--num-attention-heads 8 --reproducible-blocks 2", 2),
-        ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear", 1),
+        ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear", 8),
+        ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear --moe-ffn-hidden-size 36", 4),
+        ("--num-attention-heads 8 --num-query-groups 4", 8),
+        ("--num-attention-heads 8 --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads", 4),
         ("--num-attention-heads 8 --no-reproducible", 1),
     ],
 )
@@ -36,10 +39,6 @@ def test_the_model_decides_the_number_of_blocks(flags: str, expected: int) -> No
         ("--num-attention-heads 8 --reproducible-blocks 6", "must be a power of two: use 4 or 8"),
         ("--num-attention-heads 4 --reproducible-blocks 8", "must divide --num-attention-heads 4: use 1, 2 or 4"),
         ("--num-attention-heads 8 --compile", "add --reproducible-blocks 1"),
-        (
-            "--num-attention-heads 8 --num-experts 4 --disable-bias-linear --reproducible-blocks 2",
-            "not possible with --num-experts",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_way_out(flags: str, message: str, refuse: Refuse) -> None:
