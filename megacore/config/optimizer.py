@@ -6,7 +6,7 @@ The settings of each optimizer are in optimizers.py; the schedules are computed 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from megacore.config.fields import Choices, Flag, Range, Section, flag
@@ -17,24 +17,30 @@ from megacore.config.parameter_groups import ParameterGroups, parse_rules
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """The optimizer, its learning-rate schedule, weight decay and clipping."""
+    """The optimizer, its schedules and clipping."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
     """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
     stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
     whose step has the norm of the matrix that it changes. muon: Muon, orthogonalized momentum for the matrices of
     blocks, and AdamW for the rest. adafactor: Adafactor, with a number per row and column of blocks' matrices. The
-    section of the same name has its settings (docs/optimizers.md)."""
+    section of the same name has its settings (docs/reference/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
     """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
+    decoupled_lr: Annotated[float | None, Range(above=0)] = None
+    """Peak learning rate of the token embedding and of the output layer. Their rate has the same schedule, from this to
+    --decoupled-min-lr. Default: --lr."""
+    decoupled_min_lr: Annotated[float | None, Range(0)] = None
+    """Learning rate of the token embedding and of the output layer at the end of the decay, with --decoupled-lr. At
+    most --decoupled-lr. Default: --min-lr."""
     lr_decay_style: Literal[
         "constant", "linear", "cosine", "inverse-square-root", "WSD", "polynomial", "cosine-restarts", "1cycle"
     ] = "cosine"
     """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
     --lr-wsd-decay-iters steps. polynomial: with --lr-decay-power. cosine-restarts: back to --lr after every
-    --lr-restart-iters steps. 1cycle: up and down along cosines, while the momentum goes down and up."""
+    --lr-restart-iters steps. 1cycle: up and down along --lr-cycle-style, while the momentum goes down and up."""
     lr_decay_iters: Annotated[int | None, Range(1)] = None
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
@@ -57,10 +63,12 @@ class OptimizerConfig(Section):
     """By how much each cycle of --lr-decay-style cosine-restarts is longer than the one before."""
     lr_cycle_momentum: Annotated[float, Range(0, below=1)] = 0.85
     """Momentum (Adam's beta1) at the peak of --lr-decay-style 1cycle. It falls to this from that of the optimizer, and
-    rises back to it."""
+    rises back to it. Plain SGD and Adafactor have none."""
+    lr_cycle_style: Literal["cosine", "linear"] = "cosine"
+    """Shape of the rise and the fall of --lr-decay-style 1cycle, of the learning rate and of the momentum."""
     lr_range_test: bool = False
     """Learning-rate range test instead of training: the rate rises exponentially from --lr-range-test-start to --lr,
-    and OUTPUT_DIR/lr_range_test.svg shows the loss over it (docs/optimizers.md)."""
+    and OUTPUT_DIR/lr_range_test.svg shows the loss over it (docs/reference/optimizers.md)."""
     lr_range_test_start: Annotated[float, Range(above=0)] = 1e-7
     """First learning rate of --lr-range-test. Below --lr."""
     weight_decay: Annotated[float, Range(0)] = 0.1
@@ -75,16 +83,16 @@ class OptimizerConfig(Section):
     """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from --start-weight-decay to
     --end-weight-decay."""
     param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
-    """Parameters with other rates (docs/optimizers.md). PATTERN is of global names, such as blocks.*.bias; SETTINGS are
-    lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts."""
+    """Parameters with other rates (docs/reference/optimizers.md). PATTERN is of global names, such as blocks.*.bias;
+    SETTINGS are lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts."""
     lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
     embedding at this times the rate of the first block. 1: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
     clip_grad_adaptive: bool = False
-    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/spikes.md): where its z-score z exceeds
-    --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
+    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/guides/spikes.md): where its z-score z
+    exceeds --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
     clip_grad_z_threshold: Annotated[float, Range(above=0)] = 2.5
     """Z-score of the gradient norm above which --clip-grad-adaptive clips."""
     clip_grad_decay: Annotated[float, Range(0, below=1)] = 0.97
@@ -108,14 +116,28 @@ class OptimizerConfig(Section):
         # Rounded as people write it: 3e-4 / 10 is 2.9999999999999997e-05.
         return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
 
-    def parameter_groups(self, num_layers: int) -> ParameterGroups:
+    @property
+    def decoupled(self) -> OptimizerConfig | None:
+        """This section with the learning rates of the embedding and the output layer; None: they have no others."""
+        if self.decoupled_lr is None:
+            return None
+        end = self.end_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=end, decoupled_lr=None, decoupled_min_lr=None)
+
+    def parameter_groups(self, num_layers: int, *, width_ratio: float = 1.0) -> ParameterGroups:
         """The scale of every parameter.
 
         Args:
             num_layers: blocks of the model.
+            width_ratio: how many times as wide as the base of muP it is.
         """
-        rules = parse_rules(self.param_group)
-        return ParameterGroups(rules=rules, layer_decay=self.lr_layer_decay, num_layers=num_layers)
+        return ParameterGroups(
+            rules=parse_rules(self.param_group),
+            layer_decay=self.lr_layer_decay,
+            num_layers=num_layers,
+            decoupled=self.decoupled_lr is not None,
+            width_ratio=width_ratio,
+        )
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         for text in self.param_group if "param_group" not in wrong else ():
@@ -129,6 +151,8 @@ class OptimizerConfig(Section):
         if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             lr, min_lr = number(self.lr), number(self.min_lr)
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if not wrong & {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr"}:
+            yield from self._decoupled_constraints()
         if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
             given = f"--lr-warmup-iters {self.lr_warmup_iters}"
             yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
@@ -145,6 +169,29 @@ class OptimizerConfig(Section):
                 f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
                 f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
             )
+
+    def _decoupled_constraints(self) -> Iterator[str]:
+        peak, least = self.decoupled_lr, self.decoupled_min_lr
+        if peak is None:
+            if least is not None:
+                yield (
+                    f"--decoupled-min-lr {number(least)} has no effect without --decoupled-lr: leave it out, or use "
+                    "--decoupled-lr"
+                )
+            return
+        if (end := self.end_lr if least is None else least) > peak:
+            follows = "" if least is not None else ", which is that of --min-lr,"
+            yield (
+                f"--decoupled-min-lr {number(end)}{follows} must be at most --decoupled-lr {number(peak)}: use "
+                f"--decoupled-min-lr {number(peak)} or less, or a larger --decoupled-lr"
+            )
+        for name, first in (("lr_warmup_init", self.lr_warmup_init), ("lr_range_test_start", self.lr_range_test_start)):
+            is_read = self.lr_range_test == (name == "lr_range_test_start")
+            if is_read and first is not None and first > peak:
+                yield (
+                    f"{flag(name)} {number(first)} must be at most --decoupled-lr {number(peak)}: use {flag(name)} "
+                    f"{number(peak)} or less, or a larger --decoupled-lr"
+                )
 
     def _schedule_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"lr", "lr_warmup_init"} and (first := self.lr_warmup_init or 0.0) > self.lr:
@@ -170,7 +217,7 @@ class OptimizerConfig(Section):
         only = {
             "polynomial": ("lr_decay_power",),
             "cosine-restarts": ("lr_restart_iters", "lr_restart_factor"),
-            "1cycle": ("lr_cycle_momentum",),
+            "1cycle": ("lr_cycle_momentum", "lr_cycle_style"),
         }
         for style, names in only.items():
             if style != self.lr_decay_style:

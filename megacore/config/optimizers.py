@@ -16,6 +16,8 @@ from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import number
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+BLOCK = 256
+"""Elements with one scale, where an optimizer keeps its state in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +29,22 @@ class StateKind:
         per: what has one number: each element, each row or column of a matrix, or the parameter as a whole. All but
             the first exist only for parameters that the optimizer takes whole.
         parameters: which ones have it: all, those that the optimizer takes whole, or the others.
-        dtype: in which it is kept.
+        dtype: in which it is kept, and stored in checkpoints.
+        in_blocks: it is kept in 8 bits, with an fp32 scale for each block of `BLOCK` elements.
+        first: what it is before the first update.
     """
 
     name: str
     per: Literal["element", "row", "column", "parameter"] = "element"
     parameters: Literal["all", "whole", "others"] = "all"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    in_blocks: bool = False
+    first: Literal["zeros", "weights"] = "zeros"
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Of one number, a mean."""
+        return 1 + 4 / BLOCK if self.in_blocks else _BYTES[self.dtype]
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, from that of the parameter."""
@@ -60,6 +71,11 @@ class OptimizerSettings(Section):
         """What the optimizer keeps beside the weights."""
         return ()
 
+    @property
+    def shard_unit(self) -> int:
+        """Elements that no shard should divide: parameters and shards begin at multiples of it in a bucket."""
+        return BLOCK if any(kind.in_blocks for kind in self.state) else 1
+
     joins_slices: ClassVar[bool] = False
     """Whether the optimizer joins the slices of a tensor-parallel matrix itself, where it needs the matrix whole."""
 
@@ -78,13 +94,13 @@ class OptimizerSettings(Section):
         return type(self).takes_whole is not OptimizerSettings.takes_whole
 
     @property
-    def bytes_per_parameter(self) -> int:
+    def bytes_per_parameter(self) -> float:
         """Bytes of state per element, without the master weight: those of the kind of parameter that has more."""
         return max(self.bytes_of(whole=whole) for whole in (False, True))
 
-    def bytes_of(self, *, whole: bool) -> int:
+    def bytes_of(self, *, whole: bool) -> float:
         """Bytes of state per element of the parameters that the optimizer takes whole, or of the others."""
-        return sum(_BYTES[kind.dtype] for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
+        return sum(kind.bytes_per_element for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +115,23 @@ class AdamWConfig(OptimizerSettings):
     """Decay rate of Adam's running mean of the squared gradients."""
     adam_eps: Annotated[float, Range(above=0)] = 1e-8
     """Epsilon: the term added to Adam's denominator."""
+    moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Number format in which --optimizer adamw keeps both moments. bf16: rounded stochastically. int8: 8 bits, with a
+    scale for each block of 256 elements. The update is computed in fp32 (docs/reference/optimizers.md)."""
+
+    @property
+    def moments(self) -> tuple[StateKind, StateKind]:
+        """The running means of gradients and of their squares."""
+        dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.moments_dtype == "bf16" else "float32"
+        in_blocks = self.moments_dtype == "int8"
+        return (
+            StateKind(name="exp_avg", dtype=dtype, in_blocks=in_blocks),
+            StateKind(name="exp_avg_sq", dtype=dtype, in_blocks=in_blocks),
+        )
 
     @property
     def state(self) -> tuple[StateKind, ...]:
-        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+        return self.moments
 
 
 @dataclass(frozen=True, kw_only=True)

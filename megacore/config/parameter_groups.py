@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from megacore.config.numbers import parse_float
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 FREEZE = "freeze"
+DECOUPLED = ("embedding.tokens.weight", "head.weight")
+"""Global names of the parameters that --decoupled-lr is about: the token embedding and the output layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +24,13 @@ class ParameterScale:
         lr: factor of the learning rate.
         weight_decay: factor of the weight decay.
         frozen: the parameter keeps its value, and its gradient counts as zero.
+        decoupled: `lr` is a factor of the rate of --decoupled-lr, and not of --lr.
     """
 
     lr: float = 1.0
     weight_decay: float = 1.0
     frozen: bool = False
+    decoupled: bool = False
 
 
 USUAL = ParameterScale()
@@ -57,24 +61,33 @@ class ParameterGroups:
         rules: the first that matches a name counts.
         layer_decay: factor of the learning rate from block to block, towards the input.
         num_layers: blocks of the model.
+        decoupled: whether the token embedding and the output layer have a learning rate of their own.
+        width_ratio: how many times as wide as the base of muP the model is: matrices of blocks learn at the learning
+            rate divided by it. Their weight decay is multiplied by it, so that they decay as fast as at the base width.
     """
 
     rules: tuple[Rule, ...] = ()
     layer_decay: float = 1.0
     num_layers: int = 0
+    decoupled: bool = False
+    width_ratio: float = 1.0
 
     @property
     def is_uniform(self) -> bool:
         """Whether all parameters are updated alike."""
-        return not self.rules and self.layer_decay == 1.0
+        return not self.rules and self.layer_decay == self.width_ratio == 1.0 and not self.decoupled
 
     def scale_of(self, name: str) -> ParameterScale:
         """The scale of the parameter of this global name."""
         scale = next((rule.scale for rule in self.rules if rule.matches(name)), USUAL)
         decay = self.layer_decay ** self._depth(name)
-        if decay == 1.0:
-            return scale
-        return ParameterScale(lr=scale.lr * decay, weight_decay=scale.weight_decay, frozen=scale.frozen)
+        ratio = self.width_ratio if is_hidden_matrix(name) else 1.0
+        return replace(
+            scale,
+            lr=scale.lr * decay / ratio,
+            weight_decay=scale.weight_decay * ratio,
+            decoupled=self.decoupled and name in DECOUPLED,
+        )
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Patterns that no name matches."""
@@ -86,6 +99,11 @@ class ParameterGroups:
         if block := _BLOCK.match(name):
             return self.num_layers - int(block[1])
         return self.num_layers + 1 if name.startswith("embedding.") else 0
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Whether a parameter maps between widths that grow together: a matrix of a block, by its global name."""
+    return name.startswith("blocks.") and name.endswith(".weight") and not name.endswith("norm.weight")
 
 
 def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:

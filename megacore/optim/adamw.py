@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megacore.config import ResolvedConfig
 from megacore.config.optimizers import AdamWConfig, StateKind
 from megacore.ops import adamw_
 from megacore.ops.adamw import DECAY_GROUP
+from megacore.optim.block_moments import SCALES, BlockMoments
+from megacore.optim.moments import KeptMoments
 from megacore.optim.optimizer import Optimizer
+from megacore.optim.rounded_moments import RoundedMoments
+from megacore.parallel.mesh import Mesh
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.data_parallel import LocalRun, LocalSegment
 from megacore.zero.flat import ALIGNMENT
 
 assert ALIGNMENT % DECAY_GROUP == 0, "no group of elements has parts of two parameters"
@@ -33,19 +38,60 @@ class AdamW(Optimizer[AdamWConfig]):
         super().__init__(runs, settings, weight_decay=weight_decay, adam=adam)
         self._moments: dict[tuple[Bucket, str], Tensor] = {}  # by bucket and kind: see `_moment`
         self._decays: dict[Bucket, Tensor] = {}
+        self._kept: KeptMoments | None = None  # None: fp32
+
+    def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
+        if self.settings.moments_dtype == "bf16":
+            self._kept = RoundedMoments(segments, self.settings.moments, self.state, seed=config.training.seed)
+        elif self.settings.moments_dtype == "int8":
+            self._kept = BlockMoments(segments, self.settings.moments, self.state, mesh=mesh)
+
+    @property
+    def defers(self) -> bool:
+        return self._kept is not None and self._kept.waits
+
+    def finish(self) -> None:
+        if self._kept is not None:
+            self._kept.settle()
 
     @property
     def usual_momentum(self) -> float:
         return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        if self._kept is None:
+            means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
+            weights: list[Tensor] = [run.master for run in runs]
+            self._step(weights, list(gradients), means, squares, self.steps(runs), lr=lr, weight_decay=weight_decay)
+            return
+        for run, gradient, step in zip(runs, gradients, self.steps(runs), strict=True):
+            for part in self._kept.parts[run]:
+                moments, weights = self._kept.read(part), [run.master.detach()[part.in_run]]
+                means, squares, count = [moments.mean], [moments.square], [step.clone()]
+                of_part = [gradient[part.in_run]]
+                self._step(weights, of_part, means, squares, count, lr=lr, weight_decay=weight_decay)
+                self._kept.write(part, moments, step + 1)
+            step += 1
+
+    def _step(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """Update weights and fp32 moments, and count the steps."""
         adamw(
-            [run.master for run in runs],
-            list(gradients),
-            self.tensors("exp_avg", runs),
-            self.tensors("exp_avg_sq", runs),
+            weights,
+            gradients,
+            means,
+            squares,
             [],
-            self.steps(runs),
+            steps,
             fused=True,
             amsgrad=False,
             beta1=self.momentum,
@@ -76,8 +122,24 @@ class AdamW(Optimizer[AdamWConfig]):
             decays=self._decays_of(bucket, runs) if len(decaying) > 1 else None,
         )
 
+    def values(self, local: LocalSegment, name: str) -> Tensor | None:
+        moments = [kind.name for kind in self.settings.moments]
+        if self._kept is not None and name in moments:
+            return self._kept.values(local, moments.index(name))
+        return None if name.endswith(SCALES) else super().values(local, name)
+
+    def set_values(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
+        if self._kept is not None and kind in self.settings.moments:
+            self._kept.set_values(local, self.settings.moments.index(kind), values)
+        else:
+            super().set_values(local, kind, values)
+
+    def resume(self, updates: int) -> None:
+        super().resume(updates)
+        self.finish()
+
     def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
-        if run.bucket.options.one_pass:
+        if run.bucket.options.one_pass and kind in self.settings.state:
             return self._moment(run.bucket, kind.name)[run.shard_slice]
         return super().tensor(run, kind)
 

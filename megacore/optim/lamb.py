@@ -33,7 +33,10 @@ class Lamb(Optimizer[LambConfig]):
     that no memory holds it meanwhile."""
 
     counts_updates: ClassVar[bool] = True
-    defers: ClassVar[bool] = True
+
+    @property
+    def defers(self) -> bool:
+        return True
 
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
         self._norms = ParameterNorms(segments, mesh, exact=config.training.reproducible)

@@ -16,8 +16,8 @@ def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> 
     The rate rises to `lr` over the warm-up, linearly or with the logarithm of the step; the last update of the warm-up
     uses `lr` itself. It reaches `end_lr` at update `lr_decay_iters`, after which it stays there. WSD (Hu et al. 2024,
     arXiv 2404.06395) holds `lr` until the last `lr_wsd_decay_iters` updates. Restarts: Loshchilov and Hutter 2017
-    (arXiv 1608.03983). 1Cycle: Smith and Topin 2018 (arXiv 1708.07120), with half-cosines as in torch's OneCycleLR. The
-    range test: Smith 2017 (arXiv 1506.01186).
+    (arXiv 1608.03983). 1Cycle: Smith and Topin 2018 (arXiv 1708.07120), with half-cosines or lines as in torch's
+    OneCycleLR. The range test: Smith 2017 (arXiv 1506.01186).
 
     Args:
         step: number of the update, 1 for the first. Where batches are smaller than the full batch (a ramp), a fraction:
@@ -45,7 +45,7 @@ def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> 
     elif config.lr_decay_style == "polynomial":
         remaining = _remaining("linear", step, warmup, end) ** config.lr_decay_power
     else:
-        style = "cosine" if config.lr_decay_style == "1cycle" else config.lr_decay_style
+        style = config.lr_cycle_style if config.lr_decay_style == "1cycle" else config.lr_decay_style
         remaining = _remaining(style, step, warmup, end)
     return config.end_lr + (config.lr - config.end_lr) * remaining
 
@@ -71,15 +71,15 @@ def momentum(step: float, config: OptimizerConfig, *, usual: float, train_iters:
         return usual
     warmup, end, least = config.lr_warmup_iters, config.lr_decay_iters or train_iters, config.lr_cycle_momentum
     if step < warmup:
-        return least + (usual - least) * _remaining("cosine", step, 1, warmup)
-    return usual + (least - usual) * _remaining("cosine", step, warmup, end)
+        return least + (usual - least) * _remaining(config.lr_cycle_style, step, 1, warmup)
+    return usual + (least - usual) * _remaining(config.lr_cycle_style, step, warmup, end)
 
 
 def _rising(step: float, config: OptimizerConfig) -> float:
     """The rate of an update before the end of the warm-up."""
     first, warmup = config.lr_warmup_init or 0.0, config.lr_warmup_iters
     if config.lr_decay_style == "1cycle":
-        return config.lr + (config.first_cycle_lr - config.lr) * _remaining("cosine", step, 1, warmup)
+        return config.lr + (config.first_cycle_lr - config.lr) * _remaining(config.lr_cycle_style, step, 1, warmup)
     if config.lr_warmup_style == "log":
         return first + (config.lr - first) * math.log(max(step, 1)) / math.log(warmup)
     return first + (config.lr - first) * step / warmup

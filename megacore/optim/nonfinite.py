@@ -129,7 +129,7 @@ def _state(data_parallel: DataParallel, optimizer: Optimizer[Any]) -> Iterator[t
         if parameters.dtype != torch.float32:
             yield ROUNDED, local, parameters[local.segment.shard_slice]
         for kind in optimizer.state[local.run]:
-            if kind != "step" and (values := local.state(optimizer, kind)) is not None:
+            if kind != "step" and (values := optimizer.values(local, kind)) is not None:
                 yield kind, local, values
 
 

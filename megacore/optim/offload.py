@@ -38,7 +38,7 @@ def step_on_host(
         lr: the learning rate.
         cores: this rank's share of its node's (`host_cores`).
     """
-    with _all_threads(cores):
+    with all_threads(cores):
         for bucket in data_parallel.in_order_of_use():
             members, downloaded = data_parallel.runs_of(bucket), bucket.downloaded()
             gradients = [None if run.gradient is None else downloaded[run.shard_slice] for run in members]
@@ -58,7 +58,7 @@ def host_cores(world: Group) -> int:
 
 
 @contextmanager
-def _all_threads(cores: int) -> Iterator[None]:
+def all_threads(cores: int) -> Iterator[None]:
     """Operators on host memory use this rank's share of the cores inside; elementwise ones give the same bits on any
     number of threads.
 

@@ -37,6 +37,7 @@ class Optimizer(ABC, Generic[S]):
     Attributes:
         weight_decay: of matrices, in the next update.
         momentum: in the next update; unused by an optimizer without `usual_momentum`.
+        decoupled_lr: learning rate of decoupled runs (`ParameterScale`) in the next update; None: that of the others.
         kinds: of state, the same on every rank.
         state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
             kind: it counts the run's updates (a float32 scalar), for bias correction.
@@ -44,8 +45,6 @@ class Optimizer(ABC, Generic[S]):
 
     counts_updates: ClassVar[bool] = False
     """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
-    defers: ClassVar[bool] = False
-    """Whether the weights change in `finish`, once `update` has seen all buckets, and not in `update`."""
     has_one_pass: ClassVar[bool] = False
     """Whether there is a `step_shard`, which runs on devices with Triton."""
 
@@ -55,6 +54,7 @@ class Optimizer(ABC, Generic[S]):
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
         self.adam = settings if isinstance(settings, AdamWConfig) else adam or AdamWConfig()
         self.momentum = self.usual_momentum or 0.0
+        self.decoupled_lr: float | None = None
         self.kinds: tuple[StateKind, ...] = settings.state
         self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
 
@@ -62,6 +62,11 @@ class Optimizer(ABC, Generic[S]):
     def usual_momentum(self) -> float | None:
         """The momentum that the settings state; None: the optimizer has none that a schedule may change."""
         return None
+
+    @property
+    def defers(self) -> bool:
+        """Whether weights or state change in `finish`, once `update` has seen all buckets; the same on every rank."""
+        return False
 
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
         """Prepare for the first update; all ranks call this together.
@@ -72,8 +77,12 @@ class Optimizer(ABC, Generic[S]):
             config: of the run.
         """
 
+    def keep(self, kind: StateKind) -> None:
+        """Keep a further kind of state, which the optimizer does not use, as its own is kept: in checkpoints too."""
+        self.kinds = (*self.kinds, kind)
+
     def finish(self) -> None:
-        """Change the weights, for an optimizer that `defers`; all ranks call this together, after the last bucket."""
+        """End the update, for an optimizer that `defers`; all ranks call this together, after the last bucket."""
 
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.
@@ -90,7 +99,8 @@ class Optimizer(ABC, Generic[S]):
         for run, grad in present:
             if not run.scale.frozen:
                 decay = self.weight_decay * run.scale.weight_decay if run.is_matrix else 0.0
-                alike.setdefault((lr * run.scale.lr, decay), []).append((run, grad))
+                rate = lr if self.decoupled_lr is None or not run.scale.decoupled else self.decoupled_lr
+                alike.setdefault((rate * run.scale.lr, decay), []).append((run, grad))
         for (rate, decay), members in alike.items():
             self.update([run for run, _ in members], [grad for _, grad in members], lr=rate, weight_decay=decay)
 
@@ -117,17 +127,43 @@ class Optimizer(ABC, Generic[S]):
         """
 
     def tensors(self, kind: str, runs: Sequence[LocalRun]) -> list[Tensor]:
-        """The state of one kind for each run; zeros where there was none."""
+        """The state of one kind for each run; what is first where there was none."""
         by_name = {each.name: each for each in self.kinds}
         return [self.tensor(run, by_name[kind]) for run in runs]
 
     def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
-        """The state of one kind of a run; zeros where there was none. Flat, unless the run is a whole parameter."""
+        """The state of one kind of a run; what is first where there was none. Flat, unless the run is a whole
+        parameter."""
         state = self.state[run]
         if kind.name not in state:
             shape = tuple(run.master.shape) if run.shape is None else kind.shape(run.shape)
+            if kind.first == "weights":
+                state[kind.name] = run.master.detach().clone().view(shape)
+                return state[kind.name]
             state[kind.name] = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=run.master.device)
         return state[kind.name]
+
+    def values(self, local: LocalSegment, name: str) -> Tensor | None:
+        """What the state of a segment stands for, flat; None before the first update, and for what is no kind of it.
+
+        Args:
+            local: the segment.
+            name: of the kind.
+        """
+        return local.state(self, name)
+
+    def set_values(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
+        """Set the state of a segment, for `resume`.
+
+        Args:
+            local: the segment.
+            kind: of state.
+            values: flat, on any device.
+        """
+        self.tensor(local.run, kind)
+        part = local.state(self, kind.name)
+        assert part is not None
+        part.copy_(values)
 
     def steps(self, runs: Sequence[LocalRun]) -> list[Tensor]:
         """How many updates each run has had, float32 scalars where its weights are; `update` counts them up."""
@@ -136,7 +172,7 @@ class Optimizer(ABC, Generic[S]):
         return [self.state[run]["step"] for run in runs]
 
     def resume(self, updates: int) -> None:
-        """Continue after `updates` updates, with the state that was loaded."""
+        """Continue after `updates` updates, with the state that was loaded; all ranks call this together."""
         if self.counts_updates:
             for step in self.steps(self.runs):
                 step.fill_(float(updates))

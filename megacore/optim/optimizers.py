@@ -51,6 +51,8 @@ def has_one_pass(config: Config, device: torch.device) -> bool:
     """Whether the configured optimizer updates the shards that lie on a device in one pass."""
     if config.parallel.offload_optimizer or not triton_serves(device):
         return False
-    if not config.optimizer.parameter_groups(config.model.num_layers).is_uniform:
+    if config.adamw.moments_dtype != "fp32":
+        return False  # the kernel reads and writes fp32
+    if not config.parameter_groups.is_uniform:
         return False  # one launch has one learning rate
     return OPTIMIZER_CLASSES[type(config.optimizer_settings)].has_one_pass

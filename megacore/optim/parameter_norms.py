@@ -1,7 +1,7 @@
 """Sums of squares of whole parameters, however they are divided over ranks: one collective for all of them.
 
-Every element is counted once: a parameter knows whether this rank counts it (`ShardSpec.is_counted_by`), and on ZeRO
-stage 0, where replicas hold the same elements, they divide the parameters among themselves. The matrix of every expert
+Every element is counted once: a parameter knows whether this rank counts it (`ShardSpec.is_counted_by`), and replicas
+that hold the same elements, as on ZeRO stage 0, divide the parameters among themselves. The matrix of every expert
 counts as a parameter.
 """
 
@@ -67,9 +67,8 @@ class ParameterNorms:
                 self.parts_of[local.run].append(part)
 
     def _is_counted(self, local: LocalSegment, row: int) -> bool:
-        group = local.bucket.group
-        divided = local.bucket.options.stage > 0 or row % group.size == group.rank
-        return divided and local.spec.is_counted_by(self._mesh)
+        holders = local.bucket.group if local.bucket.options.stage == 0 else local.bucket.across
+        return row % holders.size == holders.rank and local.spec.is_counted_by(self._mesh)
 
     def table(self, columns: int) -> Tensor:
         """Zeros to which `add` adds: a row for each parameter."""

@@ -16,8 +16,8 @@ class SGD(Optimizer[SGDConfig]):
     """PyTorch's operator. Elementwise: a shard is updated as it would be within the whole parameter."""
 
     @property
-    def usual_momentum(self) -> float:
-        return self.settings.sgd_momentum
+    def usual_momentum(self) -> float | None:
+        return self.settings.sgd_momentum or None  # without one there is no state for a schedule's
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         momentum = self.momentum

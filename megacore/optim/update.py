@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -26,9 +27,10 @@ from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.lr_schedules import momentum, weight_decay
 from megacore.optim.nonfinite import Copies, NonFinite, copies_of, non_finite_state
-from megacore.optim.offload import host_cores, step_on_host
+from megacore.optim.offload import all_threads, host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
 from megacore.optim.spikes import SpikeGuard
+from megacore.optim.weight_average import WeightAverage
 from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
@@ -105,6 +107,15 @@ class WeightUpdate:
         mesh: this rank's groups.
         config: resolved.
         shared: global names of tied parameters -> the ranks over which their gradients are summed.
+
+    Attributes:
+        optimizer: over the shards.
+        average: of the weights, with --ema-decay; None: there is none.
+        scaler: of the loss.
+        updates: done, without skipped steps.
+        skipped_steps: so far.
+        last_loss: mean loss of the last step whose loss was finite.
+        guard: against spikes.
     """
 
     def __init__(
@@ -118,14 +129,17 @@ class WeightUpdate:
         self.data_parallel, self.mesh = data_parallel, mesh
         self.optimizer = build_optimizer(data_parallel.runs, config)
         self.optimizer.attach(data_parallel.segments, mesh, config)
+        decay = config.average.ema_decay
+        self.average = None if decay is None else WeightAverage(data_parallel, self.optimizer, decay=decay)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
-        self.last_loss = 0.0  # mean loss of the last finite step
+        self.last_loss = 0.0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = bool(config.parallel.sequence_parallel)
         self._config, self._train_iters = config.optimizer, config.training.train_iters
+        self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
         self._clip = config.optimizer.clip_grad
         self._adaptive_clip = AdaptiveClip(config.optimizer) if config.optimizer.clip_grad_adaptive else None
         warmup = config.optimizer.lr_warmup_iters * config.training.global_batch_size  # samples
@@ -178,6 +192,8 @@ class WeightUpdate:
             exact=exact,
         )
         self._set_rates(step)
+        if self.average is not None:
+            self.average.begin()
         limits = self.guard.limits(step)
         queue_more = None
         if data_parallel.options.offload:
@@ -206,6 +222,9 @@ class WeightUpdate:
             step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
         elif not data_parallel.options.one_pass:
             self._step_in_place(self._factor(norm, scale), lr)
+        if self.average is not None:
+            with all_threads(self._host_cores) if data_parallel.options.offload else nullcontext():
+                self.average.update()
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
         if self._adaptive_clip is not None:
@@ -217,7 +236,8 @@ class WeightUpdate:
         optimizer, config = self.optimizer, self._config
         optimizer.weight_decay = weight_decay(step, config, train_iters=self._train_iters)
         if (usual := optimizer.usual_momentum) is not None:
-            optimizer.momentum = momentum(step, config, usual=usual, train_iters=self._train_iters)
+            position = step if self._ramp is None else self._ramp.full_steps(step)  # as the learning rate
+            optimizer.momentum = momentum(position, config, usual=usual, train_iters=self._train_iters)
 
     def _reject(self, spike: str) -> None:
         """Count a spike.
@@ -491,8 +511,9 @@ def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[Tensor]:
     """The flat gradients whose squares this rank adds; over all ranks they are the model's, each entry once."""
     for bucket, members in groupby(counted, key=lambda local: local.bucket):
         gradients = bucket.gradients([local.segment for local in members])
-        if bucket.options.stage == 0:  # every replica has all of them: each adds its part
-            gradients = [part_of_rank(gradient, bucket.group.rank, bucket.group.size) for gradient in gradients]
+        holders = bucket.group if bucket.options.stage == 0 else bucket.across
+        if holders.size > 1:  # each of them has all of these: it adds its part
+            gradients = [part_of_rank(gradient, holders.rank, holders.size) for gradient in gradients]
         yield from gradients
 
 

@@ -27,7 +27,7 @@ from megacore.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
 from megacore.zero.flat import FlatLayout, Segment, contiguous_slices
@@ -109,8 +109,9 @@ class Bucket:
 
     Args:
         parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
-        group: the ranks that hold the same parameters; a group of one has stage 0.
+        group: the ranks that hold the same parameters, and shard their state; a group of one has stage 0.
         options: how state is sharded.
+        across: ranks of other such groups that hold the same shard.
 
     Attributes:
         segments: the parts of parameters in this rank's shard.
@@ -120,15 +121,18 @@ class Bucket:
         gathers: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions, *, across: Group = ALONE
+    ) -> None:
         assert group.size > 1 or options.stage == 0
-        self.parameters, self.group, self.options = list(parameters), group, options
+        assert across.size == 1 or options.stage > 0
+        self.parameters, self.group, self.options, self.across = list(parameters), group, options, across
         self._by_name = {parameter.spec.name: parameter for parameter in parameters}
         self._order = {name: i for i, name in enumerate(self._by_name)}
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
         self.unsplit = {p.spec.name for p in parameters if options.optimizer.takes_whole(p.spec.name, p.spec.shape)}
-        self.layout = FlatLayout(parameters, shards, self.unsplit)
+        self.layout = FlatLayout(parameters, shards, self.unsplit, unit=options.optimizer.shard_unit)
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 
@@ -145,6 +149,8 @@ class Bucket:
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self._reducing: _Reduction | None = None  # under way
+        self._is_partial = False  # whether the shard's sum is of this group's ranks only
+        self._summing: Pending | None = None  # it over `across`, under way
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient of this backward has not arrived
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
@@ -332,6 +338,7 @@ class Bucket:
     def reduce(self) -> None:
         """Begin to sum the gradients over the group; those of parameters that the loss did not use count as zero."""
         self.finish_reduction()
+        self._is_partial = self.across.size > 1
         self._missing.clear()
         if self._in_place:
             return
@@ -364,6 +371,18 @@ class Bucket:
             self._shard_gradients = shard
         else:
             self._shard_gradients += shard
+
+    def begin_sum_across(self) -> None:
+        """Begin to sum the shard over the groups that hold copies of it, once all terms of this group are added."""
+        if self._is_partial:
+            assert self._shard_gradients is not None
+            self._summing, self._is_partial = start_all_reduce_(self._shard_gradients, self.across), False
+
+    def finish_sum_across(self) -> None:
+        """Wait for it."""
+        if self._summing is not None:
+            self._summing.wait()
+            self._summing = None
 
     @property
     def awaits_gradients(self) -> bool:

@@ -5,8 +5,9 @@ backward, as soon as its last gradient has arrived (Li et al. 2020, arXiv 2006.1
 every microbatch's, and only this rank's shard of the sum is kept. On stages 1 and 2 updated parameters are gathered
 after the step, while the next forward runs; on stage 3 layer by layer, before forward and before backward, the next
 layer's ahead of its use. Ranks pair collectives by their order, which must not depend on the gradients that a rank has:
-so buckets are reduced in one order, the last used first. Gradients are summed and not averaged, because the loss is
-already divided by the tokens of the whole global batch.
+so buckets are reduced in one order, the last used first. Where only some replicas shard (--zero-shard-size, as MiCS
+does: Zhang et al. 2022, arXiv 2205.00119), the sums of their shards are added up over the others once per step.
+Gradients are summed and not averaged, because the loss is already divided by the tokens of the whole global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megacore.parallel.sharding import ShardedParameter, ShardSpec, separate_ter
 from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
-from megacore.zero.flat import Segment, assign_buckets
+from megacore.zero.flat import Segment, assign_buckets, round_up
 
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
@@ -232,7 +233,7 @@ class DataParallel:
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
-        groups = {role: self._mesh.replica_group(role) for role in {p.spec.replica_role for p in parameters}}
+        groups = {role: self._mesh.shard_group(role) for role in {p.spec.replica_role for p in parameters}}
         takes_whole = self.options.optimizer.takes_whole
         unsplit = max((4 * p.numel() for p in parameters if takes_whole(p.spec.name, p.spec.shape)), default=0)
         limits = {
@@ -244,9 +245,9 @@ class DataParallel:
         least = {role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if self._sums_in_ring(group)}
         buckets = []
         for members in assign_buckets(parameters, limits, self._separate, least=least):
-            group = groups[members[0].spec.replica_role]
-            options = self.options if group.size > 1 else replace(self.options, stage=0)
-            buckets.append(Bucket(members, group, options))
+            role = members[0].spec.replica_role
+            options = self.options if groups[role].size > 1 else replace(self.options, stage=0)
+            buckets.append(Bucket(members, groups[role], options, across=self._mesh.across_group(role)))
         return buckets
 
     def _sums_in_ring(self, group: Group) -> bool:
@@ -410,6 +411,10 @@ class DataParallel:
             bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
+        for bucket in self.buckets:
+            bucket.begin_sum_across()
+        for bucket in self.buckets:
+            bucket.finish_sum_across()
 
     def begin_download(self) -> None:
         """With `offload`, begin to copy this rank's gradients to host memory, the buckets in the order of their use. An
@@ -604,13 +609,19 @@ def _local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
         return bucket.options.groups.scale_of(segment.name)
 
     for members in bucket.contiguous_segments(lambda segment: (is_matrix(segment), scale(segment))):
-        elements = slice(members[0].shard_slice.start, members[-1].shard_slice.stop)
+        shape = shapes[members[0].name] if members[0].name in bucket.unsplit else None
+        stop = members[-1].shard_slice.stop
+        if bucket.options.exact_terms and shape is None:
+            # With the padding that follows: operators may round the last elements of a tensor otherwise than others,
+            # and layouts differ in which elements are the last.
+            stop = min(round_up(stop), bucket.layout.shard_size)
+        elements = slice(members[0].shard_slice.start, stop)
         run = LocalRun(
             bucket=bucket,
             shard_slice=elements,
             master=nn.Parameter(bucket.master[elements].detach(), requires_grad=False),
             is_matrix=is_matrix(members[0]),
-            shape=shapes[members[0].name] if members[0].name in bucket.unsplit else None,
+            shape=shape,
             scale=scale(members[0]),
         )
         for segment in members:

@@ -8,6 +8,7 @@ sharded state independent of the sharding.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class FlatLayout:
         shards: number of equal shards.
         whole: names of parameters that no shard may split. They follow the others, and are distributed over the shards
             so that the largest shard is small.
+        unit: parameters and shards begin at multiples of this many elements too, such as the blocks of a quantizer.
 
     Attributes:
         offsets: name -> offset of the parameter, in ascending order.
@@ -62,17 +64,23 @@ class FlatLayout:
     """
 
     def __init__(
-        self, parameters: Sequence[ShardedParameter], shards: int, whole: Collection[str] = frozenset()
+        self,
+        parameters: Sequence[ShardedParameter],
+        shards: int,
+        whole: Collection[str] = frozenset(),
+        *,
+        unit: int = 1,
     ) -> None:
+        unit = math.lcm(unit, ALIGNMENT)
         self._sizes = {parameter.spec.name: parameter.numel() for parameter in parameters}
-        unsplit = {n: _aligned(size) for n, size in self._sizes.items() if n in whole} if shards > 1 else {}
+        unsplit = {n: round_up(size, unit) for n, size in self._sizes.items() if n in whole} if shards > 1 else {}
         self.offsets: dict[str, int] = {}
         used = 0
         for name, size in self._sizes.items():
             if name not in unsplit:
                 self.offsets[name] = used
-                used += _aligned(size)
-        self.shard_size = _smallest_shard(used, unsplit, shards)
+                used += round_up(size, unit)
+        self.shard_size = _smallest_shard(used, unsplit, shards, unit)
         self.offsets |= _offsets_of_unsplit(used, unsplit, shards, self.shard_size) or {}
         self.offsets = dict(sorted(self.offsets.items(), key=lambda item: item[1]))
         self.size = self.shard_size * shards
@@ -93,21 +101,22 @@ class FlatLayout:
         return segments
 
 
-def _smallest_shard(used: int, unsplit: Mapping[str, int], shards: int) -> int:
+def _smallest_shard(used: int, unsplit: Mapping[str, int], shards: int, unit: int) -> int:
     """The smallest shard size that bisection finds into which all parameters fit.
 
     Args:
         used: elements before the unsplit parameters.
         unsplit: name -> elements, aligned.
         shards: number of shards.
+        unit: of which the size is a multiple.
     """
     total = used + sum(unsplit.values())
-    low = max(_aligned(-(-total // shards)), max(unsplit.values(), default=0))
-    high = max(low, _aligned(total))
+    low = max(round_up(-(-total // shards), unit), max(unsplit.values(), default=0))
+    high = max(low, round_up(total, unit))
     while low < high:
-        middle = (low + high) // 2 // ALIGNMENT * ALIGNMENT
+        middle = (low + high) // 2 // unit * unit
         if _offsets_of_unsplit(used, unsplit, shards, middle) is None:
-            low = middle + ALIGNMENT
+            low = middle + unit
         else:
             high = middle
     return high
@@ -132,7 +141,7 @@ def contiguous_slices(segments: Iterable[Segment]) -> list[slice]:
     """The segments' slices of their shard, in order; those that only padding separates become one slice."""
     joined: list[slice] = []
     for elements in (segment.shard_slice for segment in segments):
-        if joined and _aligned(joined[-1].stop) == elements.start:
+        if joined and round_up(joined[-1].stop) == elements.start:
             elements = slice(joined.pop().start, elements.stop)
         joined.append(elements)
     return joined
@@ -189,5 +198,6 @@ def assign_buckets(
     return buckets
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+def round_up(elements: int, unit: int = ALIGNMENT) -> int:
+    """To a multiple of `unit`."""
+    return -(-elements // unit) * unit

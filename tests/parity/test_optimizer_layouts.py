@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[Layout, Changes]] = {
     "tp2 dp2 z0": ((2, 1, 2), {}),
     "tp2 dp2 z3": ((2, 1, 2), {"zero_stage": 3}),
     "dp4 z2": ((1, 1, 4), {"zero_stage": 2}),
+    "dp4 z3 shards of 2": ((1, 1, 4), {"zero_stage": 3, "zero_shard_size": 2}),
 }
 EXPERTS: Changes = {"num_experts": 4, "moe_ffn_hidden_size": 16}
 LAYOUTS_OF_EXPERTS: dict[str, tuple[Layout, Changes]] = {
@@ -113,7 +114,9 @@ def test_two_ranks_train_as_one_process(optimizer: str, names: list[str], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [["tp2 sp dp2 z1", "tp2 pp2 z0"], ["tp2 dp2 z0", "tp2 dp2 z3", "dp4 z2"]], ids=str)
+@pytest.mark.parametrize(
+    "names", [["tp2 sp dp2 z1", "tp2 pp2 z0"], ["tp2 dp2 z0", "tp2 dp2 z3"], ["dp4 z2", "dp4 z3 shards of 2"]], ids=str
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_four_ranks_train_as_one_process(optimizer: str, names: list[str], tmp_path: Path) -> None:
     compare([(optimizer, name) for name in names], tmp_path)

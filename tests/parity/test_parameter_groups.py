@@ -80,6 +80,48 @@ def test_layouts_agree_and_frozen_parameters_stay(layout: Layout, changes: dict[
     assert all(torch.equal(found.final[name], found.initial[name]) for name in frozen)
 
 
+DECOUPLED: dict[str, Any] = {
+    "lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 4e-3, "decoupled_min_lr": 2e-3, "lr_warmup_iters": 2, "train_iters": 5,
+    "untie_embeddings_and_output_weights": True, "lr_decay_style": "linear",
+}  # fmt: skip
+
+
+def test_embedding_and_head_have_the_rate_of_decoupled_lr(tmp_path: Path) -> None:
+    """Against torch's AdamW with Megatron-LM's two parameter groups; the rates are computed by hand."""
+    config = make_config((1, 1, 1), tmp_path, clip_grad=0.0, weight_decay=0.0, **DECOUPLED)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+    parameters = trainer.model.parameters
+    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    outer = ("embedding.tokens.weight", "head.weight")
+    groups = [{"params": [copies[name]], "lr": 1.0, "weight_decay": 0.0} for name in copies]
+    twin = torch.optim.AdamW(groups, betas=(config.adamw.adam_beta1, config.adamw.adam_beta2))
+    usual = [0.5e-3, 1e-3, 0.7e-3, 0.4e-3, 0.1e-3]
+    decoupled = [2e-3, 4e-3, 4e-3 - 2e-3 / 3, 4e-3 - 4e-3 / 3, 2e-3]
+    for step in range(5):
+        result = trainer.train_step(next(trainer.batches))
+        assert result.lr == pytest.approx(usual[step], rel=1e-12)
+        for group, (name, copy) in zip(twin.param_groups, copies.items(), strict=True):
+            group["lr"] = decoupled[step] if name in outer else usual[step]
+            gradient = parameters[name].grad
+            assert gradient is not None
+            copy.grad = gradient.clone()
+        twin.step()
+    for name, copy in copies.items():
+        torch.testing.assert_close(parameters[name].detach(), copy, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(("layout", "changes"), [((1, 2, 1), {}), ((2, 1, 1), {"zero_stage": 1})], ids=str)
+@pytest.mark.slow
+def test_layouts_agree_on_decoupled_rates(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
+    expected = train_decoupled(0, 1, str(tmp_path), (1, 1, 1), {})
+    agree(run_distributed(train_decoupled, 2, str(tmp_path), layout, changes)[0], expected)
+
+
+def train_decoupled(rank: int, ranks: int, directory: str, layout: Layout, changes: dict[str, Any]) -> Outcome:
+    config = make_config(layout, directory, **{**DECOUPLED, **changes, "untie_embeddings_and_output_weights": False})
+    return outcome_of(make_trainer(config, build_mesh(config.parallel)))
+
+
 def test_the_norm_is_that_of_what_learns(tmp_path: Path) -> None:
     config = make_config((1, 1, 1), tmp_path, **CHANGES)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))

@@ -1,0 +1,154 @@
+"""How fast optimizers learn real text: steps to a given loss, each at its best learning rate of a grid.
+
+    python -m benchmarks.optimizers                    # the table of docs/reference/optimizers.md
+    python -m benchmarks.optimizers --only adamw muon --steps 300 --hidden 128
+
+The text is the sources of Python's standard library, byte by byte; a tenth of its files is for validation. All runs
+begin with the same weights and take the same samples. The loss to reach is that of AdamW after two thirds of the steps,
+at its best learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.parallel.mesh import Mesh
+from megacore.train.gpt_task import GPTTask
+from megacore.train.trainer import Trainer
+from tools.quickstart import corpus_files
+
+Text = NDArray[np.uint8]
+_MOST_BYTES = 8 << 20
+_VALIDATION = 10  # one file of so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """An optimizer with its settings, and the learning rates that are tried."""
+
+    optimizer: str
+    rates: tuple[float, ...]
+    settings: dict[str, Any]
+    weight_decay: float = 0.1
+
+
+_ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+WAYS: dict[str, Way] = {
+    "adamw": Way(optimizer="adamw", rates=_ADAM_RATES, settings={}),
+    "adamw, bf16 moments": Way(optimizer="adamw", rates=_ADAM_RATES, settings={"moments_dtype": "bf16"}),
+    "adamw, int8 moments": Way(optimizer="adamw", rates=_ADAM_RATES, settings={"moments_dtype": "int8"}),
+    "muon": Way(optimizer="muon", rates=_ADAM_RATES, settings={}),
+    "lamb": Way(optimizer="lamb", rates=(5e-3, 1e-2, 2e-2, 4e-2), settings={}),
+    "lion": Way(optimizer="lion", rates=(1e-4, 2e-4, 4e-4, 8e-4), settings={}, weight_decay=1.0),
+    "adafactor": Way(optimizer="adafactor", rates=(1e-2, 2e-2, 4e-2, 8e-2), settings={}),
+}
+
+
+class Bytes:
+    """Samples of a text: bytes and those that follow them, the same position for the same number."""
+
+    def __init__(self, text: NDArray[np.uint8], length: int, samples: int, seed: int) -> None:
+        self._text, self._length = text, length
+        self._starts = np.random.default_rng(seed).integers(0, len(text) - length - 1, samples)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        window = self._text[self._starts[index] :][: self._length + 1].astype(np.int64)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
+
+
+def texts() -> tuple[Text, Text]:
+    """The bytes for training and for validation."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for number, path in enumerate(corpus_files(Path(sysconfig.get_paths()["stdlib"]))):
+        parts[number % _VALIDATION == 0].append(path.read_bytes())
+    training, validation = (np.frombuffer(b"\n".join(files)[:_MOST_BYTES], np.uint8) for files in parts)
+    return training, validation
+
+
+def losses(way: Way, rate: float, options: argparse.Namespace, data: tuple[Text, Text]) -> list[float]:
+    """The validation losses of a run, after every `options.every` steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings: dict[str, Any] = {way.optimizer: OPTIMIZERS[way.optimizer](**way.settings)} if way.settings else {}
+        config = Config(
+            model=ModelConfig(
+                num_layers=options.layers,
+                hidden_size=options.hidden,
+                num_attention_heads=options.heads,
+                vocab_size=256,
+            ),
+            parallel=ParallelConfig(device="cpu"),
+            data=DataConfig(mock_data=True, seq_length=options.seq),
+            optimizer=OptimizerConfig(
+                optimizer=way.optimizer, lr=rate, lr_warmup_iters=options.steps // 20, weight_decay=way.weight_decay
+            ),
+            training=TrainingConfig(
+                train_iters=options.steps,
+                micro_batch_size=options.batch,
+                global_batch_size=options.batch,
+                eval_interval=options.every,
+                eval_iters=8,
+                output_dir=directory,
+            ),
+            **settings,
+        ).resolve(1)
+        mesh = Mesh(device=torch.device("cpu"))
+        training = Bytes(data[0], options.seq, options.steps * options.batch, 1)
+        validation = Bytes(data[1], options.seq, 8 * options.batch, 2)
+        trainer = Trainer(config, mesh, GPTTask(config, mesh), training, validation)
+        found = []
+        for step in range(1, options.steps + 1):
+            trainer.train_step(next(trainer.batches))
+            if step % options.every == 0:
+                found.append(trainer.evaluate() or 0.0)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in {
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "seq": 64,
+        "batch": 8,
+        "steps": 150,
+        "every": 5,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"default: {size}")
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="default: all; adamw always runs")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    data, rows, target = texts(), [], 0.0
+    for name in dict.fromkeys(["adamw", *options.only]):
+        runs = {rate: losses(WAYS[name], rate, options, data) for rate in WAYS[name].rates}
+        best = min(runs, key=lambda rate: runs[rate][-1])
+        if name == "adamw":
+            target = runs[best][len(runs[best]) * 2 // 3 - 1]
+        after = [options.every * (number + 1) for number, loss in enumerate(runs[best]) if loss <= target]
+        edge = " (the edge of the grid)" if best in (WAYS[name].rates[0], WAYS[name].rates[-1]) else ""
+        rows.append(f"| {name} | {best:g}{edge} | {after[0] if after else 'not reached'} | {runs[best][-1]:.3f} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+    print(f"| optimizer | best `--lr` | steps to a loss of {target:.3f} | loss after {options.steps} steps |")
+    print("|---|---|---|---|")
+    print("\n".join(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The section of the moving average of the weights (megacore/optim/weight_average.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from megacore.config.fields import Range, Section
+from megacore.config.optimizers import StateKind
+
+EMA = StateKind(name="ema", first="weights")
+"""The average, which is kept beside the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig(Section):
+    """An exponential moving average of the weights."""
+
+    ema_decay: Annotated[float | None, Range(above=0, below=1)] = None
+    """Keeps an exponential moving average of the weights (docs/reference/optimizers.md): after each update it is this
+    times itself plus the rest times the weights. It begins with the weights before the first update. Default: none."""
+    eval_ema: bool = False
+    """Evaluates the average of --ema-decay instead of the weights."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        """What is kept beside the optimizer's state."""
+        return () if self.ema_decay is None else (EMA,)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of `state` per parameter."""
+        return sum(kind.bytes_per_element for kind in self.state)
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.eval_ema and self.ema_decay is None and not wrong & {"eval_ema", "ema_decay"}:
+            yield "--eval-ema needs --ema-decay, whose average it evaluates: add for example --ema-decay 0.999"

@@ -1,0 +1,264 @@
+"""--moments-dtype: what is rounded and how, and that every layout keeps the same bits of moments in 16 and 8 bits."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacore.config import AdamWConfig, validate
+from megacore.optim.block_moments import decoded_mean, decoded_square, encoded_mean, encoded_square
+from megacore.optim.moments import global_indices
+from megacore.optim.rounded_moments import random_bits, rounded
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.sharding import ShardSpec
+from megacore.train.trainer import Trainer
+from megacore.zero.flat import FlatLayout
+from megacore.zero.memory import measured_bytes
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, bitwise, make_config, make_trainer, outcome_of
+from tests.unit.test_optimizers import ADAM, drawn, updated
+
+Changes = dict[str, Any]
+STEPS = 4
+KINDS = ("final", "gradients", "initial")
+LAYOUTS: dict[str, tuple[Layout, Changes]] = {
+    "tp2": ((2, 1, 1), {}),
+    "pp2": ((1, 2, 1), {}),
+    "z0": ((1, 1, 2), {}),
+    "z1": ((1, 1, 2), {"zero_stage": 1}),
+    "z2": ((1, 1, 2), {"zero_stage": 2}),
+    "z3": ((1, 1, 2), {"zero_stage": 3}),
+    "offload": ((1, 1, 2), {"zero_stage": 1, "offload_optimizer": True, "clip_grad": 0.0}),
+    "tp2 sp dp2 z1": ((2, 1, 2), {"sequence_parallel": True, "zero_stage": 1}),
+    "tp2 dp2 z3": ((2, 1, 2), {"zero_stage": 3}),
+    "tp4": ((4, 1, 1), {}),
+}
+
+
+# ---- rounding
+
+
+def test_random_rounding_takes_the_two_neighbours_with_the_exact_mean() -> None:
+    bits = random_bits(torch.arange(100_000), 12345, torch.tensor(7.0))
+    for value in (1.0 + 1 / 1024, -3.3e-5, 7e8):
+        found = rounded(torch.full((100_000,), value), bits)
+        low, high = float(found.min()), float(found.max())
+        assert torch.equal(found, found.bfloat16().float())
+        assert low < value < high
+        assert high - low <= abs(value) / 128
+        assert float(found.double().mean()) == pytest.approx(value, abs=(high - low) / 100)  # 6 deviations
+    exact = torch.tensor([0.0, 1.5, -(2.0**-100), torch.inf, -torch.inf, torch.nan])
+    assert torch.equal(rounded(exact, torch.full((6,), 0xFFFF)).nan_to_num(), exact.nan_to_num())
+
+
+def test_random_bits_are_those_of_splitmix() -> None:
+    """The reference in Python's integers: position and step go in by odd factors."""
+    mask = (1 << 64) - 1
+    for index, key, step in ((0, 0, 1), (123456789012, (1 << 63) + 5, 99)):
+        bits = (index * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + key) & mask
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+        bits ^= bits >> 31
+        found = random_bits(torch.tensor([index]), key, torch.tensor(float(step)))
+        assert int(found) & mask == bits
+
+
+def test_8_bits_are_the_nearest_of_a_table() -> None:
+    """Against brute force over all codes: nearest in the domain of the root, in fp64."""
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 0, 4096)
+    scale = values.abs().max()
+    found = decoded_mean(encoded_mean(values, scale.expand(4096)), scale.expand(4096)).double()
+    codes = np.arange(-127, 128)
+    roots = np.sign(values.double().numpy()) * np.sqrt(values.double().abs().numpy() / float(scale))
+    nearest = codes[np.abs(codes[:, None] / 127 - roots).argmin(0)]
+    torch.testing.assert_close(
+        found, torch.from_numpy(np.sign(nearest) * (nearest / 127) ** 2 * float(scale)), rtol=1e-6, atol=0
+    )
+
+    squares = values.square()
+    largest = squares.max()
+    found = decoded_square(encoded_square(squares, largest.expand(4096)), largest.expand(4096)).double()
+    codes = np.arange(1, 256)
+    nearest = codes[np.abs(codes[:, None] / 255 - (squares.double().numpy() / float(largest)) ** 0.25).argmin(0)]
+    torch.testing.assert_close(found, torch.from_numpy((nearest / 255) ** 4 * float(largest)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.3e-4, 7.7e-21, 1e12])
+def test_values_that_were_8_bits_stay_as_they_are(scale: float) -> None:
+    scales = torch.full((256,), scale)
+    means = torch.arange(-127, 128, dtype=torch.int8)
+    assert torch.equal(encoded_mean(decoded_mean(means, scales[:255]), scales[:255]), means)
+    squares = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(encoded_square(decoded_square(squares, scales), scales), squares)
+    zeros = torch.zeros(3)
+    assert not encoded_mean(zeros, zeros).any()
+    assert not encoded_square(zeros, zeros).any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices", "local"),
+    [
+        ((6, 4), ((2, 4), (0, 4)), (2, 4)),
+        ((6, 4), ((0, 6), (1, 3)), (6, 2)),
+        ((7, 4), ((4, 7), (0, 4)), (4, 4)),
+        ((3, 4, 5), ((1, 3), (0, 4), (2, 4)), (2, 4, 3)),
+        ((), (), ()),
+    ],
+)
+def test_positions_in_the_whole_parameter(
+    shape: tuple[int, ...], slices: tuple[tuple[int, int], ...], local: tuple[int, ...]
+) -> None:
+    spec = ShardSpec(name="a", shape=shape, slices=slices)
+    size = int(np.prod(shape))
+    whole = torch.arange(size).view(shape)
+    expected = torch.full(local, -1)
+    spec.unpadded(expected).copy_(spec.take(whole)) if shape else expected.copy_(whole.view(()))
+    found = global_indices(spec, local, 0, expected.numel(), torch.device("cpu"))
+    assert torch.equal(torch.where(found < size, found, -1), expected.view(-1))
+    assert torch.equal(global_indices(spec, local, 1, expected.numel(), torch.device("cpu")), found[1:])
+
+
+def test_steps_are_close_to_those_of_fp32() -> None:
+    weights, gradients = drawn(0), [drawn(seed) for seed in range(1, 21)]
+    exact = updated(ADAM, weights, gradients)
+    for dtype, bound in (("bf16", 0.01), ("int8", 0.04)):
+        settings = AdamWConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, moments_dtype=dtype)  # type: ignore[arg-type]
+        for name, value in updated(settings, weights, gradients).items():
+            change = (exact[name] - weights[name].float()).norm()
+            assert 0 < (value - exact[name]).norm() < bound * change, (dtype, name)
+
+
+# ---- layouts
+
+
+def trainer_of(dtype: str, layout: Layout, directory: Path | str, **changes: Any) -> Trainer:
+    compute_reproducibly()
+    fixed = {"num_layers": 2, "train_iters": STEPS, "micro_batch_size": 1, "lr_warmup_iters": 1, "reproducible": True}
+    config = make_config(layout, directory, moments_dtype=dtype, **{**fixed, **changes})
+    alone = layout == (1, 1, 1)
+    return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
+
+
+def outcomes(rank: int, ranks: int, directory: str, cases: list[tuple[str, str]]) -> list[Outcome]:
+    found = []
+    for dtype, name in cases:
+        layout, changes = LAYOUTS[name]
+        found.append(outcome_of(trainer_of(dtype, layout, directory, **changes), moments=True))
+    return found
+
+
+@functools.cache
+def alone(dtype: str, clip: float, directory: str) -> Outcome:
+    return outcome_of(trainer_of(dtype, (1, 1, 1), directory, clip_grad=clip), moments=True)
+
+
+def require_same_bits(ranks: int, cases: list[tuple[str, str]], directory: Path) -> None:
+    found = run_distributed(outcomes, ranks, str(directory), cases, timeout=120)[0]
+    for (dtype, name), outcome in zip(cases, found, strict=True):
+        expected = alone(dtype, LAYOUTS[name][1].get("clip_grad", 0.5), str(directory))
+        bitwise(outcome, expected, KINDS)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for parameter, value in expected.moments[kind].items():
+                assert torch.equal(outcome.moments[kind][parameter], value), (dtype, name, kind, parameter)
+
+
+def test_layouts_keep_the_same_bits(tmp_path: Path) -> None:
+    require_same_bits(2, [("int8", "tp2")], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("names", [["tp2", "pp2"], ["z0", "z1"], ["z2", "z3", "offload"]], ids=str)
+def test_two_ranks_keep_the_same_bits(dtype: str, names: list[str], tmp_path: Path) -> None:
+    require_same_bits(2, [(dtype, name) for name in names], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("names", [["tp2 sp dp2 z1", "tp2 dp2 z3"], ["tp4"]], ids=str)
+def test_four_ranks_keep_the_same_bits(dtype: str, names: list[str], tmp_path: Path) -> None:
+    require_same_bits(4, [(dtype, name) for name in names], tmp_path)
+
+
+def rest_of(trainer: Trainer) -> Outcome:
+    losses = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(STEPS // 2)]
+    return Outcome(losses, [], {}, {}, {}, {})
+
+
+def saved(rank: int, ranks: int, directory: str, dtype: str, name: str) -> Outcome:
+    """Half of the steps, a checkpoint, then the other half."""
+    layout, changes = LAYOUTS[name]
+    trainer = trainer_of(dtype, layout, directory, **changes)
+    rest_of(trainer)
+    trainer.save()
+    return rest_of(trainer)
+
+
+def resumed(rank: int, ranks: int, directory: str, dtype: str, name: str) -> Outcome:
+    layout, changes = LAYOUTS[name]
+    return rest_of(trainer_of(dtype, layout, directory, load=directory, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_resumed_run_continues_bit_for_bit_on_another_layout(dtype: str, tmp_path: Path) -> None:
+    expected = run_distributed(saved, 2, str(tmp_path), dtype, "tp2", timeout=60)[0]
+    bitwise(run_distributed(resumed, 2, str(tmp_path), dtype, "z3", timeout=60)[0], expected)
+    bitwise(rest_of(trainer_of(dtype, (1, 1, 1), tmp_path, load=str(tmp_path))), expected)
+
+
+def test_a_checkpoint_of_fp32_is_continued_in_8_bits(tmp_path: Path) -> None:
+    before = trainer_of("fp32", (1, 1, 1), tmp_path)
+    rest_of(before)
+    before.save()
+    after = trainer_of("int8", (1, 1, 1), tmp_path, load=str(tmp_path))
+    for local, other in zip(before.model.data_parallel.segments, after.model.data_parallel.segments, strict=True):
+        exact, found = (t.update.optimizer.values(s, "exp_avg") for t, s in ((before, local), (after, other)))
+        assert exact is not None
+        assert found is not None
+        assert float((exact - found).abs().max()) <= 1.001 / 127 * float(exact.abs().max())
+
+
+def test_memory_and_padding(tmp_path: Path) -> None:
+    per_parameter = {}
+    for dtype in ("fp32", "bf16", "int8"):
+        trainer = trainer_of(dtype, (1, 1, 1), tmp_path, hidden_size=64)
+        trainer.train_step(next(trainer.batches))
+        held = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)["optimizer"]
+        per_parameter[dtype] = held / sum(p.numel() for p in trainer.model.data_parallel.parameters)
+    assert per_parameter == pytest.approx({"fp32": 8.0, "bf16": 4.0, "int8": 2.03}, rel=0.01)
+    planned = {d: AdamWConfig(moments_dtype=d).bytes_per_parameter for d in ("fp32", "bf16", "int8")}
+    assert planned == {"fp32": 8, "bf16": 4, "int8": 2.03125}
+
+
+def test_shards_end_between_blocks() -> None:
+    """GPT-2's shapes on 8 replicas: every shard has whole blocks, and padding is below 1%."""
+
+    class Parameter:
+        def __init__(self, name: str, size: int) -> None:
+            self.spec, self._size = ShardSpec(name=name, shape=(size,)), size
+
+        def numel(self) -> int:
+            return self._size
+
+    sizes = [768, 768, 2304 * 768, 2304, 768 * 768, 768, 768, 768, 3072 * 768, 3072, 3072 * 768, 768]
+    parameters: Any = [Parameter(str(number), size) for number, size in enumerate(sizes)]
+    layout = FlatLayout(parameters, 8, unit=AdamWConfig(moments_dtype="int8").shard_unit)
+    segments = [segment for shard in range(8) for segment in layout.segments(shard)]
+    assert all(segment.start % 256 == 0 for segment in segments)
+    assert layout.padding <= 0.01 * layout.size
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for optimizer in ("adam", "lamb", "muon"):
+        (problem,) = validate(make_config((1, 1, 1), tmp_path, optimizer=optimizer, moments_dtype="bf16"), 1)
+        assert problem == (
+            f"--moments-dtype bf16 is not possible with --optimizer {optimizer}: leave it out, or use --optimizer adamw"
+        )
+    (problem,) = validate(make_config((1, 1, 1), tmp_path, optimizer="lion", moments_dtype="int8"), 1)
+    assert "--moments-dtype int8 has no effect with --optimizer lion" in problem

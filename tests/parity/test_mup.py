@@ -1,0 +1,107 @@
+"""--mup-base-width: table 8 of the paper, parameter by parameter; the coordinate check; layouts; refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import validate
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, agree, gather, make_config, make_trainer, outcome_of
+from tools import mup_check
+
+HIDDEN = ("qkv.weight", "output.weight", "up.weight", "down.weight")
+
+
+def trainer_of(layout: Layout, directory: Path | str, **changes: Any) -> Trainer:
+    fixed = {"num_layers": 2, "train_iters": 3, "micro_batch_size": 1, "lr_warmup_iters": 1}
+    config = make_config(layout, directory, **{**fixed, **changes})
+    alone = layout == (1, 1, 1)
+    return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
+
+
+def test_table_8(tmp_path: Path) -> None:
+    """Four times the base width, and heads of twice the size."""
+    mup = {"mup_base_width": 16, "mup_base_head_size": 8}
+    wide, usual = (
+        trainer_of((1, 1, 1), tmp_path, hidden_size=64, untie_embeddings_and_output_weights=True, **changes)
+        for changes in (mup, {})
+    )
+    model = wide.config.model
+    assert model.logits_divisor == 4
+    assert model.score_multiplier == pytest.approx(math.sqrt(8) / 16)
+    drawn, plain = (gather(trainer, trainer.mesh, lambda owned: owned.master) for trainer in (wide, usual))
+    for local in wide.model.data_parallel.segments:
+        name, hidden = local.spec.name, local.spec.name.endswith(HIDDEN)
+        torch.testing.assert_close(drawn[name], plain[name] / (2 if hidden else 1))
+        assert local.run.scale.lr == (0.25 if hidden else 1), name
+        assert local.run.scale.weight_decay == (4 if hidden else 1), name
+        assert not local.run.scale.frozen
+
+
+def test_the_base_width_is_the_usual_model(tmp_path: Path) -> None:
+    base, usual = (outcome_of(trainer_of((1, 1, 1), tmp_path, **changes)) for changes in ({"mup_base_width": 32}, {}))
+    assert base.losses == usual.losses
+
+
+def test_the_resolved_configuration_is_resolved_to_itself(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, mup_base_width=16, mup_base_head_size=4)
+    assert validate(config, 1) == []
+    assert config.resolve(1) == config
+
+
+def test_changes_do_not_depend_on_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The coordinate check: Yang et al. 2022, appendix D.1."""
+    picture = tmp_path / "mup.svg"
+    assert mup_check.main(["--widths", "32", "64", "128", "--steps", "4", "-o", str(picture)]) == 0
+    rows = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:5]]
+    hidden, logits, usual_hidden, usual_logits = (float(slope) for _, slope in rows)
+    assert abs(hidden) < 0.2
+    assert abs(logits) < 0.25
+    assert usual_hidden > 0.4
+    assert usual_logits > 0.6
+    assert all(f">change of {quantity}, muP<" in picture.read_text() for quantity in mup_check.QUANTITIES)
+    assert mup_check.main(["--widths", "30", "64"]) == 2
+    assert "must be two or more multiples of 16" in capsys.readouterr().err
+
+
+def outcomes(rank: int, ranks: int, directory: str, cases: list[tuple[Layout, dict[str, Any]]]) -> list[Any]:
+    return [outcome_of(trainer_of(layout, directory, mup_base_width=8, **changes)) for layout, changes in cases]
+
+
+@pytest.mark.slow
+def test_layouts_train_as_one_process(tmp_path: Path) -> None:
+    cases: list[tuple[Layout, dict[str, Any]]] = [
+        ((2, 1, 1), {}),
+        ((1, 2, 1), {}),
+        ((1, 1, 2), {"zero_stage": 3}),
+        ((1, 1, 2), {"zero_stage": 1, "optimizer": "adam"}),
+    ]
+    for (_, changes), found in zip(
+        cases, run_distributed(outcomes, 2, str(tmp_path), cases, timeout=60)[0], strict=True
+    ):
+        optimizer = {name: value for name, value in changes.items() if name == "optimizer"}
+        agree(found, outcome_of(trainer_of((1, 1, 1), tmp_path, mup_base_width=8, **optimizer)))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    def problems(**changes: Any) -> list[str]:
+        return validate(make_config((1, 1, 1), tmp_path, **changes), 1)
+
+    assert problems(mup_base_width=16, optimizer="muon") == [
+        "--mup-base-width 16 has no rule for the learning rates of --optimizer muon: use --optimizer adamw, adam or "
+        "lion, or leave it out"
+    ]
+    found = problems(mup_base_width=16, num_experts=4, moe_ffn_hidden_size=16)
+    assert "--mup-base-width 16 has no rule for routers: leave it out, or --num-experts" in found
+    (problem,) = problems(mup_base_head_size=8)
+    assert (
+        problem
+        == "--mup-base-head-size 8 has no effect with no --mup-base-width: leave it out, or use --mup-base-width"
+    )

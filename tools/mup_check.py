@@ -1,0 +1,155 @@
+"""Check by coordinates that muP makes activations independent of the width, and draw it.
+
+    python tools/mup_check.py -o mup.svg
+    python tools/mup_check.py --widths 64 128 256 512 --lr 0.01 -o mup.png
+
+Models of several widths take a few steps on generated tokens, with muP and without. The tool prints by how much the
+hidden states after the last block and the logits have changed since the first step (mean magnitude), and the slope of
+each over the width, on logarithmic axes: with muP it is about 0, because steps change what the model computes as much
+at any width. Without, it is above 0: the learning rate that is right for one width is too large for a wider model
+(Yang et al. 2022, arXiv 2203.03466, appendix D.1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.config import Config, DataConfig, ModelConfig, MupConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megacore.data.gpt.mock import MockDataset
+from megacore.data.loading.loader import Microbatch
+from megacore.errors import UserError
+from megacore.parallel.mesh import Mesh
+from megacore.plan.canvas import require_writable, save
+from megacore.plan.curve_picture import Curve, curves
+from megacore.train.gpt_task import GPTTask
+from megacore.train.step import TrainStep
+
+_LAYERS, _VOCAB, _SEQUENCE, _BATCH, _HEAD = 2, 64, 32, 8, 16
+QUANTITIES = ("hidden states", "logits")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused."""
+    parser = ToolParser(
+        prog="mup_check.py",
+        description="Check that muP (--mup-base-width) makes the steps of hidden states and logits independent of the "
+        "width, and draw them over the width.",
+    )
+    add = parser.add_argument
+    add(
+        "--widths",
+        type=positive,
+        nargs="+",
+        default=[64, 128, 256, 512],
+        metavar="N",
+        help=f"hidden sizes, multiples of {_HEAD}, two or more; the first is the base. Default: 64 128 256 512.",
+    )
+    add("--steps", type=positive, default=5, metavar="N", help="steps of each model. Default: 5.")
+    add("--lr", type=float, default=0.01, metavar="X", help="learning rate at the base width. Default: 0.01.")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="picture to write: .svg, or .png (needs matplotlib). Default: none.",
+    )
+    return run_tool(parser, argv, _check)
+
+
+def _check(args: argparse.Namespace) -> None:
+    widths = sorted(set(args.widths))
+    if len(widths) < 2 or any(width % _HEAD for width in widths):
+        raise UserError(f"--widths {' '.join(map(str, args.widths))} must be two or more multiples of {_HEAD}")
+    if not 0 < args.lr < math.inf:
+        raise UserError(f"--lr {args.lr} must be above 0 and finite")
+    if args.output is not None:
+        require_writable(args.output)
+    panels = []
+    print("".ljust(28), *(f"{width:>10}" for width in widths), "     slope")
+    for base in (widths[0], None):
+        found = [changes(width, base, steps=args.steps, lr=args.lr) for width in widths]
+        for number, quantity in enumerate(QUANTITIES):
+            sizes = [change[number] for change in found]
+            title = f"{quantity}, {'muP' if base else 'without muP'}"
+            print(title.ljust(28), *(f"{size:10.4g}" for size in sizes), f"{slope(widths, sizes):10.2f}")
+            panels.append(Curve(title=f"change of {title}", points=list(zip(map(float, widths), sizes, strict=True))))
+    if args.output is not None:
+        save(curves(f"Changes in {args.steps} steps", panels, x_title="hidden size", logarithmic=True), args.output)
+        print(args.output)
+
+
+def changes(width: int, base: int | None, *, steps: int, lr: float) -> tuple[float, float]:
+    """The mean magnitude of the change of hidden states and logits.
+
+    Args:
+        width: hidden size of the model.
+        base: base width of muP; None: without muP.
+        steps: of training.
+        lr: learning rate, at the base width.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        config = Config(
+            model=ModelConfig(
+                num_layers=_LAYERS, hidden_size=width, num_attention_heads=width // _HEAD, vocab_size=_VOCAB
+            ),
+            mup=MupConfig(mup_base_width=base),
+            parallel=ParallelConfig(device="cpu"),
+            data=DataConfig(mock_data=True, seq_length=_SEQUENCE),
+            optimizer=OptimizerConfig(lr=lr, lr_decay_style="constant", clip_grad=0.0),
+            training=TrainingConfig(
+                train_iters=steps, micro_batch_size=_BATCH, global_batch_size=_BATCH, output_dir=directory
+            ),
+        ).resolve(1)
+        mesh = Mesh(device=torch.device("cpu"))
+        training = TrainStep(GPTTask(config, mesh), config, mesh)
+        data = MockDataset(_VOCAB, _SEQUENCE, _BATCH * (steps + 1), config.training.seed)
+        batches = [_batch(data, first) for first in range(0, len(data), _BATCH)]
+        before = _outputs(training, batches[0])
+        for batch in batches[1:]:
+            training.compute_gradients([batch])
+            training.update_weights()
+        pairs = zip(_outputs(training, batches[0]), before, strict=True)
+        hidden, logits = (float((after - first).abs().mean()) for after, first in pairs)
+    return hidden, logits
+
+
+def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
+    """Of the line of least squares through the logarithms."""
+    xs, ys = [math.log(width) for width in widths], [math.log(size) for size in sizes]
+    middle, level = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - middle) * (y - level) for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
+
+
+def _batch(data: MockDataset, first: int) -> Microbatch:
+    samples = [data[first + number] for number in range(_BATCH)]
+    tensors = {
+        name: torch.stack([torch.from_numpy(sample[name]) for sample in samples])
+        for name in ("tokens", "labels", "loss_mask")
+    }
+    return Microbatch(index=first // _BATCH, **tensors)
+
+
+@torch.no_grad()
+def _outputs(training: TrainStep, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Hidden states after the last block, and logits."""
+    (stage,), x = training.model.chunks, batch.tokens
+    for index in range(len(stage.layers)):
+        hidden, x = x, stage.run_layer(index, x)
+    return hidden.float(), x[..., :_VOCAB].float()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
