@@ -52,6 +52,9 @@ class BertSection(Section):
     """Task on a pair of segments. nsp: does the second segment follow the first, or come from another document? sop:
     are the two segments in order, or swapped? none: no pairs. auto: nsp with --bert-style classic, none with
     modern."""
+    num_token_types: Annotated[int, Range(1, 2)] = 2
+    """Rows of the table of token types, with --bert-style classic. 2: one for each segment of a pair. 1: one for all
+    tokens, as in RoBERTa; needs --sentence-task none."""
     mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
     """Share of the tokens to predict. Of these, 80% are masked, 10% replaced by a random token and 10% kept. Default:
     0.15 with --bert-style classic, 0.3 with modern."""
@@ -92,13 +95,19 @@ class BertSection(Section):
         if not self.packed:
             names = ("global_attention_interval", "local_rotary_base")
             yield from self.without_effect(names, wrong, "--bert-style classic", "--bert-style modern")
+            if self.num_token_types == 1 and self.sentence_task != "none" and "sentence_task" not in wrong:
+                yield (
+                    f"--num-token-types 1 does not tell the segments of --sentence-task {self.sentence_task} apart: "
+                    "use --num-token-types 2, or --sentence-task none"
+                )
             return
         if "sentence_task" not in wrong and self.sentence_task in ("nsp", "sop"):
             yield (
                 f"--sentence-task {self.sentence_task} needs pairs of segments, which --bert-style modern does not "
                 "have: leave it out, or use --bert-style classic"
             )
-        yield from self.without_effect(("short_seq_prob",), wrong, "--bert-style modern", "--bert-style classic")
+        names = ("short_seq_prob", "num_token_types")
+        yield from self.without_effect(names, wrong, "--bert-style modern", "--bert-style classic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +131,10 @@ class BertConfig(Config):
             (
                 *("multi_latent_attention", "attention_pattern", "window_rotary_base", "norm_placement"),
                 *("layernorm_1p", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
-                *("logits_divisor", "add_attention_output_bias", "add_mlp_bias"),
+                *("logits_divisor", "attn_logit_softcapping", "final_logit_softcapping"),
+                *("add_attention_output_bias", "add_mlp_bias", "add_output_layer_bias"),
+                "shared_parallel_norm",
+                *("mup_base_width", "mup_base_head_size"),
             ),
             "is for pretrain_gpt.py: leave it out",
         ),

@@ -1,8 +1,8 @@
 """The model section: the shape of the transformer and what its layers are made of.
 
-The defaults are GPT-2. Every other family is a few changes (docs/models.md has them as a table, presets.py as data). A
-flag that would have no effect is refused: a rotary base with learned positions is a mistake that would otherwise cost
-weeks of training.
+The defaults are GPT-2. Every other family is a few changes (docs/reference/models.md has them as a table, presets.py as
+data). A flag that would have no effect is refused: a rotary base with learned positions is a mistake that would
+otherwise cost weeks of training.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from typing import Annotated, Any, Literal
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Flag, Range, Section, flag
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
-from megacore.config.messages import divisors, nearest_multiples, one_of
+from megacore.config.messages import counted, divisors, nearest_multiples, one_of
+from megacore.config.rope_factors import parse_factors
 
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LLAMA3_FIELDS = ("rope_low_freq_factor", "rope_high_freq_factor")
 _YARN_FIELDS = (
     "rope_beta_fast", "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim", "rope_attention_factor", "rope_truncate",
 )  # fmt: skip
-_SCALING_FIELDS = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3_FIELDS, *_YARN_FIELDS)
+_LONGROPE_FIELDS = ("rope_short_factors", "rope_long_factors")
+_SCALING_FIELDS = (
+    *("rope_scaling_factor", "rope_original_max_positions"),
+    *(*_LLAMA3_FIELDS, *_YARN_FIELDS, *_LONGROPE_FIELDS),
+)
 # What each kind of --rope-scaling uses of these.
 _USED_BY_SCALING = {
     "none": (),
@@ -31,6 +36,7 @@ _USED_BY_SCALING = {
     "dynamic": _SCALING_FIELDS[:2],
     "llama3": (*_SCALING_FIELDS[:2], *_LLAMA3_FIELDS),
     "yarn": (*_SCALING_FIELDS[:2], *_YARN_FIELDS),
+    "longrope": (*_SCALING_FIELDS[:2], *_LONGROPE_FIELDS, "rope_attention_factor"),
 }
 
 
@@ -46,8 +52,9 @@ class ModelConfig(Section):
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
     llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, olmoe-1b-7b,
-    deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini, starcoder2-3b, gemma-2b,
-    gemma-3-1b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the
+    deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini, phi-4, starcoder2-3b, gemma-2b,
+    gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b, opt-6.7b, falcon-7b, falcon-40b, gpt-j-6b, pythia-160m,
+    bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the
     model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout,
     --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
@@ -101,9 +108,10 @@ class ModelConfig(Section):
     dimensions, as in OLMoE and OLMo 2."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
-    activation: Literal["gelu", "gelu-exact", "relu", "swiglu", "geglu", "geglu-exact"] = "gelu"
-    """Activation of the feed-forward layer. gelu: the tanh approximation, as in GPT-2. gelu-exact: the erf form.
-    swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, which adds a third matrix."""
+    activation: Literal["gelu", "gelu-exact", "relu", "relu2", "swiglu", "geglu", "geglu-exact"] = "gelu"
+    """Activation of the feed-forward layer. gelu: the tanh approximation, as in GPT-2. gelu-exact: the erf form. relu2:
+    the square of ReLU, as in Primer. swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, which adds a
+    third matrix."""
     disable_bias_linear: bool = False
     """Removes the biases of linear layers."""
     add_qkv_bias: bool = False
@@ -112,24 +120,33 @@ class ModelConfig(Section):
     """Keeps the bias of attention's output projection with --disable-bias-linear."""
     add_mlp_bias: bool = False
     """Keeps the biases of the feed-forward layer with --disable-bias-linear."""
+    add_output_layer_bias: bool = False
+    """Gives the output layer a bias, as in GPT-J."""
     parallel_residual: bool = False
     """Computes attention and feed-forward layer from the same input and adds both to the residual, as in GPT-NeoX."""
+    shared_parallel_norm: bool = False
+    """Lets attention and feed-forward layer of --parallel-residual read one norm, as in GPT-J and Falcon 7B. Otherwise
+    each has its own."""
     position_embedding_type: Literal["learned", "rope", "alibi", "none"] = "learned"
     """How the model encodes positions. learned: a table that is added to the embedding. rope: rotated queries and keys.
     alibi: attention scores decrease with distance. none: no positions."""
+    position_offset: Annotated[int, Range(0, 1000)] = 0
+    """Rows of the position table before that of the first token, as in OPT, whose table has two. No token uses them.
+    --max-position-embeddings does not count them."""
     rotary_base: Annotated[float, Range(above=1)] = 10_000.0
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of a head's dimensions that is rotated, from 0 to 1."""
-    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     """Scaling of the rotary frequencies to contexts longer than the model was trained on. linear: divides all
     frequencies by --rope-scaling-factor. dynamic: depends on the length of the sequence beyond
     --rope-original-max-positions (NTK). llama3: scales only low frequencies. yarn: scales only low frequencies, and
-    enlarges the rotated queries and keys."""
+    enlarges the rotated queries and keys. longrope: divides each frequency by a number of its own and enlarges queries
+    and keys, as in Phi-3 for 128k tokens and Phi-4-mini."""
     rope_scaling_factor: Annotated[float, Range(1)] = 8.0
     """Ratio of the scaled context to the original one."""
     rope_original_max_positions: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Context in tokens before scaling. Default: none; --rope-scaling dynamic, llama3 and yarn require it."""
+    """Context in tokens before scaling. Default: none; --rope-scaling dynamic, llama3, yarn and longrope require it."""
     rope_low_freq_factor: Annotated[float, Range(above=0)] = 1.0
     """--rope-scaling llama3 fully scales the frequencies that make fewer turns than this over the original context."""
     rope_high_freq_factor: Annotated[float, Range(above=0)] = 4.0
@@ -145,9 +162,16 @@ class ModelConfig(Section):
     """The divisor in --rope-mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default:
     none."""
     rope_attention_factor: Annotated[float | None, Range(above=0)] = None
-    """--rope-scaling yarn multiplies rotated queries and keys by this. Default: the factor of --rope-mscale."""
+    """--rope-scaling yarn and longrope multiply rotated queries and keys by this. Default: for yarn the factor of
+    --rope-mscale, for longrope sqrt(1 + log(--rope-scaling-factor) / log(--rope-original-max-positions))."""
     rope_truncate: bool = True
     """--rope-scaling yarn rounds the bounds of --rope-beta-fast and --rope-beta-slow to whole pairs of dimensions."""
+    rope_short_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
+    """--rope-scaling longrope divides the frequencies by these numbers in sequences of at most
+    --rope-original-max-positions tokens: one for each rotated pair of dimensions, separated by commas. Default: none;
+    longrope requires it."""
+    rope_long_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
+    """The numbers of --rope-short-factors for longer sequences. Default: none; longrope requires it."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """Sliding window: each token attends only to the last N tokens, including itself. Default: no window; each token
     attends to all tokens before it and to itself."""
@@ -170,6 +194,12 @@ class ModelConfig(Section):
     """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
     logits_divisor: Annotated[float, Range(above=0)] = 1.0
     """Divides the logits, as in Granite."""
+    attn_logit_softcapping: Annotated[float | None, Range(above=0)] = None
+    """Soft cap of the attention scores, as in Gemma 2: each score x becomes c x tanh(x / c), where c is this number.
+    Default: no cap."""
+    final_logit_softcapping: Annotated[float | None, Range(above=0)] = None
+    """Soft cap of the logits, as in Gemma 2: each logit x becomes c x tanh(x / c), where c is this number. Default: no
+    cap."""
     init_method_std: Annotated[float, Range(above=0)] = 0.02
     """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
     divide it by sqrt(2 x --num-layers)."""
@@ -196,6 +226,12 @@ class ModelConfig(Section):
     def query_groups(self) -> int:
         """Key and value heads of a block."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the position table of a resolved model."""
+        assert self.max_position_embeddings is not None
+        return self.max_position_embeddings + self.position_offset
 
     @property
     def inner_size(self) -> int:
@@ -244,7 +280,7 @@ class ModelConfig(Section):
     @property
     def block_norms(self) -> int:
         """Norms of a block's inputs and outputs."""
-        return 4 if self.norm_placement == "both" else 2
+        return 4 if self.norm_placement == "both" else 1 if self.shared_parallel_norm else 2
 
     def resolve(
         self, *, seq_length: int, vocab_size: int | None = None, experts: ResolvedExperts | None = None
@@ -357,6 +393,10 @@ class ModelConfig(Section):
     def idle_fields(self) -> dict[str, str]:
         """Fields that have no effect, each with the field that disables it. The values need not be valid."""
         idle = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
+        if not self.parallel_residual:
+            idle["shared_parallel_norm"] = "parallel_residual"
+        if self.position_embedding_type != "learned":
+            idle["position_offset"] = "position_embedding_type"
         if not self.qk_layernorm:
             idle["qk_layernorm_all_heads"] = "qk_layernorm"
         if not self.multi_latent_attention:
@@ -374,7 +414,8 @@ class ModelConfig(Section):
             if isinstance(getattr(self, cause), bool):
                 yield from self.without_effect((name,), wrong, f"no {flag(cause)}", flag(cause))
                 continue
-            needed = {"normalization": "LayerNorm", "position_embedding_type": "rope"}.get(cause)
+            positions = "learned" if name == "position_offset" else "rope"
+            needed = {"normalization": "LayerNorm", "position_embedding_type": positions}.get(cause)
             needs = f"{flag(cause)} {needed or one_of(_scalings_with(name))}"
             yield from self.without_effect((name,), wrong, f"{flag(cause)} {getattr(self, cause)}", needs)
 
@@ -382,7 +423,7 @@ class ModelConfig(Section):
         scaling = self.rope_scaling
         if wrong & {"position_embedding_type", "rope_scaling"} or self.position_embedding_type != "rope":
             return
-        if scaling in ("dynamic", "llama3", "yarn") and self.rope_original_max_positions is None:
+        if scaling in ("dynamic", "llama3", "yarn", "longrope") and self.rope_original_max_positions is None:
             yield (
                 f"--rope-scaling {scaling} needs --rope-original-max-positions: set it to the context in tokens "
                 "before scaling"
@@ -401,6 +442,27 @@ class ModelConfig(Section):
             )
         if not wrong & {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}:
             yield from self._rotated()
+            if scaling == "longrope":
+                yield from self._longrope()
+
+    def _longrope(self) -> Iterator[str]:
+        pairs = self.rotary_dimensions // 2
+        if self.rope_original_max_positions == 1:
+            yield "--rope-original-max-positions 1 is too short for --rope-scaling longrope: use 2 or more"
+        for name in _LONGROPE_FIELDS:
+            text = getattr(self, name)
+            try:
+                factors = () if text is None else parse_factors(text)
+            except ValueError as error:
+                yield f"{flag(name)}: {error}: give {pairs} numbers, separated by commas"
+                continue
+            if text is None:
+                yield f"--rope-scaling longrope needs {flag(name)}: give {pairs} numbers, separated by commas"
+            elif len(factors) != pairs:
+                yield (
+                    f"{flag(name)} has {counted(len(factors), 'number')} for {pairs} rotated pairs of dimensions: give "
+                    f"{pairs}"
+                )
 
     def _rotated(self) -> Iterator[str]:
         size, rotated = self.head_size, self.rotary_dimensions

@@ -9,10 +9,12 @@ trains as its predecessor did (Radford et al. 2018, section 4.1): dropout, Adam 
 rate that decays to 0. BLOOM follows Le
 Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
 2310.06825), Mixtral Jiang et al. 2024 (arXiv 2401.04088), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3
-its team's of 2025 (arXiv 2505.09388), OLMoE Muennighoff et al. 2024 (arXiv 2409.02060), DeepSeek-V2 and V3
+its team's of 2025 (arXiv 2505.09388), OLMoE Muennighoff et al. 2024 (arXiv 2409.02060), Gemma 2
+its team's of 2024 (arXiv 2408.00118), OPT Zhang et al. 2022 (arXiv 2205.01068), Falcon Almazrouei et al. 2023 (arXiv
+2311.16867), Phi-4 Abdin et al. 2024 (arXiv 2412.08905), DeepSeek-V2 and V3
 DeepSeek-AI 2024 (arXiv 2405.04434, 2412.19437).
 bert-base and bert-large follow Devlin et al. (arXiv 1810.04805, section 3) with the released uncased vocabulary,
-modernbert-base Warner et al. (arXiv 2412.13663, table 4).
+modernbert-base Warner et al. (arXiv 2412.13663, table 4), RoBERTa Liu et al. (arXiv 1907.11692).
 """
 
 from __future__ import annotations
@@ -56,6 +58,34 @@ _GEMMA: Shape = {
     "kv_channels": 256,
     "layernorm_1p": True,
     "norm_epsilon": 1e-6,
+}
+_GEMMA2: Shape = {
+    **_GEMMA,
+    "norm_placement": "both",
+    "attention_pattern": "w,f",
+    "window_size": 4096,
+    "attention_multiplier": 256**-0.5,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "seq_length": 8192,
+    "max_position_embeddings": 8192,
+    "vocab_size": 256_000,
+}
+_OPT: Shape = {
+    "activation": "relu",
+    "position_offset": 2,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50_272,
+}
+_FALCON: Shape = {
+    "activation": "gelu-exact",
+    "parallel_residual": True,
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+    "vocab_size": 65_024,
 }
 _LLAMA3: Shape = {**_ROTARY, "rotary_base": 500_000.0, "num_query_groups": 8, "vocab_size": 128_256}
 _LLAMA3_8B: Shape = {  # 8.03B
@@ -288,6 +318,19 @@ GPT_PRESETS: dict[str, Shape] = {
         "vocab_size": 32_064,
         "untie_embeddings_and_output_weights": True,
     },
+    "phi-4": {  # 14.7B
+        **_ROTARY,
+        "num_layers": 40,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_query_groups": 10,
+        "ffn_hidden_size": 17_920,
+        "rotary_base": 250_000.0,
+        "seq_length": 16_384,
+        "max_position_embeddings": 16_384,
+        "vocab_size": 100_352,
+        "untie_embeddings_and_output_weights": True,
+    },
     "starcoder2-3b": {  # 3.03B
         "num_layers": 30,
         "hidden_size": 3072,
@@ -312,6 +355,24 @@ GPT_PRESETS: dict[str, Shape] = {
         "max_position_embeddings": 8192,
         "vocab_size": 256_000,
     },
+    "gemma-2-2b": {  # 2.61B
+        **_GEMMA2,
+        "num_layers": 26,
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 9216,
+        "embedding_multiplier": 2304**0.5,
+    },
+    "gemma-2-9b": {  # 9.24B
+        **_GEMMA2,
+        "num_layers": 42,
+        "hidden_size": 3584,
+        "num_attention_heads": 16,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14_336,
+        "embedding_multiplier": 3584**0.5,
+    },
     "gemma-3-1b": {  # 1.00B
         **_GEMMA,
         "num_layers": 26,
@@ -330,6 +391,49 @@ GPT_PRESETS: dict[str, Shape] = {
         "seq_length": 8192,
         "max_position_embeddings": 32_768,
         "vocab_size": 262_144,
+    },
+    "opt-1.3b": {  # 1.32B
+        **_OPT,
+        "num_layers": 24,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+    },
+    "opt-6.7b": {  # 6.66B
+        **_OPT,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+    },
+    "falcon-7b": {  # 6.92B
+        **_FALCON,
+        "num_layers": 32,
+        "hidden_size": 4544,
+        "num_attention_heads": 71,
+        "num_query_groups": 1,
+        "shared_parallel_norm": True,
+    },
+    "falcon-40b": {  # 41.3B
+        **_FALCON,
+        "num_layers": 60,
+        "hidden_size": 8192,
+        "num_attention_heads": 128,
+        "num_query_groups": 8,
+    },
+    "gpt-j-6b": {  # 6.05B
+        "num_layers": 28,
+        "hidden_size": 4096,
+        "num_attention_heads": 16,
+        "parallel_residual": True,
+        "shared_parallel_norm": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "disable_bias_linear": True,
+        "add_mlp_bias": True,
+        "add_output_layer_bias": True,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50_400,
+        "untie_embeddings_and_output_weights": True,
     },
     "pythia-160m": {  # 162M
         "num_layers": 12,
@@ -369,6 +473,13 @@ def _classic(num_layers: int, hidden_size: int, num_attention_heads: int) -> Sha
     }
 
 
+_ROBERTA: Shape = {
+    "sentence_task": "none",
+    "num_token_types": 1,
+    "position_offset": 2,
+    "norm_epsilon": 1e-5,
+}
+
 BERT_PRESETS: dict[str, Shape] = {
     "bert-tiny": {
         **_classic(2, 64, 4),
@@ -388,6 +499,8 @@ BERT_PRESETS: dict[str, Shape] = {
         "max_position_embeddings": 8192,
         "vocab_size": 50368,
     },
+    "roberta-base": {**_ROBERTA, **_classic(12, 768, 12), "vocab_size": 50_265},  # 125M
+    "roberta-large": {**_ROBERTA, **_classic(24, 1024, 16), "vocab_size": 50_265},  # 355M
 }
 
 PRESETS = {**GPT_PRESETS, **BERT_PRESETS}

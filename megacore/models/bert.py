@@ -37,7 +37,6 @@ from megacore.parallel.tensor import (
     vocab_parallel_weight,
 )
 from megacore.plan.flops import block_flops, head_flops
-from megacore.plan.model_size import SEGMENTS
 from megacore.plan.outline import bert_block, bert_outline
 
 # Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
@@ -53,13 +52,18 @@ class BertEmbedding(ShardedModule):
         model, device = config.model, context.device
         h = model.hidden_size
         self.tokens = VocabParallelEmbedding(
-            model.vocab_size, h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
+            model.vocab_size,
+            h,
+            multiple=model.make_vocab_size_divisible_by,
+            blocks=context.blocks,
+            **context.parallel_arguments,
         )
         self.positions: ShardedParameter | None = None
         self.segments: ShardedParameter | None = None
         if not config.bert.packed:
-            self.positions = replicated(model.max_position_embeddings, h, device=device)
-            self.segments = replicated(SEGMENTS, h, device=device)
+            self.positions = replicated(model.position_rows, h, device=device)
+            self.segments = replicated(config.bert.num_token_types, h, device=device)
+        self.offset = model.position_offset
         self.norm = build_norm(model, device=device, blocks=context.blocks)
         self.dropout = context.hidden_dropout(model, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
@@ -71,7 +75,7 @@ class BertEmbedding(ShardedModule):
         tokens, segments, documents = inputs
         x = self.tokens(tokens)
         if self.positions is not None and self.segments is not None:
-            table: Tensor = self.positions
+            table: Tensor = self.positions[self.offset :] if self.offset else self.positions
             if self.sequence.group.size > 1:
                 table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             positions = local_positions(tokens.shape[1], self.split)
@@ -177,7 +181,7 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
     """What makes each block."""
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
-    turns = [Rotary(model.rotary_dimensions, base=base, sequence=context.sequence) for base in bases]
+    turns = [Rotary(model.rotary_dimensions, base=base, sequence=context.attended) for base in bases]
     builders: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
         block, name = bert_block(config, i), f"blocks.{i}"

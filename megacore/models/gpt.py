@@ -1,7 +1,7 @@
 """A causal language model as a list of layers: embedding, blocks, and a head of a final norm and an output layer.
 
 The defaults are GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, an output layer tied to the embedding.
-The configuration makes it a Llama, Mistral, Qwen, GPT-NeoX or BLOOM (docs/models.md).
+The configuration makes it a Llama, Mistral, Qwen, GPT-NeoX or BLOOM (docs/reference/models.md).
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks.
 """
@@ -14,6 +14,7 @@ from typing import overload
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import alibi_of_rank
 from megacore.layers.block import MLP, TransformerBlock
@@ -25,7 +26,13 @@ from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
-from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, local_positions, vocab_parallel_weight
+from megacore.parallel.tensor import (
+    VocabParallelEmbedding,
+    column_parallel,
+    local_positions,
+    vocab_parallel_bias,
+    vocab_parallel_weight,
+)
 from megacore.plan.outline import gpt_outline
 
 
@@ -38,6 +45,7 @@ class GPTEmbedding(ShardedModule):
             config.vocab_size,
             config.hidden_size,
             multiple=config.make_vocab_size_divisible_by,
+            blocks=context.blocks,
             **context.parallel_arguments,
         )
         self.norm = (
@@ -45,8 +53,8 @@ class GPTEmbedding(ShardedModule):
         )
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
-            rows = config.max_position_embeddings
-            self.positions = replicated(rows, config.hidden_size, device=context.device)
+            self.positions = replicated(config.position_rows, config.hidden_size, device=context.device)
+        self.offset = config.position_offset
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
         self.sequence, self.beside, self.blocks = context.sequence, context.beside, context.blocks
@@ -84,9 +92,11 @@ class GPTEmbedding(ShardedModule):
     def _positions_of(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Rows of the table for the positions that this rank holds."""
         assert self.positions is not None
-        table, here = self.positions, local_positions(tokens.shape[1], self.split)
+        here = local_positions(tokens.shape[1], self.split)
         if positions is not None:
-            return self.blocks.over_positions(F.embedding, [self.sequence.take(positions, 1)[:, here]], [table])
+            rows_of = self.sequence.take(positions, 1)[:, here] + self.offset
+            return self.blocks.over_positions(F.embedding, [rows_of], [self.positions])
+        table: Tensor = self.positions[self.offset :] if self.offset else self.positions
         if self.sequence.group.size > 1:
             rows: Tensor = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             return rows[here]
@@ -104,7 +114,7 @@ class GPTHead(ShardedModule):
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
         self.norm = build_norm(config, device=context.device, blocks=context.blocks)
-        self.divisor = config.logits_divisor
+        self.divisor, self.soft_cap = config.logits_divisor, config.final_logit_softcapping
         self.weight = vocab_parallel_weight(
             config.vocab_size,
             config.hidden_size,
@@ -112,7 +122,13 @@ class GPTHead(ShardedModule):
             multiple=config.make_vocab_size_divisible_by,
             device=context.device,
         )
-        self.loss, self.loss_options = context.chunked_loss(config.vocab_size), context.loss_options
+        self.bias: ShardedParameter | None = None
+        if config.add_output_layer_bias:
+            multiple = config.make_vocab_size_divisible_by
+            self.bias = vocab_parallel_bias(
+                config.vocab_size, group=context.layer_group, multiple=multiple, device=context.device
+            )
+        self.loss, self.loss_options = context.chunked_loss(config.vocab_size, self.soft_cap), context.loss_options
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
         """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
@@ -120,16 +136,17 @@ class GPTHead(ShardedModule):
         hidden, *others = (x,) if isinstance(x, Tensor) else x
         if others and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()
-            return self.loss.losses(self._normed(hidden), self.weight, None, others[-1], options)
-        return column_parallel(
+            return self.loss.losses(self._normed(hidden), self.weight, self.bias, others[-1], options)
+        logits = column_parallel(
             self._normed(hidden),
             self.weight,
-            None,
+            self.bias,
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
         )
+        return logits if self.soft_cap is None else ops.soft_capped(logits, self.soft_cap)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """The output layer's input, divided instead of the logits."""
@@ -145,7 +162,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         context: groups, device and what else the layers are built with.
     """
     block = partial(TransformerBlock, context=context, alibi=alibi_of_rank(config, context))
-    rotaries = rotaries_of(config, context.sequence)
+    rotaries = rotaries_of(config, context.attended)
     ranks = context.experts
     expert_ranks = ranks.dispatch.size * ranks.layer.size
     first, *blocks, last = gpt_outline(config, context.layer_group.size, expert_ranks=expert_ranks)

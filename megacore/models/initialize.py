@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedModel
+from megacore.config.parameter_groups import is_hidden_matrix
 from megacore.parallel.random import normal_slice
 from megacore.parallel.sharding import ShardedParameter
 
@@ -37,18 +38,21 @@ class RandomWeights:
     Args:
         config: for the standard deviation and the number of layers.
         seed: the run's seed.
+        width_ratio: how many times as wide as the base of muP the model is.
     """
 
-    def __init__(self, config: ResolvedModel, *, seed: int) -> None:
-        self._config, self._seed = config, seed
+    def __init__(self, config: ResolvedModel, *, seed: int, width_ratio: float = 1.0) -> None:
+        self._config, self._seed, self._width_ratio = config, seed, width_ratio
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
-        initialize(parameters, self._config, seed=self._seed)
+        initialize(parameters, self._config, seed=self._seed, width_ratio=self._width_ratio)
 
 
 @torch.no_grad()
-def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *, seed: int) -> None:
+def initialize(
+    parameters: Iterable[ShardedParameter], config: ResolvedModel, *, seed: int, width_ratio: float = 1.0
+) -> None:
     """Fill parameters in place; the same global tensor comes out on every layout, bit for bit.
 
     | parameter | value | why |
@@ -58,11 +62,13 @@ def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *,
     | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
     | every other matrix, both embeddings | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
+    | with muP, matrices of blocks | the above / sqrt(width ratio) | outputs as large as at the base width |
 
     Args:
         parameters: named parameters of a stage.
         config: for the standard deviation and the number of layers.
         seed: the run's seed.
+        width_ratio: how many times as wide as the base of muP the model is.
     """
     for parameter in parameters:
         name = parameter.spec.name
@@ -71,5 +77,7 @@ def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *,
             parameter.fill_(0.0 if config.layernorm_1p else 1.0)
         elif not name.endswith("bias"):
             scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+            if is_hidden_matrix(name):
+                scale /= math.sqrt(width_ratio)
             values = parameter.spec.unpadded(parameter)
             normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale, out=values)

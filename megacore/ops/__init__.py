@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu, swiglu_of_halves
+from megacore.ops.activation import bias_gelu, geglu, gelu, squared_relu, swiglu, swiglu_of_halves
 from megacore.ops.adamw import adamw_
 from megacore.ops.attention import (
     Alibi,
@@ -42,6 +42,7 @@ from megacore.ops.norm import (
     rms_norm_with_input,
 )
 from megacore.ops.position import rotary, split_rotary
+from megacore.ops.soft_cap import soft_capped
 from megacore.ops.softmax import fused_softmax
 
 __all__ = [
@@ -74,7 +75,9 @@ __all__ = [
     "rms_norm_with_input",
     "rotary",
     "slower_attention",
+    "soft_capped",
     "split_rotary",
+    "squared_relu",
     "summed_cross_entropy",
     "swiglu",
     "swiglu_of_halves",
@@ -90,6 +93,7 @@ def implementations(
     norm: str = "layer_norm",
     activation: str = "gelu",
     positions: str = "learned",
+    capped: bool = False,
 ) -> dict[str, str]:
     """Which implementation each operator of a model runs on a device, in the order of a block.
 
@@ -99,12 +103,14 @@ def implementations(
         norm: `layer_norm` or `rms_norm`.
         activation: of the feed-forward layer, as the configuration names it.
         positions: likewise.
+        capped: whether attention scores have a soft cap.
     """
     kernels = described(device)
     softmax = kernels if positions != "alibi" else "torch"
     names = {norm: kernels}
     if positions == "rope":
         names["rotary"] = kernels
-    names["attention"] = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {softmax}"
+    fused = "torch in blocks" if capped else "torch sdpa"
+    names["attention"] = fused if resolved(attention) == "sdpa" else f"fused softmax, {softmax}"
     names[activation] = kernels if activation in ("gelu", "swiglu") else "torch"
     return {**names, "cross_entropy": kernels}

@@ -1,4 +1,5 @@
-"""Activations of the feed-forward layer: GELU, with the bias before it folded in or without, SwiGLU and GeGLU.
+"""Activations of the feed-forward layer: GELU, with the bias before it folded in or without, SwiGLU, GeGLU, squared
+ReLU.
 
 GELU is the tanh form that GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2), SwiGLU that of Shazeer
 2020 (arXiv 2002.05202). Both keep only their inputs and compute the rest again in backward.
@@ -292,6 +293,36 @@ def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
     require_floats(gate=gate, up=up)
     require_shape(gate.shape, "like gate", up=up)
     return F.gelu(gate, approximate="none" if exact else "tanh") * up
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """Keeps its input; torch's own operators would keep the output of ReLU beside it where it is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.relu(x).square_()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.relu(x).mul_(2.0).mul_(dy)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (So et al. 2021, arXiv 2109.08668, section 3), in plain torch.
+
+    Args:
+        x: any shape and strides; fp32, fp16 or bf16.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ValueError: x's dtype does not fit.
+    """
+    require_floats(x=x)
+    return _SquaredReLU.apply(x)
 
 
 def _rows(tensor: Tensor, name: str) -> Tensor:

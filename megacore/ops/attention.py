@@ -4,7 +4,8 @@
 the sequence length, block_attention.py does. `fused-softmax` computes scores, their softmax and the mix as three steps
 one can read; it keeps the weights, b x heads x s x s numbers. Both know every restriction on who sees whom: causal, a
 window, documents packed into one sequence, padding. Queries may share key and value heads (Ainslie et al. 2023, arXiv
-2305.13245), and scores may fall with distance (ALiBi; Press et al. 2022, arXiv 2108.12409).
+2305.13245), scores may have a soft cap (soft_cap.py), and may fall with distance (ALiBi; Press et al. 2022, arXiv
+2108.12409).
 
 Shape legend: b micro-batch, n heads, g key and value heads, s positions, d head size.
 """
@@ -31,6 +32,7 @@ from megacore.ops.dispatch import (
     require_shape,
     require_whole,
 )
+from megacore.ops.soft_cap import soft_capped
 from megacore.ops.softmax import fused_softmax
 from megacore.ops.varlen_attention import can_attend, fits, varlen_attention
 from megacore.ops.visibility import Visibility, distances
@@ -61,6 +63,7 @@ class AttentionShape:
         masked: whether documents, a window or ALiBi restrict it.
         alibi: whether it is ALiBi.
         dropout: probability on the weights.
+        capped: whether scores have a soft cap.
     """
 
     heads: int
@@ -72,6 +75,7 @@ class AttentionShape:
     masked: bool = False
     alibi: bool = False
     dropout: float = 0.0
+    capped: bool = False
 
 
 def attention_backend(device: torch.device, shape: AttentionShape) -> str:
@@ -81,8 +85,15 @@ def attention_backend(device: torch.device, shape: AttentionShape) -> str:
         torch.empty(1, heads, shape.seq_length, shape.head_size, dtype=shape.dtype, device=device)
         for heads in (shape.heads, shape.groups)
     )
-    if takes_blocks(shape.seq_length, masked=shape.masked, dropout=shape.dropout, on_cpu=device.type == "cpu"):
-        return "varlen flash" if can_attend(query, alibi=shape.alibi, dropout=shape.dropout) else "blocks"
+    if takes_blocks(
+        shape.seq_length,
+        masked=shape.masked,
+        dropout=shape.dropout,
+        capped=shape.capped,
+        on_cpu=device.type == "cpu",
+    ):
+        takes_flash = can_attend(query, alibi=shape.alibi, dropout=shape.dropout) and not shape.capped
+        return "varlen flash" if takes_flash else "blocks"
     mask = None
     if shape.masked:
         mask = torch.zeros(1, 1, shape.seq_length, shape.seq_length, dtype=shape.dtype, device=device)
@@ -207,6 +218,7 @@ def attention(
     documents: Tensor | None = None,
     padded: bool = True,
     alibi: Alibi | None = None,
+    soft_cap: float | None = None,
     dropout: float = 0.0,
     implementation: Attention = "auto",
 ) -> Tensor:
@@ -223,6 +235,7 @@ def attention(
             sees, and whose result is 0.
         padded: whether there may be padding.
         alibi: bias by distance.
+        soft_cap: of the scores q k^T / sqrt(d), above 0; `sdpa` then computes attention in blocks.
         dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device, or
             from the CPU's where attention is computed in blocks.
         implementation: which one.
@@ -244,13 +257,15 @@ def attention(
     if window is not None or documents is not None:
         view = Visibility(causal=causal, window=window, documents=documents)
     fused, masked = resolved(implementation) == "sdpa", alibi is not None or (view is not None and view.restricts(s))
-    blocks = fused and takes_blocks(s, masked=masked, dropout=dropout, on_cpu=query.device.type == "cpu")
+    blocks = fused and takes_blocks(
+        s, masked=masked, dropout=dropout, capped=soft_cap is not None, on_cpu=query.device.type == "cpu"
+    )
     if fused and not masked and not blocks:
         return _sdpa(query, key, value, None, causal=causal, dropout=dropout)
     seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if blocks:
         view = view or Visibility(causal=causal)
-        mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, dropout=dropout)
+        mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, soft_cap=soft_cap, dropout=dropout)
     elif fused:
         mask = seen
         if alibi is not None:
@@ -262,6 +277,8 @@ def attention(
     else:
         shrink, divisor = _split_root(d)
         scores = (query * shrink) @ _repeated(key, query).transpose(-1, -2)
+        if soft_cap is not None:
+            scores, divisor = soft_capped(scores.float() / divisor, soft_cap).to(scores.dtype), 1.0
         if alibi is None and documents is None and (causal or seen is None):
             weights = fused_softmax(scores, scale=1.0 / divisor, causal=causal, window=window if causal else None)
         else:
@@ -271,21 +288,30 @@ def attention(
     return mixed if documents is None or not padded else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
-def takes_blocks(length: int, *, masked: bool, dropout: float, on_cpu: bool) -> bool:
-    """Whether `sdpa` computes attention a block at a time: where torch's operator would need masks, which causality is
-    not, or has no fused form, and the sequence is long."""
-    return length > WHOLE and (masked or (dropout > 0.0 and on_cpu))
+def takes_blocks(length: int, *, masked: bool, dropout: float, on_cpu: bool, capped: bool = False) -> bool:
+    """Whether `sdpa` computes attention a block at a time: where scores have a soft cap, which torch's operator does
+    not know; or where it would need masks, which causality is not, or has no fused form, and the sequence is long."""
+    return capped or (length > WHOLE and (masked or (dropout > 0.0 and on_cpu)))
 
 
 def _mixed_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, view: Visibility, *, alibi: Alibi | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: Visibility,
+    *,
+    alibi: Alibi | None,
+    soft_cap: float | None,
+    dropout: float,
 ) -> Tensor:
     mixed = None
-    if can_attend(query, alibi=alibi is not None, dropout=dropout):
+    if soft_cap is None and can_attend(query, alibi=alibi is not None, dropout=dropout):
         mixed = varlen_attention(query, key, value, view)
     if mixed is None:
         slopes = None if alibi is None else alibi.slopes
-        mixed, _ = block_attention(query, key, value, view=view, slopes=slopes, dropout=dropout, block=BLOCK)
+        mixed, _ = block_attention(
+            query, key, value, view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, block=BLOCK
+        )
     return mixed
 
 

@@ -3,8 +3,9 @@
 Queries are taken a block at a time, with the keys that the block may see; masks and biases exist for one block. The
 logarithm of each softmax's sum is kept, and backward computes the scores again from it (Rabe and Staats 2021, arXiv
 2112.05682; Dao et al. 2022, arXiv 2205.14135, algorithm 4). On the CPU torch's fused operator computes a block. Where
-there is none, with dropout and on other devices, keys are taken a block at a time too: a tile of scores is computed
-in fp32, and the results over the tiles of a row are merged by their logarithms, as those of other ranks' keys can be.
+there is none, with dropout or a soft cap and on other devices, keys are taken a block at a time too: a tile of scores
+is computed in fp32, and the results over the tiles of a row are merged by their logarithms, as those of other ranks'
+keys can be.
 
 Shape legend: b micro-batch, n heads, g key and value heads, q queries, k keys, d head size.
 """
@@ -28,6 +29,7 @@ from megacore.ops.causal_attention import (
     like_projection,
 )
 from megacore.ops.dispatch import runs_triton
+from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.ops.visibility import Visibility, distances
 
 BLOCK = 512
@@ -44,6 +46,7 @@ class Scene:
     Attributes:
         view: who sees whom.
         slopes: [n] fp32, of ALiBi; None: scores do not fall with distance.
+        soft_cap: of the scores, before anything is added to them; None: there is none.
         dropout: probability on the weights.
         seeds: [blocks of queries, blocks of keys] int64 on the CPU: of each tile's dropout mask; None without dropout.
         block: queries, and keys, of a tile.
@@ -51,6 +54,7 @@ class Scene:
 
     view: Visibility
     slopes: Tensor | None = None
+    soft_cap: float | None = None
     dropout: float = 0.0
     seeds: Tensor | None = None
     block: int = BLOCK
@@ -120,7 +124,7 @@ def attend_tile(query: Tensor, key: Tensor, value: Tensor, queries: range, keys:
         keys: positions of the keys.
         scene: decides the weights.
     """
-    scores = _scores(query, key, queries, keys, scene)
+    scores = _biased_(_products(query, key, scene), queries, keys, scene)
     highest = scores.amax(-1).clamp_min_(torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest[..., None]).exp_()
     total = weights.sum(-1)
@@ -145,25 +149,33 @@ def attend_tile_backward(
         scene: likewise.
     """
     query, key, value = operands
-    weights = _scores(query, key, queries, keys, scene).sub_(logarithm[..., None]).exp_()
+    scores = _products(query, key, scene)
+    slope = None if scene.soft_cap is None else soft_cap_slope(scores, scene.soft_cap)
+    weights = _biased_(scores, queries, keys, scene).sub_(logarithm[..., None]).exp_()
     d_out = _rows(d_out.float(), key)
     d_weights = (d_out @ value.float().transpose(-1, -2)).view(weights.shape)
     left = weights
     if (kept := scene.kept(queries, keys, weights)) is not None:
         left, d_weights = weights * kept, d_weights.mul_(kept)
     d_value = _rows(left, key).transpose(-1, -2) @ d_out
-    d_scores = _rows(d_weights.sub_(delta[..., None]).mul_(weights), key)
+    d_scores = d_weights.sub_(delta[..., None]).mul_(weights)
+    d_scores = _rows(d_scores if slope is None else d_scores.mul_(slope), key)
     scale = 1.0 / math.sqrt(query.shape[-1])
     d_query = (d_scores @ key.float()).mul_(scale).view(query.shape)
     d_key = (d_scores.transpose(-1, -2) @ _rows(query.float(), key)).mul_(scale)
     return d_query, d_key, d_value
 
 
-def _scores(query: Tensor, key: Tensor, queries: range, keys: range, scene: Scene) -> Tensor:
-    """[b, n, q, k] fp32, -inf where a key is not seen."""
+def _products(query: Tensor, key: Tensor, scene: Scene) -> Tensor:
+    """The scores, capped, [b, n, q, k] fp32."""
     scaled = _rows(query.float() * (1.0 / math.sqrt(query.shape[-1])), key)
-    scores = (scaled @ key.float().transpose(-1, -2)).view(*query.shape[:-1], len(keys))
-    bias = scene.bias(queries, keys, query.device)
+    scores = (scaled @ key.float().transpose(-1, -2)).view(*query.shape[:-1], key.shape[2])
+    return scores if scene.soft_cap is None else soft_cap_(scores, scene.soft_cap)
+
+
+def _biased_(scores: Tensor, queries: range, keys: range, scene: Scene) -> Tensor:
+    """With ALiBi's term added in place, and -inf where a key is not seen."""
+    bias = scene.bias(queries, keys, scores.device)
     return scores if bias is None else scores.add_(bias)
 
 
@@ -181,9 +193,9 @@ def _blocks(of: range, size: int) -> Iterator[range]:
         start = stop
 
 
-def _uses_kernel(query: Tensor, dropout: float) -> bool:
-    """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
-    if dropout > 0.0 or not runs_triton(query, "query"):
+def _uses_kernel(query: Tensor, dropout: float, soft_cap: float | None) -> bool:
+    """Whether the Triton kernel runs, which draws no dropout, caps no scores, and holds a head's row in registers."""
+    if dropout > 0.0 or soft_cap is not None or not runs_triton(query, "query"):
         return False
     import megacore.kernels.attention as kernel
 
@@ -191,7 +203,7 @@ def _uses_kernel(query: Tensor, dropout: float) -> bool:
 
 
 def _uses_fused(query: Tensor, scene: Scene) -> bool:
-    return query.device.type == "cpu" and scene.dropout == 0.0
+    return query.device.type == "cpu" and scene.dropout == 0.0 and scene.soft_cap is None
 
 
 def _block_size(query: Tensor, scene: Scene) -> int:
@@ -287,19 +299,19 @@ def _in_types(gradients: tuple[Tensor, ...], operands: tuple[Tensor, Tensor, Ten
 
 def _scene(
     documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None, causal: bool, window: int | None,
-    dropout: float, block: int,
+    soft_cap: float | None, dropout: float, block: int,
 ) -> Scene:  # fmt: skip
     view = Visibility(causal=causal, window=window, documents=documents)
-    return Scene(view=view, slopes=slopes, dropout=dropout, seeds=seeds, block=block)
+    return Scene(view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, seeds=seeds, block=block)
 
 
 @torch.library.custom_op("megacore::block_attention", mutates_args=())
 def _block_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, dropout: float, block: int, offset: int, in_fp32: bool,
+    causal: bool, window: int | None, soft_cap: float | None, dropout: float, block: int, offset: int, in_fp32: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
-    if _uses_kernel(query, dropout):
+    scene = _scene(documents, slopes, seeds, causal, window, soft_cap, dropout, block)
+    if _uses_kernel(query, dropout, soft_cap):
         import megacore.kernels.attention as kernel
 
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
@@ -320,10 +332,10 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def _block_attention_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor,
     documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, dropout: float, block: int, offset: int, in_fp32: bool,
+    causal: bool, window: int | None, soft_cap: float | None, dropout: float, block: int, offset: int, in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
-    if _uses_kernel(query, dropout):
+    scene = _scene(documents, slopes, seeds, causal, window, soft_cap, dropout, block)
+    if _uses_kernel(query, dropout, soft_cap):
         import megacore.kernels.attention as kernel
 
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
@@ -341,15 +353,15 @@ def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) ->
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset, _ = inputs
+    *tensors, ctx.causal, ctx.window, ctx.soft_cap, ctx.dropout, ctx.block, ctx.offset, _ = inputs
     query, key, value, *scene = tensors
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key, value, *output, *scene)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    options = ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset
-    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options, False), *(None,) * 9
+    options = ctx.causal, ctx.window, ctx.soft_cap, ctx.dropout, ctx.block, ctx.offset
+    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options, False), *(None,) * 10
 
 
 _block_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -357,7 +369,8 @@ _block_attention.register_autograd(_differentiate, setup_context=_keep)
 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, *, view: Visibility,
-    slopes: Tensor | None = None, dropout: float = 0.0, block: int = BLOCK, offset: int = 0,
+    slopes: Tensor | None = None, soft_cap: float | None = None, dropout: float = 0.0, block: int = BLOCK,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of queries over the keys that they see, and the logarithms of its softmax's sums.
 
@@ -367,6 +380,7 @@ def block_attention(
         value: like key.
         view: who sees whom; its documents are those of the whole sequence.
         slopes: [n] fp32, of ALiBi.
+        soft_cap: of the scores, before anything is added to them.
         dropout: probability on the weights. A seed for each tile is drawn from the CPU's default generator.
         block: queries, and keys, of a tile.
         offset: position of the first query.
@@ -378,14 +392,14 @@ def block_attention(
     if dropout:
         tiles = -(-(offset + query.shape[2]) // block), -(-key.shape[2] // block)
         seeds = torch.randint(2**63 - 1, tiles, device="cpu")
-    options = view.causal, view.window, dropout, block, offset, False
+    options = view.causal, view.window, soft_cap, dropout, block, offset, False
     out, logarithm = _block_attention(query, key, value, view.documents, slopes, seeds, *options)
     return out, logarithm
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None, offset: int = 0,
-    in_fp32: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None,
+    soft_cap: float | None = None, offset: int = 0, in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `block_attention` returns, for operators that compute their gradients by `attend_backward`.
 
@@ -398,17 +412,18 @@ def attend(
         value: likewise.
         view: likewise.
         slopes: likewise.
+        soft_cap: likewise.
         offset: likewise.
         in_fp32: whether the result is not rounded to query's type.
     """
-    options = view.causal, view.window, 0.0, BLOCK, offset, in_fp32
+    options = view.causal, view.window, soft_cap, 0.0, BLOCK, offset, in_fp32
     out, logarithm = _block_attention(query, key, value, view.documents, slopes, None, *options)
     return out, logarithm
 
 
 def attend_backward(
     d_out: Tensor, out: Tensor, logarithm: Tensor, operands: tuple[Tensor, Tensor, Tensor],
-    *, view: Visibility, slopes: Tensor | None = None, offset: int = 0,
+    *, view: Visibility, slopes: Tensor | None = None, soft_cap: float | None = None, offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values in fp32, to which more keys and more queries add.
 
@@ -419,9 +434,10 @@ def attend_backward(
         operands: queries, keys and values, as for `attend`.
         view: as for `attend`, as all that follow.
         slopes: likewise.
+        soft_cap: likewise.
         offset: likewise.
     """
     tensors = d_out, *operands, out, logarithm, view.documents, slopes, None
-    options = view.causal, view.window, 0.0, BLOCK, offset, True
+    options = view.causal, view.window, soft_cap, 0.0, BLOCK, offset, True
     d_query, d_key, d_value = _block_attention_backward(*tensors, *options)
     return d_query, d_key, d_value

@@ -1,5 +1,5 @@
-"""The recipe of examples/bert_tiny.toml on text that every machine has: the standard library's sources, as docs/bert.md
-says. A quarter of an hour on a quiet core.
+"""The recipe of examples/bert_tiny.toml on text that every machine has: the standard library's sources, as
+docs/guides/bert.md says. A quarter of an hour on a quiet core.
 """
 
 from __future__ import annotations

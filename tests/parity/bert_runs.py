@@ -83,5 +83,5 @@ def train_bert(rank: int, world_size: int, layout: Layout, output_dir: str, chan
     if config.training.reproducible:
         compute_reproducibly()
     mesh = build_mesh(config.parallel)
-    outcome = outcome_of(make_bert_trainer(config, mesh))
+    outcome = outcome_of(make_bert_trainer(config, mesh), moments=config.training.reproducible)
     return outcome if rank == 0 else None

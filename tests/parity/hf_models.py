@@ -53,6 +53,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5], "long_factor": [1.1, 2.5, 8.0]}
 _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 10}
 
 
@@ -63,6 +64,10 @@ def _llama(rope: dict[str, Any] | None = None, **changes: Any) -> PreTrainedConf
 
 def _neox(**changes: Any) -> PreTrainedConfig:
     return GPTNeoXConfig(**{**_SHAPE, "intermediate_size": 64, "rotary_pct": 0.25, **changes})
+
+
+def _falcon(**changes: Any) -> PreTrainedConfig:
+    return transformers.FalconConfig(**{**_SHAPE, "ffn_hidden_size": 96, **changes})
 
 
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -128,7 +133,35 @@ CONFIGS |= {
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
         tie_word_embeddings=True,
     ),
+    # 40 positions, twice the original context: the long factors count. With 16 positions the short ones do.
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **_GROUPED, rope_scaling=_LONGROPE, original_max_position_embeddings=20, partial_rotary_factor=0.75
+    ),
+    "phi3-short-context": lambda: transformers.Phi3Config(
+        **_GROUPED, rope_scaling=_LONGROPE, original_max_position_embeddings=POSITIONS, partial_rotary_factor=0.75
+    ),
     "stablelm": lambda: transformers.StableLmConfig(**_GROUPED, use_qkv_bias=True),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(**_GROUPED, use_parallel_residual=True),
+    "opt": lambda: transformers.OPTConfig(
+        **{name: value for name, value in _SHAPE.items() if name != "initializer_range"},
+        ffn_dim=48,
+        init_std=0.2,
+        dropout=0.0,
+    ),
+    "falcon-7b": lambda: _falcon(multi_query=True),
+    "falcon-sequential": lambda: _falcon(multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False),
+    "falcon-40b": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-11b": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=VOCAB,
+        n_positions=POSITIONS,
+        n_embd=32,
+        n_head=4,
+        n_layer=2,
+        rotary_dim=4,
+        initializer_range=0.2,
+        **_ENDS,
+    ),
     "starcoder2": lambda: transformers.Starcoder2Config(**_GROUPED, sliding_window=7),
     "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(
         vocab_size=VOCAB, n_positions=POSITIONS, n_embd=32, n_head=4, n_layer=2, initializer_range=0.2, **_ENDS
@@ -137,6 +170,14 @@ CONFIGS |= {
         vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=POSITIONS, initializer_range=0.2, **_ENDS
     ),
     "gemma": lambda: transformers.GemmaConfig(**{**_GROUPED, "initializer_range": 0.1}, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **{**_GROUPED, "num_hidden_layers": 3, "initializer_range": 0.3},
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.5,
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **{**_GROUPED, "num_hidden_layers": 3},
         head_dim=16,
@@ -149,6 +190,8 @@ CONFIGS |= {
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
 # In `make test-slow` only.
 SLOW = {"deepseek-v2", "deepseek-v3", "llama-yarn", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"}
+SLOW |= {"phi3-longrope", "phi3-short-context", "stablelm-parallel", "opt"}
+SLOW |= {"falcon-7b", "falcon-sequential", "falcon-40b", "falcon-11b"}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:

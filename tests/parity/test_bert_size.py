@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig as TransformersConfig
-from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
+from transformers import (
+    BertForPreTraining,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
@@ -34,11 +41,18 @@ def published(preset: str) -> PreTrainedModel:
         if preset == "bert-base":
             return BertForPreTraining(TransformersConfig())
         large = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+        if preset.startswith("roberta"):
+            released = {"max_position_embeddings": 514, "type_vocab_size": 1}
+            return RobertaForMaskedLM(RobertaConfig(**released, **(large if preset == "roberta-large" else {})))
         return BertForPreTraining(TransformersConfig(**large))
 
 
 @pytest.mark.parametrize(
-    ("preset", "count"), [("bert-base", 110_106_428), ("bert-large", 336_226_108), ("modernbert-base", 149_655_232)]
+    ("preset", "count"),
+    [
+        *(("bert-base", 110_106_428), ("bert-large", 336_226_108), ("modernbert-base", 149_655_232)),
+        *(("roberta-base", 124_697_433), ("roberta-large", 355_412_057)),
+    ],
 )
 def test_presets_have_the_parameters_of_the_published_models(preset: str, count: int) -> None:
     assert preset in BERT_PRESETS

@@ -75,6 +75,31 @@ def test_modernbert_there_and_back(tmp_path: Path) -> None:
     assert made.rope_parameters == modern_twin().config.rope_parameters
 
 
+@pytest.mark.parametrize("types", [1, 2])
+def test_roberta_there_and_back(types: int, tmp_path: Path) -> None:
+    """Its positions begin after the number of the padding token, which no check has among its tokens."""
+    config = transformers.RobertaConfig(
+        vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=42, type_vocab_size=types, pad_token_id=3, initializer_range=0.2, layer_norm_eps=1e-5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    disturbed(transformers.RobertaForMaskedLM(config).eval()).save_pretrained(tmp_path / "hf")
+    assert convert([*words(input=tmp_path / "hf", output=tmp_path / "megacore"), *THERE]) == 0
+    found = CheckpointTensors(tmp_path / "megacore")
+    assert (found.config.position_offset, found.config.max_position_embeddings) == (4, 38)
+    assert found.shapes["embedding.positions"] == (42, 32)
+    assert found.shapes["embedding.segments"] == (types, 32)
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    require_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
+    agreement = compare(tmp_path / "hf", tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
+    assert agreement.difference <= 1e-5
+    assert agreement.tokens == 38
+    forget_the_config(tmp_path / "megacore")
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "anew"), *BACK]) == 0
+    require_same(weights(tmp_path / "anew"), weights(tmp_path / "hf"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "anew").pad_token_id == 3
+
+
 def test_old_names_and_stored_copies_come_back(tmp_path: Path) -> None:
     """The first BERT's files call a norm's parameters gamma and beta, and store tied tensors and positions too."""
     directory = save(tmp_path, sentences=True)

@@ -50,9 +50,17 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     "olmo-2-7b": 7_298_617_344,
     "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
     "starcoder2-3b": 3_030_371_328,
     "gemma-2b": 2_506_172_416,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
+    "gpt-j-6b": 6_050_882_784,
     "pythia-160m": 162_322_944,
     "bloom-176b": 176_247_271_424,
 }
@@ -162,6 +170,16 @@ def test_the_published_numbers_are_those_of_transformers() -> None:
             num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
         ),
         "deepseek-v3": transformers.DeepseekV3Config(),
+        "gemma-2-2b": transformers.Gemma2Config(),
+        "opt-1.3b": transformers.OPTConfig(
+            hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192
+        ),
+        "falcon-7b": transformers.FalconConfig(),
+        "falcon-40b": transformers.FalconConfig(
+            hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8,
+            new_decoder_architecture=True,
+        ),
+        "gpt-j-6b": transformers.GPTJConfig(),
         "pythia-160m": transformers.GPTNeoXConfig(
             vocab_size=50_304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
         ),

@@ -12,6 +12,7 @@ from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, agree, bitwise, train
 
 _ROPE: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "num_query_groups": 2}
+_FACTORS = "1.0,1.5,2.0,4.0"  # of heads of 8
 MODELS: dict[str, dict[str, Any]] = {
     "gemma-3": {
         **_ROPE,
@@ -25,6 +26,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_pattern": "2*w,f",
         "window_size": 5,
         "window_rotary_base": 100.0,
+    },
+    "gemma-2": {
+        **_ROPE,
+        "activation": "geglu",
+        "disable_bias_linear": True,
+        "layernorm_1p": True,
+        "norm_placement": "both",
+        "attention_multiplier": 0.5,
+        "attention_pattern": "w,f",
+        "window_size": 5,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 1.5,
     },
     "granite": {
         **_ROPE,
@@ -43,6 +56,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm_all_heads": True,
         "disable_bias_linear": True,
         "add_mlp_bias": True,
+    },
+    "gpt-j": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "parallel_residual": True,
+        "shared_parallel_norm": True,
+        "add_output_layer_bias": True,
+        "disable_bias_linear": True,
+        "add_mlp_bias": True,
+    },
+    "opt": {"position_offset": 2, "activation": "relu", "add_output_layer_bias": True},
+    "phi-longrope": {
+        **_ROPE,
+        "rope_scaling": "longrope",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 8,
+        "rope_short_factors": _FACTORS,
+        "rope_long_factors": "1.0,2.5,6.0,8.0",
     },
     "norms": {"layernorm_1p": True, "norm_placement": "both", "logits_divisor": 0.5, "window_size": 6},
 }
@@ -65,17 +96,43 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("olmo-2", (2, 1, 2), {"sequence_parallel": True, "zero_stage": 2}),
     ("olmo-2", (1, 3, 1), {"recompute": "full"}),
     ("norms", (2, 2, 1), {"recompute": "light"}),
+    ("gemma-2", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
+    ("gemma-2", (1, 1, 1), {"cp": 2, "cp_comm": "allgather", "loss_chunks": 3}),
+    ("gemma-2", (1, 1, 1), {"cp": 2, "cp_comm": "ulysses"}),
+    ("gemma-2", (1, 1, 1), {"cp": 4, "cp_comm": "ulysses", "num_query_groups": 2}),
+    ("gemma-2", (2, 3, 1), {"loss_chunks": 2, "schedule": "zero-bubble"}),
+    ("gemma-2", (1, 1, 2), {"zero_stage": 3, "recompute": "full", "attention_dropout": 0.2}),
+    ("gpt-j", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
+    ("gpt-j", (2, 3, 1), {"loss_chunks": 2, "schedule": "zero-bubble"}),
+    ("gpt-j", (1, 2, 2), {"zero_stage": 3, "recompute": "light"}),
+    ("opt", (2, 2, 1), {"sequence_parallel": True}),
+    ("opt", (1, 1, 1), {"cp": 2}),
+    ("phi-longrope", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
+    ("phi-longrope", (1, 3, 1), {}),
 ]
+FEW = {0, 3, 8}
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "changes"),
-    [pytest.param(*case, marks=() if number in (0, 3) else pytest.mark.slow) for number, case in enumerate(CASES)],
+    [pytest.param(*case, marks=() if number in FEW else pytest.mark.slow) for number, case in enumerate(CASES)],
     ids=str,
 )
 def test_a_layout_equals_one_process(model: str, layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
-    kept = {name: value for name, value in changes.items() if name == "loss_chunks"}
+    kept = {name: value for name, value in changes.items() if name in ("loss_chunks", "attention_dropout")}
     agree(outcome(layout, tmp_path / "layout", model, **changes), outcome((1, 1, 1), tmp_path / "one", model, **kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma-2", "gpt-j", "opt"])
+@pytest.mark.parametrize(
+    ("layout", "changes"), [((2, 1, 1), {"sequence_parallel": True}), ((1, 3, 1), {}), ((1, 1, 1), {"cp": 2})]
+)
+def test_reproducible_layouts_are_bitwise_the_same(
+    model: str, layout: Layout, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    one = outcome((1, 1, 1), tmp_path / "one", model, reproducible=True)
+    bitwise(outcome(layout, tmp_path / "layout", model, reproducible=True, **changes), one)
 
 
 @pytest.mark.slow

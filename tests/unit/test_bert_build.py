@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -168,10 +169,21 @@ def test_a_split_with_too_few_documents_of_sentences_is_named(tmp_path: Path) ->
 def test_a_tokenizer_without_mask_alone_is_named_so(tmp_path: Path) -> None:
     prefix = write(tmp_path, "wordpiece", "d", LINES)
     path = tmp_path / "wordpiece" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"[MASK]"', '"[OTHER]"'))
+    state = json.loads(path.read_text().replace('"[MASK]"', '"[OTHER]"'))
+    *_, (one, first), (other, second) = sorted(state["model"]["vocab"].items(), key=lambda entry: entry[1])
+    state["model"]["vocab"] |= {one: second, other: first}
+    path.write_text(json.dumps(state))
     problems = refused(config(tmp_path, prefix))
     assert any("has no [MASK] token, which BERT needs" in problem for problem in problems)
     assert any("made with another tokenizer" in problem for problem in problems)
+
+
+def test_a_tokenizer_that_differs_in_mask_alone_has_the_ids_of_the_data(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "wordpiece", "d", LINES)
+    path = tmp_path / "wordpiece" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"[MASK]"', '"[OTHER]"'))
+    (problem,) = refused(config(tmp_path, prefix))
+    assert "has no [MASK] token, which BERT needs" in problem
 
 
 def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ alone, refuse = refusals.alone, refusals.refuse  # fixtures
 BERT_FLAGS = (
     "--bert-style",
     "--sentence-task",
+    "--num-token-types",
     "--mask-prob",
     "--short-seq-prob",
     "--whole-word-masking",
@@ -132,7 +133,7 @@ def test_what_cannot_be_is_refused_by_name_with_the_way_out(values: dict[str, An
     [
         (
             ["--preset", "gpt2-small"],
-            "--preset gpt2-small is GPT's: use bert-tiny, bert-base, bert-large or modernbert",
+            "--preset gpt2-small is GPT's: use bert-tiny, bert-base, bert-large, modernbert",
         ),
         (
             ["--position-embedding-type", "rope"],
@@ -147,7 +148,10 @@ def test_what_cannot_be_is_refused_by_name_with_the_way_out(values: dict[str, An
         (["--eod-mask-loss"], "--eod-mask-loss is for a model that predicts the next token"),
         (["--init-from-hf", "nowhere"], "--init-from-hf nowhere is for pretrain_gpt.py: convert the directory"),
         (["--init-from-hf", "nowhere", "--preset", "bert-tiny"], "--init-from-hf nowhere is for pretrain_gpt.py"),
-        (["--preset", "gpt2-tinny"], "--preset gpt2-tinny is not known: use bert-tiny, bert-base, bert-large or"),
+        (
+            ["--preset", "gpt2-tinny"],
+            "--preset gpt2-tinny is not known: use bert-tiny, bert-base, bert-large, modernbert",
+        ),
         (["--preset", "mistral-7b"], "--preset mistral-7b is GPT's"),
         (
             ["--bert-style", "modern", "--position-embedding-type", "learned"],

@@ -47,6 +47,9 @@ PLAIN_ONLY: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "auto_map": (None, {}),  # code of its own
 }
+_WAYS_OUT: Mapping[str, str] = {
+    "auto_map": "; if transformers has the model without this code, use --ignore-config-field auto_map",
+}
 
 
 class ConfigReader:
@@ -99,17 +102,19 @@ class ConfigReader:
             return default
         return info.kind(value)
 
-    def only(self, name: str, allowed: Sequence[Any], default: Any = _MISSING) -> None:
+    def only(self, name: str, allowed: Sequence[Any], default: Any = _MISSING, *, way_out: str = "") -> None:
         """Refuse a field whose value is not among those that mean what megacore computes.
 
         Args:
             name: the field.
             allowed: the values; equal of value and type.
             default: what transformers takes where the file has none; without one a missing field is fine.
+            way_out: the end of the message: what the user can do.
         """
         value = self.get(name, default)
         if value is not _MISSING and not any(type(value) is type(one) and value == one for one in allowed):
-            self.problem(name, f"is {_shown(value)}, but megacore has only {one_of([_shown(one) for one in allowed])}")
+            known = one_of([_shown(one) for one in allowed])
+            self.problem(name, f"is {_shown(value)}, but megacore has only {known}{way_out}")
 
     def problem(self, name: str, text: str) -> None:
         """Note what is wrong with a field."""
@@ -137,7 +142,7 @@ class ConfigReader:
         """
         for name, allowed in PLAIN_ONLY.items():
             if name in self._values and name not in self._seen:
-                self.only(name, allowed)
+                self.only(name, allowed, way_out=_WAYS_OUT.get(name, ""))
         left = self._values.keys() - self._seen - WITHOUT_EFFECT - ignored - self._off()
         return tuple(sorted(name for name in left if not _WITHOUT_EFFECT_PATTERN.fullmatch(name)))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Layout, Run, Same, TensorRule, write_tied
+from megacore.models.hf.family import Family, Layout, Run, Same, TensorRule, neighbouring_pairs, write_tied
 from megacore.models.hf.llama import read_common
 from megacore.models.hf.rope import write_rope
 
@@ -117,6 +117,8 @@ def _read_v2(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _read_v3(reader: ConfigReader) -> dict[str, Any]:
+    if reader.get("num_experts_per_tok", 8) == 1:  # its weight, divided by itself, would be 1 instead of its score
+        reader.problem("num_experts_per_tok", "is 1, of which this family makes the weight 1, and megacore the score")
     return (
         _read(reader, heads=128, width=2048, shared=1)
         | _read_groups(reader, groups=8, chosen=4, best=2)
@@ -163,24 +165,16 @@ def _write_v3(config: ResolvedModel) -> dict[str, Any]:
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _neighbours(start: int, rotated: int) -> Iterator[Run]:
-    """Rows of pairs that lie side by side, as megacore has them: the first of all pairs, then the second."""
-    for offset in (0, 1):
-        for pair in range(rotated // 2):
-            row = start + 2 * pair + offset
-            yield Run(source=0, start=row, stop=row + 1)
-
-
 def _query_runs(config: ResolvedModel) -> Iterator[Run]:
     for head in range(config.num_attention_heads):
         start = head * config.head_size
         yield Run(source=0, start=start, stop=start + config.qk_nope_head_dim)
-        yield from _neighbours(start + config.qk_nope_head_dim, config.qk_rope_head_dim)
+        yield from neighbouring_pairs(start + config.qk_nope_head_dim, config.qk_rope_head_dim)
 
 
 def _key_value_runs(config: ResolvedModel) -> Iterator[Run]:
     yield Run(source=0, start=0, stop=config.kv_lora_rank)
-    yield from _neighbours(config.kv_lora_rank, config.qk_rope_head_dim)
+    yield from neighbouring_pairs(config.kv_lora_rank, config.qk_rope_head_dim)
 
 
 _QUERIES = Layout(lambda config: (config.num_attention_heads * config.head_size,), _query_runs)

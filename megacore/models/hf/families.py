@@ -7,20 +7,23 @@ from typing import Any
 
 from megacore.config import ResolvedModel
 from megacore.config.bert import ResolvedBert
-from megacore.config.messages import did_you_mean, one_of
+from megacore.config.messages import one_of
 from megacore.errors import CheckpointError
-from megacore.models.hf.bert import BERT
+from megacore.models.hf.bert import BERT, ROBERTA
 from megacore.models.hf.bloom import BLOOM
 from megacore.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megacore.models.hf.falcon import FALCON
 from megacore.models.hf.family import Family
-from megacore.models.hf.gemma import GEMMA, GEMMA3
-from megacore.models.hf.gpt2 import GPT2
-from megacore.models.hf.gpt2_variants import GPT_BIGCODE, MPT
+from megacore.models.hf.gemma import GEMMA, GEMMA2, GEMMA3
+from megacore.models.hf.gpt2 import GPT2, GPT_BIGCODE
+from megacore.models.hf.gptj import GPTJ
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megacore.models.hf.llama_variants import GRANITE, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
 from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
+from megacore.models.hf.mpt import MPT
 from megacore.models.hf.neox import NEOX
+from megacore.models.hf.opt import OPT
 
 # The order in which a family is looked for where a model has no config.json.
 FAMILIES: dict[str, Family] = {
@@ -28,7 +31,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
-        *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA3),
+        *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
+        *(OPT, FALCON, GPTJ, ROBERTA),
     )
 }
 
@@ -45,8 +49,8 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        near = did_you_mean(str(name)[:80], FAMILIES) if name is not None else ""
-        raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, but megacore has {_names()}{near}")
+        # No "did you mean": a config.json is not mistyped, and a type with a similar name is another model.
+        raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, but megacore has {_names()}")
     family = FAMILIES[name]
     architectures = values.get("architectures")
     if architectures not in (None, [], *([one] for one in family.architectures)):

@@ -76,14 +76,20 @@ class TensorRule:
         theirs: names in the family, with the prefix; one with {e} stands for those of all experts, which are stacked.
         layout: the order of rows; None where there is one source and it is the same tensor.
         transposed: the family stores the matrix as [in, out].
-        untied: the names instead of `theirs` where the output layer is not the embedding.
+        instead: the names in place of `theirs` of models that `when` accepts.
+        when: by default those whose output layer is not the embedding.
     """
 
     ours: str
     theirs: tuple[str, ...]
     layout: Layout | None = None
     transposed: bool = False
-    untied: tuple[str, ...] | None = None
+    instead: tuple[str, ...] | None = None
+    when: Callable[[ResolvedModel], bool] = lambda config: config.untie_embeddings_and_output_weights
+
+    def names(self, config: ResolvedModel) -> tuple[str, ...]:
+        """Of the family's tensors, for a model."""
+        return self.theirs if self.instead is None or not self.when(config) else self.instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +291,7 @@ def same_bert(one: ResolvedBert | None, other: ResolvedBert | None, config: Reso
     layers = config.num_layers
     return (
         one.bert_style == other.bert_style
+        and one.num_token_types == other.num_token_types
         and (one.sentence_task == "none") == (other.sentence_task == "none")
         and min(one.global_attention_interval, layers) == min(other.global_attention_interval, layers)
         and one.local_rotary_base == other.local_rotary_base
@@ -342,6 +349,20 @@ def _stacked_runs(config: ResolvedModel) -> Iterator[Run]:
     offsets = (0, query, query + key)
     for run in q_k_v_runs(config):
         yield Run(source=0, start=run.start + offsets[run.source], stop=run.stop + offsets[run.source])
+
+
+def neighbouring_pairs(start: int, rotated: int, source: int = 0) -> Iterator[Run]:
+    """Rows that are rotated in pairs of neighbours, as megacore has them: the first of all pairs, then the second.
+
+    Args:
+        start: the first of the rows.
+        rotated: how many they are.
+        source: number of the tensor that has them.
+    """
+    for offset in (0, 1):
+        for pair in range(rotated // 2):
+            row = start + 2 * pair + offset
+            yield Run(source=source, start=row, stop=row + 1)
 
 
 # Three sources, q [n][d], k [g][d] and v [g][d].

@@ -1,5 +1,5 @@
-"""Gemma and Gemma 3 (text): scaled embeddings, norms that multiply by 1 + weight, GeGLU; Gemma 3 with norms of the
-outputs of its layers, norms of heads, and windows in five of six layers."""
+"""Gemma, Gemma 2 and Gemma 3 (text): scaled embeddings, norms that multiply by 1 + weight, GeGLU; from Gemma 2 on with
+norms of the outputs of its layers and windows in some layers, Gemma 2 with soft caps, Gemma 3 with norms of heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megacore.config import ResolvedModel
 from megacore.config.layer_pattern import FULL, WINDOW, repeated
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, read_tied, write_tied
+from megacore.models.hf.family import Family, Same, read_tied, write_tied
 from megacore.models.hf.kinds_of_layers import pattern_fields, read_layer_types, write_layer_types
 from megacore.models.hf.llama import block_rules, read_common, same_fields, window_of
 from megacore.models.hf.rope import read_rope, write_rope
@@ -62,18 +62,67 @@ GEMMA = Family(
 )
 
 
-def _read_gemma3(reader: ConfigReader) -> dict[str, Any]:
+# ---- Gemma 2 and 3 ---------------------------------------------------------------------------------------------------
+
+
+def _read_later(reader: ConfigReader, period: Any) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common: windows, and what scores are multiplied by.
+
+    Args:
+        reader: the file.
+        period: of which each last layer has no window, where the file has no `layer_types`.
+    """
     layers, window = reader.get("num_hidden_layers", 26), window_of(reader, default=4096)
     kinds = read_layer_types(reader, layers)
-    period = reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6))
     if kinds is None and type(layers) is int and type(period) is int and 1 <= period <= layers + 1 <= 10_001:
         kinds = repeated(WINDOW * (period - 1) + FULL, layers)
     scalar = reader.get("query_pre_attn_scalar", 256)
     if type(scalar) not in (int, float) or scalar <= 0:
         reader.problem("query_pre_attn_scalar", f"is {str(scalar)[:40]!r}, not a positive number")
         scalar = 256
-    fields = _read_two_ropes(reader) | read_tied(reader, default=True) | _embedding(reader, 2304)
-    fields |= pattern_fields(kinds or FULL, window) | {"attention_multiplier": scalar**-0.5}
+    fields = read_tied(reader, default=True) | _embedding(reader, 2304)
+    return fields | pattern_fields(kinds or FULL, window) | {"attention_multiplier": scalar**-0.5}
+
+
+def _write_later(config: ResolvedModel) -> dict[str, Any]:
+    scalar = (config.attention_multiplier or 1.0) ** -2
+    return write_tied(config) | {
+        "layer_types": write_layer_types(config),
+        "sliding_window": config.window_size or 4096,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar,
+    }
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    prefix="model.",
+    same=(
+        *same_fields(
+            groups=4, positions=8192, inner=9216, vocabulary=256000, head=256, layers=26, hidden=2304, heads=8
+        ),
+        Same("attn_logit_softcapping", ("attn_logit_softcapping",), 50.0),
+        Same("final_logit_softcapping", ("final_logit_softcapping",), 30.0),
+    ),
+    fixed={
+        "hidden_activation": _ACTIVATION,
+        "attention_bias": ((False,), False),
+        "use_bidirectional_attention": _CAUSAL,
+    },
+    optional={"hidden_act": ("gelu_pytorch_tanh",)},  # which transformers does not look at
+    constants={**_CONSTANTS, "norm_placement": "both"},
+    ignored=frozenset(("cache_implementation",)),
+    read=lambda reader: read_common(reader, tied=True) | _read_later(reader, 2),
+    write=lambda config: write_rope(config) | _write_later(config),
+    rules=block_rules(norms=_FOUR_NORMS),
+    buffers=(".rotary_emb.inv_freq",),
+    ties=_TIES,
+)
+
+
+def _read_gemma3(reader: ConfigReader) -> dict[str, Any]:
+    period = reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6))
+    fields = _read_two_ropes(reader) | _read_later(reader, period)
     if fields["attention_pattern"] is None:
         base = fields.pop("window_rotary_base", None)
         if fields["window_size"] is not None and base is not None:  # every layer is a local one
@@ -109,13 +158,7 @@ def _write_gemma3(config: ResolvedModel) -> dict[str, Any]:
     whole = write_rope(config)["rope_parameters"]
     base = config.rotary_base if config.window_rotary_base is None else config.window_rotary_base
     near = {"rope_type": "default", "rope_theta": base}
-    scalar = (config.attention_multiplier or 1.0) ** -2
-    return write_tied(config) | {
-        "rope_parameters": {"sliding_attention": near, "full_attention": whole},
-        "layer_types": write_layer_types(config),
-        "sliding_window": config.window_size or 4096,
-        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar,
-    }
+    return _write_later(config) | {"rope_parameters": {"sliding_attention": near, "full_attention": whole}}
 
 
 GEMMA3 = Family(

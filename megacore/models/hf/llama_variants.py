@@ -127,7 +127,13 @@ def _read_phi3(reader: ConfigReader) -> dict[str, Any]:
     dropout = reader.get("resid_pdrop", 0.0)
     reader.only("layer_types", (None,))
     return (
-        read_rope(reader, positions if type(positions) is int else 1, share=share)
+        read_rope(
+            reader,
+            positions if type(positions) is int else 1,
+            share=share,
+            original=reader.get("original_max_position_embeddings", 4096),
+            renamed={"su": "longrope", "yarn": "longrope"},
+        )
         | read_tied(reader, default=False)
         | {
             "disable_bias_linear": True,
@@ -138,10 +144,12 @@ def _read_phi3(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _write_phi3(config: ResolvedModel) -> dict[str, Any]:
+    before = config.rope_original_max_positions
     return (
         write_rope(config, share=True)
         | write_tied(config)
         | {"sliding_window": config.window_size, "resid_pdrop": config.hidden_dropout, "pad_token_id": None}
+        | ({} if before is None else {"original_max_position_embeddings": before})
     )
 
 
@@ -153,7 +161,7 @@ PHI3 = llama_like(
     "Phi3ForCausalLM",
     same=same_fields(groups=None, positions=4096, inner=8192, vocabulary=32064, head=None, hidden=3072, epsilon=1e-5),
     fixed={"attention_bias": ((False,), False)},
-    ignored=frozenset(("original_max_position_embeddings", "embd_pdrop")),
+    ignored=frozenset(("embd_pdrop",)),
     read=_read_phi3,
     write=_write_phi3,
     rules=(
@@ -170,14 +178,25 @@ PHI3 = llama_like(
 
 def _read_stablelm(reader: ConfigReader) -> dict[str, Any]:
     positions, share = reader.get("max_position_embeddings", 4096), reader.get("partial_rotary_factor", 0.25)
-    bias = reader.get("use_qkv_bias", False)
-    if type(bias) is not bool:
-        reader.problem("use_qkv_bias", f"is {str(bias)[:20]!r}, not true or false")
+    bias, parallel = reader.get("use_qkv_bias", False), reader.get("use_parallel_residual", False)
+    for name, value in (("use_qkv_bias", bias), ("use_parallel_residual", parallel)):
+        if type(value) is not bool:
+            reader.problem(name, f"is {str(value)[:20]!r}, not true or false")
     return (
         read_rope(reader, positions if type(positions) is int else 1, share=share)
         | read_tied(reader, default=False)
-        | {"disable_bias_linear": True, "add_qkv_bias": bias is True}
+        | {
+            "disable_bias_linear": True,
+            "add_qkv_bias": bias is True,
+            "parallel_residual": parallel is True,
+            "shared_parallel_norm": parallel is True,
+        }
     )
+
+
+def _write_stablelm(config: ResolvedModel) -> dict[str, Any]:
+    values = {"use_qkv_bias": config.qkv_bias, "use_parallel_residual": config.parallel_residual}
+    return write_rope(config, share=True) | write_tied(config) | values
 
 
 STABLELM = Family(
@@ -200,11 +219,10 @@ STABLELM = Family(
     fixed={
         "hidden_act": (("silu", "swish"), "silu"),
         "qk_layernorm": ((False,), False),
-        "use_parallel_residual": ((False,), False),
     },
     constants={"activation": "swiglu"},
     read=_read_stablelm,
-    write=lambda config: write_rope(config, share=True) | write_tied(config) | {"use_qkv_bias": config.qkv_bias},
+    write=_write_stablelm,
     rules=block_rules(qkv_bias=True, norm_bias=True),
     buffers=(".rotary_emb.inv_freq",),
     ties={"lm_head.weight": "model.embed_tokens.weight"},

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megacore.config import ResolvedModel
 from megacore.config.messages import one_of
+from megacore.config.rope_factors import parse_factors, written_factors
 from megacore.models.hf.config_reader import ConfigReader
 
 # The keys that each kind of scaling has, beside the base and the rotated share.
@@ -18,6 +20,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
 # Keys of numbers that yarn may have; transformers takes null, and 0 of most, as their absence.
 _OF_YARN = {
@@ -27,10 +30,19 @@ _OF_YARN = {
     "rope_mscale_all_dim": "mscale_all_dim",
     "rope_attention_factor": "attention_factor",
 }
+_OF_LONGROPE = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
 _DEFAULT_BASE = 10_000.0
 
 
-def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta", share: float = 1.0) -> dict[str, Any]:
+def read_rope(
+    reader: ConfigReader,
+    positions: int,
+    *,
+    base: str = "rope_theta",
+    share: float = 1.0,
+    original: Any = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """ModelConfig's fields about rotary positions.
 
     Args:
@@ -38,6 +50,8 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
         positions: its longest context, at which dynamic scaling begins.
         base: the field that older files have the base in.
         share: of a head that is rotated, where the rope parameters do not say it.
+        original: context before scaling, of a family that has it outside the rope parameters; None: it is there.
+        renamed: kinds of scaling by names that only this family gives them -> their usual names.
     """
     given = {name: reader.get(name) for name in ("rope_parameters", "rope_scaling")}
     for name, value in given.items():
@@ -49,15 +63,20 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
     if given["rope_scaling"] and given["rope_parameters"] and given["rope_scaling"] != given["rope_parameters"]:
         reader.problem("rope_scaling", "differs from rope_parameters: leave one of them out")
     kind = table.get("rope_type", table.get("type", "default"))
+    kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in _KEYS:
         reader.problem(f"{name}.rope_type", f"is {str(kind)[:40]!r}, but megacore has {one_of(list(_KEYS))}")
         return {}
+    if original is not None and kind == "longrope":
+        table = {**table, "original_max_position_embeddings": original}
     fields: dict[str, Any] = {"position_embedding_type": "rope", "rope_scaling": "none" if kind == "default" else kind}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS[kind]}
     if kind == "dynamic":
         known.add("original_max_position_embeddings")  # which transformers does not look at
     if kind == "yarn":
         known |= {*_OF_YARN.values(), "truncate"}
+    if kind == "longrope":
+        known.add("attention_factor")
     for key in sorted(table.keys() - known):
         reader.problem(f"{name}.{key[:40]}", f"is a field that megacore does not know for the type {kind}")
     theta = table.get("rope_theta", reader.get(base, _DEFAULT_BASE))
@@ -73,17 +92,19 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
             numbers[ours] = (key, table.get(key))
     if kind == "yarn":
         _read_yarn(reader, table, name, numbers, fields, positions)
+    if kind == "longrope":
+        _read_longrope(reader, table, name, numbers, fields, positions)
     for ours, (key, value) in numbers.items():
         if type(value) not in (int, float) or not math.isfinite(value):
             reader.problem(f"{name}.{key}", f"is {str(value)[:40]!r}, not a number")
         else:
             fields[ours] = float(value)
-    if kind in ("dynamic", "llama3", "yarn"):
-        original = positions if kind == "dynamic" else table.get("original_max_position_embeddings", positions)
-        if type(original) is not int:
-            reader.problem(f"{name}.original_max_position_embeddings", f"is {str(original)[:40]!r}, not a whole number")
+    if kind in ("dynamic", "llama3", "yarn", "longrope"):
+        before = positions if kind == "dynamic" else table.get("original_max_position_embeddings", positions)
+        if type(before) is not int:
+            reader.problem(f"{name}.original_max_position_embeddings", f"is {str(before)[:40]!r}, not a whole number")
         else:
-            fields["rope_original_max_positions"] = original
+            fields["rope_original_max_positions"] = before
     return fields
 
 
@@ -107,6 +128,28 @@ def _read_yarn(
         reader.problem(f"{name}.truncate", f"is {str(truncate)[:40]!r}, not true or false")
 
 
+def _read_longrope(
+    reader: ConfigReader,
+    table: dict[str, Any],
+    name: str,
+    numbers: dict[str, tuple[str, Any]],
+    fields: dict[str, Any],
+    positions: int,
+) -> None:
+    """As `_read_yarn` for longrope."""
+    original = table.get("original_max_position_embeddings", positions)
+    if table.get("factor") is None and type(original) is int and original > 0:
+        numbers["rope_scaling_factor"] = ("factor", positions / original)
+    if table.get("attention_factor") is not None:
+        numbers["rope_attention_factor"] = ("attention_factor", table["attention_factor"])
+    for key, ours in _OF_LONGROPE.items():
+        factors = table.get(key)
+        if isinstance(factors, list) and factors and all(type(one) in (int, float) for one in factors):
+            fields[ours] = written_factors(factors)
+        else:
+            reader.problem(f"{name}.{key}", f"is {str(factors)[:40]!r}, not a list of numbers")
+
+
 def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
     """`rope_parameters` of a model.
 
@@ -118,13 +161,17 @@ def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": kind, "rope_theta": config.rotary_base}
     if share:
         table["partial_rotary_factor"] = config.rotary_percent
-    values = {
+    values: dict[str, Any] = {
         "factor": config.rope_scaling_factor,
         "low_freq_factor": config.rope_low_freq_factor,
         "high_freq_factor": config.rope_high_freq_factor,
         "original_max_position_embeddings": config.rope_original_max_positions,
     }
+    factors = {key: getattr(config, ours) for key, ours in _OF_LONGROPE.items()}
+    values |= {key: None if text is None else list(parse_factors(text)) for key, text in factors.items()}
     table |= {key: values[key] for key in _KEYS[kind]}
+    if kind == "longrope" and config.rope_attention_factor is not None:
+        table["attention_factor"] = config.rope_attention_factor
     if kind == "yarn":
         table |= {key: getattr(config, ours) for ours, key in _OF_YARN.items() if getattr(config, ours) is not None}
         table |= {} if config.rope_truncate else {"truncate": False}

@@ -1,0 +1,99 @@
+"""Soft caps of scores and of logits, against the formula over all of them in fp64."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore import ops
+from megacore.ops.block_attention import block_attention
+from megacore.ops.visibility import Visibility
+from megacore.parallel.linear_cross_entropy import ChunkedLoss
+from megacore.parallel.mesh import ALONE
+from megacore.parallel.products import TORCH
+from tests.kernels.test_attention import CASES, B, D, S, drawn
+
+CAP = 0.7
+attention = import_module("megacore.ops.attention")  # the package exports the function of this name
+
+
+def within(found: Tensor, expected: Tensor) -> None:
+    """fp32 rounding, relative to the largest entry."""
+    assert (found.double() - expected).abs().max() <= 5e-6 * expected.abs().max()
+
+
+def capped_attention(tensors: list[Tensor], options: dict[str, Any], slopes: Tensor | None) -> Tensor:
+    """softmax(cap tanh(q k^T / sqrt(d) / cap) + bias) v, with all weights."""
+    query, key, value = tensors
+    times = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    scores = CAP * torch.tanh(query @ key.transpose(-1, -2) / math.sqrt(D) / CAP)
+    positions = torch.arange(S)
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (positions[:, None] - positions).abs()
+    seen = Visibility(**options).mask(range(S), range(S), torch.device("cpu"))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    return torch.softmax(scores, -1) @ value
+
+
+@pytest.mark.parametrize("way", ["sdpa", "fused-softmax", "tiles of 3"])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_capped_scores_are_the_formula(case: str, alibi: bool, way: str) -> None:
+    options = CASES[case]
+    ours = [(4 * x).detach().requires_grad_() for x in drawn(2)]  # scores far above the cap
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    slopes = torch.tensor(ops.alibi_slopes(4)) if alibi else None
+    if way == "tiles of 3":
+        found, _ = block_attention(*ours, view=Visibility(**options), slopes=slopes, soft_cap=CAP, block=3)
+    else:
+        bias = None if slopes is None else ops.Alibi(slopes)
+        found = ops.attention(*ours, **options, alibi=bias, soft_cap=CAP, implementation=way)  # type: ignore[arg-type]
+    documents = options.get("documents")
+    real = torch.ones(B, 1, S, 1) if documents is None else (documents != 0).view(B, 1, S, 1)
+    expected = capped_attention(exact, options, slopes) * real
+    within(found * real, expected)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6)) * real
+    gradients = torch.autograd.grad((found * weights).sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        within(gradient, want)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_capped_logits_are_the_formula(chunks: int, split: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((2, 7, 16), (136, 16)))
+    targets = torch.randint(0, 131, (2, 7), generator=generator)
+    scale = torch.rand(2, 7, generator=generator)
+    layer = ChunkedLoss(
+        vocab_size=131,
+        chunks=chunks,
+        group=ALONE,
+        sequence_parallel=False,
+        split_backward=split,
+        products=TORCH,
+        soft_cap=CAP,
+    )
+    found = layer.losses(x, weight, None, targets, ops.CrossEntropyOptions(z_loss=1e-2))
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    logits = CAP * torch.tanh((wide[0] @ wide[1].T)[..., :131] / CAP)
+    log_z = logits.logsumexp(-1)
+    expected = log_z - logits.gather(-1, targets[..., None])[..., 0] + 1e-2 * log_z.square()
+    within(found, expected)
+    gradients = torch.autograd.grad((found * scale).sum(), (x, weight))
+    wanted = torch.autograd.grad((expected * scale).sum(), wide)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        within(gradient, want)
+
+
+def test_a_capped_layer_takes_blocks_at_any_length() -> None:
+    assert attention.takes_blocks(8, masked=False, dropout=0.0, on_cpu=True, capped=True)
+    assert not attention.takes_blocks(8, masked=False, dropout=0.0, on_cpu=True)
