@@ -20,6 +20,7 @@ from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
 from megacore.config.sections import AUTO, OR_AUTO
 from megacore.data.gpt.build import tokenizer_of
+from megacore.data.tokenizers.same_ids import same_ids
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 
@@ -149,12 +150,15 @@ def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) 
             "of: it is damaged: use another step's directory"
         )
     has_state = manifest.counters.get("updates", manifest.step) > 0  # a converted checkpoint has none
-    if has_state and config.start.load_optim and trained_with != config.optimizer.optimizer:
+    loads_state = config.start.load_optim and not config.training.skip_train
+    if has_state and loads_state and trained_with != config.optimizer.optimizer:
         raise CheckpointError(
             f"{load}: {directory} holds the state of --optimizer {trained_with}, "
             f"not of {config.optimizer.optimizer}: use --optimizer {trained_with}"
         )
     _check_model(config, load, directory, manifest)
+    if config.training.skip_train:
+        return
     if manifest.step > config.training.train_iters or (
         manifest.step == config.training.train_iters and config.checkpoint.load != AUTO
     ):
@@ -215,7 +219,7 @@ def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str,
         CheckpointError: they differ.
         DataError: the checkpoint's cannot be read.
     """
-    if stored is not None and load_tokenizer(stored).fingerprint != tokenizer.fingerprint:
+    if stored is not None and not same_ids(load_tokenizer(stored), tokenizer):
         raise CheckpointError(
             f"--tokenizer {path} is not the one that {stored.parent} was trained with, and its ids mean other texts: "
             f"use --tokenizer {stored}, or {way_out}"

@@ -14,6 +14,7 @@ from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
+from megacore.config.average import EMA
 from megacore.config.fields import field_infos
 from megacore.config.messages import ranks_in_words
 from megacore.config.optimizers import OPTIMIZERS
@@ -54,7 +55,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE, *, w
             f"{directory} has no {' and no '.join(missing)} of the optimizer, after {updates} updates: "
             "its manifest is damaged: use an earlier step"
         )
-    kinds = () if missing or not with_optimizer else state.optimizer.kinds
+    kinds = tuple(kind for kind in state.optimizer.kinds if with_optimizer and kind.name not in missing)
     buffers = {name for name, buffer in state.buffers.items() if buffer.numel()}
     if lacking := sorted(buffers - manifest.tensors.get(BUFFERS, {}).keys()):
         raise CheckpointError(f"{directory} is of another model: buffer {lacking[0]} is missing")
@@ -163,13 +164,14 @@ def check_header(path: Path, manifest: Manifest) -> None:
 
 
 def never_kept(manifest: Manifest) -> set[str]:
-    """Kinds of state that the optimizer has under some settings, but not under those of the run that wrote the
-    checkpoint: a run of plain SGD may be resumed with momentum."""
+    """Kinds of state that a run has under some settings, but not under those of the run that wrote the checkpoint: one
+    of plain SGD may be resumed with momentum, and one without an average of the weights with one."""
+    average = {EMA.name} if manifest.settings.get("ema_decay") is None else set[str]()
     kind = OPTIMIZERS.get(str(manifest.settings.get("optimizer")))
     if kind is None:
-        return set()
+        return average
     written = kind(**{name: value for name, value in manifest.settings.items() if name in field_infos(kind)})
-    return {state.name for state in kind().state} - {state.name for state in written.state}
+    return average | ({state.name for state in kind().state} - {state.name for state in written.state})
 
 
 @torch.no_grad()

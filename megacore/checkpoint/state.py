@@ -120,6 +120,10 @@ class TrainingState:
                         spec = _spec_of_state(kind, parameter.spec)
                         values = read(kind.name, spec.name, spec.slices, None).view(-1)
                     self._fill_segment(local, kind, values)
+        for kind in self.optimizer.kinds:
+            if kind.first == "weights" and kind not in kinds:  # begins anew, with the weights that were read
+                for state in self.optimizer.state.values():
+                    state.pop(kind.name, None)
         if kinds:
             self.optimizer.resume(updates)
         self.data_parallel.publish()
@@ -132,10 +136,7 @@ class TrainingState:
         if kind is _WEIGHTS:
             local.master.copy_(values)
             return
-        self.optimizer.tensor(local.run, kind)
-        part = local.state(self.optimizer, kind.name)
-        assert part is not None
-        part.copy_(values)
+        self.optimizer.set_values(local, kind, values)
 
     def _live(self, bucket: Bucket, kind: StateKind) -> dict[str, Tensor]:
         """Whole local tensors by name, where this rank owns all of every parameter."""
@@ -143,8 +144,10 @@ class TrainingState:
         live = {}
         for local in self.data_parallel.segments:
             if local.bucket is bucket:
-                flat = local.master if kind is _WEIGHTS else local.state(self.optimizer, kind.name)
-                if flat is None:
+                flat = local.master if kind is _WEIGHTS else self.optimizer.values(local, kind.name)
+                if flat is None and kind.first == "weights":
+                    flat = local.master
+                elif flat is None:
                     flat = torch.zeros_like(local.master, dtype=getattr(torch, kind.dtype))
                 live[local.spec.name] = flat.view(shapes[local.spec.name]) if kind.per == "element" else flat
         return live
@@ -153,9 +156,12 @@ class TrainingState:
         """One kind of state of the shard, where the weights lie; what has fewer numbers, where its parameter begins."""
         shard = torch.zeros_like(bucket.master, dtype=getattr(torch, kind.dtype))
         for local in self.data_parallel.segments:
-            if local.bucket is bucket and (state := local.state(self.optimizer, kind.name)) is not None:
-                first = local.segment.offset
-                shard[first : first + state.numel()] = state
+            if local.bucket is bucket:
+                state = self.optimizer.values(local, kind.name)
+                if state is None and kind.first == "weights":
+                    state = local.master
+                if state is not None:
+                    shard[local.segment.offset : local.segment.offset + state.numel()] = state
         return shard
 
 

@@ -26,6 +26,7 @@ from megacore.convert.megatron import MegatronModel, describe, merge, open_megat
 from megacore.convert.publish import published
 from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
+from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_equal, write_ranks, write_torch_dist
 from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
 from megacore.freed_memory import give_back_what_is_freed
@@ -39,8 +40,8 @@ def parser() -> ToolParser:
     """The flags."""
     made = ToolParser(
         prog="convert_checkpoint.py",
-        description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint and megacore, "
-        "and from Megatron-LM and DeepSpeed; make mixtures of experts of dense ones.",
+        description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint, Megatron-LM "
+        "and megacore, and from DeepSpeed; make mixtures of experts of dense ones.",
     )
     add = made.add_argument
     add(
@@ -51,7 +52,13 @@ def parser() -> ToolParser:
         help="format of the input. megatron: Megatron-LM's torch format or its torch_dist, which torch_dist means too. "
         "dcp: torch.distributed.checkpoint",
     )
-    add("--to", dest="target", required=True, choices=("hf", "megacore", "dcp"), help="format of the output")
+    add(
+        "--to",
+        dest="target",
+        required=True,
+        choices=("hf", "megacore", "dcp", *_OF_MEGATRON),
+        help="format of the output",
+    )
     add("--input", required=True, type=Path, metavar="DIR", help="the directory to read")
     add("--output", required=True, type=Path, metavar="DIR", help="the directory to create; it must not exist")
     add(
@@ -100,10 +107,29 @@ def parser() -> ToolParser:
         "whose files do not describe the model",
     )
     add(
+        "--ema",
+        action="store_true",
+        help="export the moving average of the weights (--ema-decay of the run) instead of the weights, with --from "
+        "megacore.",
+    )
+    add(
         "--dcp-names",
         choices=("torchtitan", "hf"),
         help="names of the tensors of --to dcp: torchtitan's, of its Llama, or those of transformers. Default: "
         "torchtitan.",
+    )
+    add(
+        "--tp",
+        type=positive,
+        metavar="N",
+        help="tensor-parallel ranks that the files of --to megatron are for. Default: 1.",
+    )
+    add("--pp", type=positive, metavar="N", help="pipeline ranks that they are for. Default: 1.")
+    add(
+        "--megatron-norms",
+        choices=("fused", "apart"),
+        help="where the norms of a layer are with --to megatron. fused: in the projections after them, as with "
+        "--transformer-impl transformer_engine. apart: as with --transformer-impl local. Default: fused.",
     )
     add(
         "--check-tokens",
@@ -135,6 +161,8 @@ def convert(args: Namespace) -> None:
         ("deepspeed", "megacore"): _from_deepspeed,
         ("dcp", "megacore"): _from_dcp,
         ("megacore", "dcp"): _to_dcp,
+        ("megacore", "megatron"): _to_megatron,
+        ("megacore", "torch_dist"): _to_megatron,
     }
     if args.upcycle is not None:
         ways = {("megacore", "megacore"): _upcycle}
@@ -148,12 +176,16 @@ def convert(args: Namespace) -> None:
         )
     for flag, given, used in (
         ("--dtype", args.dtype != "keep", args.target != "megacore"),
-        ("--like", args.like is not None, args.target != "megacore" or args.source in ("deepspeed", "dcp")),
+        ("--like", args.like is not None, args.target in ("hf", "dcp") or args.source in ("deepspeed", "dcp")),
+        ("--ema", args.ema, args.target != "megacore"),
         ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
         ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
         ("--ignore-config-field", args.ignore_config_field is not None, args.source in ("hf", "deepspeed", "dcp")),
         ("--moe-router-topk", args.moe_router_topk is not None, args.upcycle is not None),
-        ("--check-tokens", args.check_tokens is not None, args.source not in _OF_MEGATRON),
+        ("--check-tokens", args.check_tokens is not None, not {args.source, args.target} & {*_OF_MEGATRON}),
+        ("--tp", args.tp is not None, args.target == "megatron"),
+        ("--pp", args.pp is not None, args.target == "megatron"),
+        ("--megatron-norms", args.megatron_norms is not None, args.target == "megatron"),
     ):
         if given and not used:
             needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
@@ -183,7 +215,7 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
 
 def _to_hf(args: Namespace, temporary: Path) -> None:
     dtype = DTYPES.get(args.dtype)
-    export = plan_export(args.input, like=args.like, dtype=dtype)
+    export = plan_export(args.input, like=args.like, dtype=dtype, averaged=args.ema)
     print(f"{export.tensors.directory}: becomes {export.family.class_of(export.tensors.bert)}")
     if export.kept is None:
         print("config.json is made anew from the checkpoint's configuration")
@@ -191,7 +223,9 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
         print(note)
     write_directory(export, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(export.tensors.config, export.tokenizer.directory, args.check_tokens)
-    agreement = compare(temporary, export.tensors.directory, tokens, rounded=dtype, ignored=export.ignored)
+    agreement = compare(
+        temporary, export.tensors.directory, tokens, rounded=dtype, ignored=export.ignored, averaged=args.ema
+    )
     _report(agreement, not_crossed(export.tensors.config, tokens))
     agreement.require(args.tolerance)
 
@@ -264,6 +298,27 @@ def _to_dcp(args: Namespace, temporary: Path) -> None:
         export_dcp(between, temporary, args.dcp_names or "torchtitan")
     finally:
         shutil.rmtree(between, ignore_errors=True)
+
+
+def _to_megatron(args: Namespace, temporary: Path) -> None:
+    tensors = CheckpointTensors(args.input, averaged=args.ema)
+    export = plan_megatron(
+        MegatronExport(
+            tensors=tensors,
+            tp=args.tp or 1,
+            pp=args.pp or 1,
+            norms=args.megatron_norms or "fused",
+            dtype=DTYPES.get(args.dtype),
+        )
+    )
+    (write_ranks if args.target == "megatron" else write_torch_dist)(export, temporary)
+    count = require_equal(export, temporary)
+    ranks = f"tp {export.tp}, pp {export.pp}, norms {export.norms}" if args.target == "megatron" else "any ranks"
+    print(f"{tensors.directory}: Megatron core's format {args.target}, for {ranks}")
+    print(
+        f"{count} tensors were read back and are bitwise those of the checkpoint; logits were NOT compared: "
+        "Megatron-LM's model is not available to compute them"
+    )
 
 
 def _from_megatron(args: Namespace, temporary: Path) -> None:

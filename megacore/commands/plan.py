@@ -151,7 +151,7 @@ def _full_parser(entry: str) -> _Parser:
         usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
         description="Build every kind of rank of a job and take a train step of it, on tensors that have shapes, types "
         "and devices but no values: no other rank, no device and no memory are needed. All other flags are those of "
-        "the entry point. See docs/planner.md.",
+        "the entry point. See docs/guides/planner.md.",
         allow_abbrev=False,
     )
     _add_common_flags(parser)
@@ -173,7 +173,8 @@ def _parser(prog: str, usage: str) -> _Parser:
         prog=prog,
         usage=usage,
         description="Plan a training run before paying for it: memory of every rank, time of a step, bytes sent, days "
-        "and price. All other flags are those of the entry point, which its own --help lists. See docs/planner.md.",
+        "and price. All other flags are those of the entry point, which its own --help lists. See "
+        "docs/guides/planner.md.",
         allow_abbrev=False,
     )
     _add_common_flags(parser)

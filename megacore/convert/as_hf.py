@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megacore.checkpoint.tensor_header import read_header
 from megacore.convert.checkpoint_tensors import write_shards
 from megacore.convert.dcp_files import open_dcp, write_dcp
 from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, inside
+from megacore.convert.hf_experts import Read, Source, experts_apart, experts_stacked
 from megacore.errors import CheckpointError
 
 _WEIGHTS = "model.safetensors"
@@ -48,9 +49,6 @@ _TITAN_BLOCK = {
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _NOT_WEIGHTS = ("optimizer.", "optim.", "lr_scheduler", "train_state", "dataloader")
 _CONSTANTS = ("freqs_cis", "rotary_emb.inv_freq")
-
-Read = Callable[[], Tensor]
-Source = Mapping[str, tuple[torch.dtype, tuple[int, ...], Read]]  # name -> dtype, shape, and how it is read
 
 
 def write_hf(target: Path, tensors: Source, like: Path, where: str) -> None:
@@ -88,7 +86,7 @@ def _named_as_hf(tensors: Source, config: Mapping[str, Any], where: str) -> Sour
     kept = {name: value for name, value in tensors.items() if not name.endswith(_CONSTANTS)}
     prefix = next((p for p in ("", "model.", "module.") if f"{p}tok_embeddings.weight" in kept), None)
     if prefix is None:
-        return _without_prefix(kept)
+        return experts_apart(_without_prefix(kept), str(config.get("model_type")))
     named = {}
     for name, (dtype, shape, read) in kept.items():
         ours = _of_titan(name.removeprefix(prefix))
@@ -149,7 +147,10 @@ def export_dcp(source: Path, target: Path, names: str) -> None:
         CheckpointError: torchtitan's Llama has no such tensor.
     """
     config = json.loads((source / CONFIG).read_bytes())
-    tensors = dict(_titan_tensors(source, config) if names == "torchtitan" else _hf_tensors(source))
+    if names == "torchtitan":
+        tensors = dict(_titan_tensors(source, config))
+    else:
+        tensors = dict(experts_stacked(dict(_hf_tensors(source)), str(config.get("model_type"))))
     write_dcp(target, tensors)
 
 

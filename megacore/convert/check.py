@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from megacore.checkpoint.tensor_file import read_rows
 from megacore.checkpoint.tensor_header import StoredTensor
 from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import HFModel, open_model
 from megacore.convert.hf_directory import carried_tokenizer
@@ -88,6 +89,7 @@ def compare(
     *,
     rounded: torch.dtype | None = None,
     ignored: Sequence[str] = (),
+    averaged: bool = False,
 ) -> Agreement:
     """Read both sides and run both models.
 
@@ -97,13 +99,14 @@ def compare(
         tokens: [1, s] token ids.
         rounded: the directory's dtype where the checkpoint was rounded to it.
         ignored: fields of config.json that the conversion left out. transformers reads them.
+        averaged: whether the directory has the average of the checkpoint's weights.
 
     Raises:
         CheckpointError: a side cannot be read.
         UserError: transformers is not installed.
     """
     theirs = _their_logits(open_model(hf, ignored), tokens)
-    return _agreement(theirs, _our_logits(CheckpointTensors(checkpoint), tokens, rounded), tokens)
+    return _agreement(theirs, _our_logits(CheckpointTensors(checkpoint, averaged=averaged), tokens, rounded), tokens)
 
 
 def compare_checkpoints(one: Path, other: Path, tokens: Tensor) -> Agreement:
@@ -147,6 +150,8 @@ def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | Non
     if ids and most > _MOST_TOKENS:  # the text again and again, to reach a limit
         ids *= -(-most // len(ids))
     ids = [token % vocabulary for token in ids][:most]
+    # RoBERTa's padding, which gets no position of its own, is the token before the first row of positions.
+    ids = [token + (token == config.position_offset - 1) for token in ids]
     if len(ids) < min(_FEWEST_TOKENS, most):
         raise DataError(f"--check-tokens {file} has {len(ids)} tokens: give a text of {_FEWEST_TOKENS} or more")
     return torch.tensor([ids])
@@ -154,8 +159,9 @@ def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | Non
 
 def _limit(config: ResolvedModel) -> int:
     """The distance at which the model computes something else: a window's, or where positions are stretched."""
-    stretched = config.rope_original_max_positions if config.rope_scaling == "dynamic" else None
-    return max(config.window_size or 0, stretched or 0)
+    stretched = config.rope_original_max_positions if config.rope_scaling in ("dynamic", "longrope") else None
+    window = config.window_size or 0
+    return max(0 if window > config.max_position_embeddings else window, stretched or 0)
 
 
 def _most_tokens(config: ResolvedModel) -> int:
@@ -185,7 +191,7 @@ def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
     twin = _their_model(model)
     if model.bert is None:
         return [twin(input_ids=tokens, use_cache=False).logits[0]]
-    segments = {"token_type_ids": _segments(tokens)} if model.bert.bert_style == "classic" else {}
+    segments = {"token_type_ids": _segments(tokens, model.bert)} if model.bert.bert_style == "classic" else {}
     output = twin(input_ids=tokens, **segments)
     if model.bert.sentence_task == "none":
         return [output.logits[0]]
@@ -206,14 +212,21 @@ def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype
     for name, layer in zip(stage.names, stage.layers, strict=True):
         for local in layer.state_dict().keys() - dict(layer.named_parameters()):
             layer.get_buffer(local).copy_(tensors.read(f"{name}.{local}"))
-    output = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
+    bert = tensors.bert
+    output = stage(tokens if bert is None else (tokens, _segments(tokens, bert), torch.ones_like(tokens)))
     logits, *sentence = output if isinstance(output, tuple) else (output,)
     return [logits[0, :, : config.vocab_size], *(one[0] for one in sentence)]
 
 
-def _segments(tokens: Tensor) -> Tensor:
-    """The first half of one sentence, the other of the next."""
+def _segments(tokens: Tensor, bert: ResolvedBert) -> Tensor:
+    """The first half of one sentence, the other of the next, if the model tells them apart."""
+    if bert.num_token_types == 1:
+        return torch.zeros_like(tokens)
     return (torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2).long().expand_as(tokens)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _their_model(model: HFModel) -> Any:
@@ -228,9 +241,12 @@ def _their_model(model: HFModel) -> Any:
     """
     transformers = _transformers()
     stored = list(model.directory.tensors.values())
-    config = transformers.AutoConfig.from_pretrained(
-        str(model.directory.path), local_files_only=True, trust_remote_code=False
-    )
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(model.directory.path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # its checks of config.json raise errors of many kinds
+        raise CheckpointError(f"transformers cannot load {model.directory.path}: {_first_line(error)}") from None
     try:
         twin, info = getattr(transformers, model.family.class_of(model.bert)).from_pretrained(
             None,
@@ -241,8 +257,7 @@ def _their_model(model: HFModel) -> Any:
             dtype=torch.float32,
         )
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"transformers cannot load {model.directory.path}: {reason[:300]}") from None
+        raise CheckpointError(f"transformers cannot load {model.directory.path}: {_first_line(error)}") from None
     missing = sorted(info["missing_keys"])
     unexpected = sorted(name for name in info["unexpected_keys"] if not name.endswith(model.family.buffers))
     for names, problem in ((missing, "misses, and would make anew,"), (unexpected, "does not expect, and would drop,")):

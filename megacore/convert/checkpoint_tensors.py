@@ -25,6 +25,7 @@ from megacore.checkpoint.state import BUFFERS, MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config import Config, ResolvedModel
+from megacore.config.average import EMA
 from megacore.config.bert import ResolvedBert
 from megacore.config.dimensions import DIMENSIONS
 from megacore.errors import CheckpointError
@@ -38,6 +39,7 @@ class CheckpointTensors:
 
     Args:
         path: a checkpoint, or a run's output directory.
+        averaged: read the average of the weights (--ema-decay) in place of the weights.
 
     Attributes:
         directory: the checkpoint.
@@ -46,16 +48,22 @@ class CheckpointTensors:
         bert: its BERT section; None: it predicts the next token.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the manifest does not describe a model.
+        CheckpointError: a file is missing or damaged, the manifest does not describe a model, or there is no average.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self.directory = find_checkpoint(path)
         self.manifest = read_manifest(self.directory)
         self.config = _model_of(self.manifest, self.directory)
         paired = "bert" in self.manifest.config
         self.bert = section_of(self.manifest, self.directory, "bert", ResolvedBert) if paired else None
-        self._entries = self.manifest.tensors.get(MODEL, {}) | self.manifest.tensors.get(BUFFERS, {})
+        if averaged and EMA.name not in self.manifest.tensors:
+            raise CheckpointError(
+                f"{self.directory} has no average of the weights: leave out --ema, or use a checkpoint of a run with "
+                "--ema-decay"
+            )
+        kind = EMA.name if averaged else MODEL
+        self._entries = self.manifest.tensors.get(kind, {}) | self.manifest.tensors.get(BUFFERS, {})
         files = {piece.file for entry in self._entries.values() for piece in entry.pieces}
         self._stored: dict[str, dict[str, StoredTensor]] = {}
         for name in sorted(files):

@@ -17,8 +17,9 @@ from megacore.checkpoint.manifest import MANIFEST_NAME
 from megacore.config import ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.megatron_config import model_of
+from megacore.convert.megatron_experts import EXPERT_NAMES, expert_matrices, is_of_expert, stacked_names
 from megacore.convert.megatron_files import RankFile, open_ranks
-from megacore.convert.plan import model_shapes, whole_config
+from megacore.convert.plan import buffer_shapes, model_shapes, whole_config
 from megacore.convert.torch_dist import is_torch_dist, open_torch_dist
 from megacore.errors import CheckpointError
 
@@ -51,6 +52,7 @@ _BLOCK_NAMES = {
     r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)": ("mlp.up.{1}", "rows"),
     r"mlp\.(?:dense_4h_to_h|linear_fc2)\.weight": ("mlp.down.weight", "columns"),
     r"mlp\.(?:dense_4h_to_h|linear_fc2)\.bias": ("mlp.down.bias", "whole"),
+    **EXPERT_NAMES,
 }
 _CONSTANTS = ("inv_freq", "_extra_state")
 _TIED_COPY = re.compile(r"word_embeddings_for_head\.weight")
@@ -75,8 +77,9 @@ class MegatronModel:
         ranks: tensor-parallel ranks.
         stages: pipeline ranks.
         padded: rows of the embedding in the files.
-        merged: its tensors by megacore's names, a gated MLP's two still as one.
+        merged: its tensors by megacore's names, a gated MLP's two still as one, and every expert's apart.
         shapes: what megacore's model has.
+        buffers: which of these are no weights, and fp32.
     """
 
     path: Path
@@ -87,6 +90,7 @@ class MegatronModel:
     padded: int
     merged: dict[str, _Merged]
     shapes: dict[str, tuple[int, ...]]
+    buffers: frozenset[str]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, one at a time.
@@ -95,16 +99,30 @@ class MegatronModel:
             CheckpointError: copies that should be equal differ, or a shape is not the model's.
         """
         for name, shape in self.shapes.items():
-            tensor = self._tensor(name)
-            if name in ("embedding.tokens.weight", "head.weight"):
-                tensor = tensor[: shape[0]]  # without the padding of the vocabulary
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(f"{self.path}: {name} is {tuple(tensor.shape)}, but its args make it {shape}")
-            yield name, tensor.contiguous()
+            names = stacked_names(name, shape)
+            is_stack = names != [name]
+            wanted, parts = shape[1:] if is_stack else shape, list[Tensor]()
+            for part in names:
+                tensor = self._tensor(part)
+                if name in ("embedding.tokens.weight", "head.weight"):
+                    tensor = tensor[: shape[0]]  # without the padding of the vocabulary
+                if tuple(tensor.shape) != wanted:
+                    raise CheckpointError(
+                        f"{self.path}: {part} is {tuple(tensor.shape)}, but its args make it {wanted}"
+                    )
+                parts.append(tensor)
+            whole = torch.stack(parts) if is_stack else parts[0].contiguous()
+            yield name, whole.float() if name in self.buffers else whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which a tensor is stored."""
+        if name in self.buffers:
+            return torch.float32
+        return self.merged[_merged_name(stacked_names(name, self.shapes[name])[0])].parts[0].dtype
 
     def _tensor(self, name: str) -> Tensor:
         half = {"gate": 0, "up": 1}.get(name.split(".")[-2]) if self.config.gated and ".mlp." in name else None
-        merged = self.merged[name.replace(".mlp.gate.", ".mlp.up.")]
+        merged = self.merged[_merged_name(name)]
         parts = merged.parts
         if merged.split == "whole":
             if not all(torch.equal(part, parts[0]) for part in parts):
@@ -162,7 +180,8 @@ def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None
     config = model_of(first.args, padded, vocab_size, str(path))
     if first.version < 2.0 and config.query_groups != config.num_attention_heads:
         raise CheckpointError(f"{path}: checkpoint_version {first.version:g} knows no grouped queries")
-    shapes = model_shapes(config)
+    buffers = buffer_shapes(config)
+    shapes = model_shapes(config) | buffers
     if "head.weight" not in shapes and "head.weight" in merged:  # the last stage's copy of a tied embedding
         copies += [[part] for part in merged.pop("head.weight").parts]
     _require_complete(merged, shapes, path)
@@ -174,11 +193,12 @@ def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None
         path=path,
         config=config,
         version=first.version,
-        ranks=len(files[0]),
+        ranks=max(rank.tp for rank in files[0]) + 1,
         stages=len(files),
         padded=padded,
         merged=merged,
         shapes=shapes,
+        buffers=frozenset(buffers),
     )
 
 
@@ -192,14 +212,43 @@ def _take(rank: RankFile, files: list[list[RankFile]], merged: dict[str, _Merged
     """Note a rank's tensors under megacore's names."""
     for number, chunk in enumerate(rank.chunks):
         offset = _layers_before(rank, files, number)
-        for name, tensor in chunk.items():
+        for name, tensor in _one_by_one(rank, chunk):
             if name.endswith(_CONSTANTS):
                 continue
             if _TIED_COPY.search(name):
                 copies.append([tensor])
                 continue
             ours, split = _our_name(name, offset, rank)
+            if rank.ep and not is_of_expert(ours):
+                _require_copy(name, tensor, files[rank.pp][rank.tp].chunks[number], rank)
+                continue
             merged.setdefault(ours, _Merged(split=split)).parts.append(tensor)
+
+
+def _one_by_one(rank: RankFile, chunk: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A stage's tensors, the matrices of experts by the experts' numbers in the model."""
+    experts = rank.args.get("num_experts") or rank.args.get("num_moe_experts")
+    ep, hidden = rank.args.get("expert_model_parallel_size") or 1, rank.args.get("hidden_size")
+    if type(experts) is not int or type(hidden) is not int or hidden < 1:  # of which `model_of` says what is wrong
+        return iter(chunk.items())
+    if type(ep) is not int or ep < 1 or experts % ep:
+        raise CheckpointError(f"{rank.path}: expert_model_parallel_size is {str(ep)[:40]!r}, and num_experts {experts}")
+    split, tp = rank.args.get("expert_tensor_parallel_size"), rank.args.get("tensor_model_parallel_size")
+    if split not in (None, tp):
+        raise CheckpointError(
+            f"{rank.path}: expert_tensor_parallel_size is {split!r}, and tensor_model_parallel_size {tp!r}: megacore "
+            "reads such experts in the torch_dist format only"
+        )
+    try:
+        return iter([*expert_matrices(chunk, rank.ep * (experts // ep), experts // ep, hidden)])
+    except ValueError as error:
+        raise CheckpointError(f"{rank.path}: {error}") from None
+
+
+def _require_copy(name: str, tensor: Tensor, first: dict[str, Tensor], rank: RankFile) -> None:
+    """Expert-parallel ranks hold other experts, and copies of all other tensors."""
+    if name not in first or not torch.equal(tensor, first[name]):
+        raise CheckpointError(f"{rank.path}: {name[:120]} differs from that of the first expert-parallel rank")
 
 
 def _our_name(name: str, offset: int, rank: RankFile) -> tuple[str, str]:
@@ -224,11 +273,16 @@ def _layers(chunk: dict[str, Tensor]) -> int:
 
 
 def _require_complete(merged: dict[str, _Merged], shapes: dict[str, tuple[int, ...]], path: Path) -> None:
-    wanted = {name.replace(".mlp.gate.", ".mlp.up.") for name in shapes}
+    wanted = {_merged_name(part) for name, shape in shapes.items() for part in stacked_names(name, shape)}
     for name in sorted(wanted - merged.keys()):
         raise CheckpointError(f"{path} lacks {name} (in megacore's words)")
     for name in sorted(merged.keys() - wanted):
         raise CheckpointError(f"{path} has {name} (in megacore's words), which the model of its args has not")
+
+
+def _merged_name(name: str) -> str:
+    """The tensor that has a gated MLP's two."""
+    return name.removesuffix(".gate.weight") + ".up.weight" if name.endswith(".gate.weight") else name
 
 
 def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> None:
@@ -237,10 +291,10 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
     Raises:
         CheckpointError: they differ, or the files do not fit each other.
     """
-    dtypes = {name: model.merged[name.replace(".mlp.gate.", ".mlp.up.")].parts[0].dtype for name in model.shapes}
-    types_of = {name: (dtypes[name], shape) for name, shape in model.shapes.items()}
+    types_of = {name: (model.dtype(name), shape) for name, shape in model.shapes.items()}
     where = write_shards(target, "model", types_of, model.tensors(), most_bytes=most_bytes)
-    manifest = weights_manifest(target, whole_config(model.config, None), types_of, where, [])
+    config = whole_config(model.config, None)
+    manifest = weights_manifest(target, config, types_of, where, [], buffers=model.buffers)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     written = CheckpointTensors(target)
     for name, tensor in model.tensors():
@@ -250,10 +304,10 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
 
 def describe(model: MegatronModel) -> str:
     """A line about it."""
-    layers, vocabulary = model.config.num_layers, model.config.vocab_size
+    layers, vocabulary, experts = model.config.num_layers, model.config.vocab_size, model.config.experts
     cut = model.padded - vocabulary
     rest = f": {cut} of {model.padded} rows are cut off as padding (--vocab-size says otherwise)" if cut else ""
     return (
         f"{model.path}: Megatron-LM, tp {model.ranks}, pp {model.stages}, checkpoint_version {model.version:g}, "
-        f"{layers} layers, vocabulary {vocabulary}{rest}"
+        f"{layers} layers, {'' if experts is None else f'{experts.num_experts} experts, '}vocabulary {vocabulary}{rest}"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megacore.config import ModelConfig, ResolvedModel
 from megacore.config.fields import field_infos
+from megacore.convert.megatron_experts import experts_of
 from megacore.errors import CheckpointError
 
 # Their flag -> ours, and Megatron-LM's default.
@@ -30,7 +32,6 @@ _SAME: Mapping[str, tuple[tuple[str, ...], Any]] = {
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "apply_layernorm_1p": (False,),
-    "num_experts": (None, 0),
     "rotary_interleaved": (False,),
     "multi_latent_attention": (False,),
     "window_size": (None,),
@@ -53,7 +54,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "mrope_section": (None,),
     "glu_linear_offset": (0,),
     "activation_func_clamp_value": (None,),
-    "num_moe_experts": (None, 0),
     "moe_n_hash_layers": (0,),
     "use_mup": (False,),
     "mup_embedding_mult": (1,),
@@ -71,7 +71,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "spec": (None,),
 }
 # Flags that choose an activation -> ours, or None where megacore lacks it. Without one it is a form of GELU.
-_ACTIVATIONS: dict[str, str | None] = {"swiglu": "swiglu", "squared_relu": None, "quick_geglu": None}
+_ACTIVATIONS: dict[str, str | None] = {"swiglu": "swiglu", "squared_relu": "relu2", "quick_geglu": None}
 _ACTIVATION_NAME = re.compile(r"(elu|glu|silu|swish)$")
 # Of these tokenizers vocab_size is the size without the token that ends a document, which has an additional row.
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
@@ -109,11 +109,13 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
     if fields["vocab_size"] > padded:
         problems.append(f"the embedding has {padded} rows, fewer than the vocabulary of {fields['vocab_size']}")
     fields |= _layers(args, problems) | _positions(args, problems)
+    experts = experts_of(args, fields.get("num_layers"), problems)
     if not problems:
         config = ModelConfig(**fields)
         problems = config.problems()
         if not problems and config.max_position_embeddings is not None:
-            return config.resolve(seq_length=config.max_position_embeddings)
+            model = config.resolve(seq_length=config.max_position_embeddings)
+            return model if experts is None else replace(model, experts=experts.resolve(model.ffn_hidden_size))
     listed = "".join(f"\n  - {problem}" for problem in problems or ["max_position_embeddings is missing"])
     raise CheckpointError(f"{where}: its args describe a model that megacore cannot represent exactly:{listed}")
 

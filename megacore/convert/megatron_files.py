@@ -6,6 +6,7 @@ Besides tensors and plain values, argparse.Namespace is loaded, in which Megatro
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megacore.convert.pickled import load
 from megacore.errors import CheckpointError
 
 FILE = "model_optim_rng.pt"
-_RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
+_RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 _POINTER = "latest_checkpointed_iteration.txt"
 
 
@@ -62,6 +63,7 @@ class RankFile:
         path: the file.
         tp: tensor-parallel rank.
         pp: pipeline rank.
+        ep: expert-parallel rank.
         args: Megatron-LM's flags.
         version: of the order of query, key and value.
         iteration: steps done.
@@ -75,10 +77,11 @@ class RankFile:
     version: float
     iteration: int
     chunks: list[dict[str, Tensor]]
+    ep: int = 0
 
 
 def open_ranks(path: Path) -> list[list[RankFile]]:
-    """The files of all ranks, [pp][tp].
+    """The files of all ranks, [pp][ep tp]: those of the first expert-parallel rank, then those of the next one.
 
     Args:
         path: an iter_NNNNNNN directory, or the directory that holds it and says which is the latest.
@@ -87,26 +90,32 @@ def open_ranks(path: Path) -> list[list[RankFile]]:
         CheckpointError: files are missing, or hold what megacore does not load.
     """
     directory = iteration_directory(path)
-    files_of: dict[tuple[int, int], Path] = {}
+    found: dict[tuple[str, ...], Path] = {}
     for entry in sorted(directory.iterdir()):
         if match := _RANK.fullmatch(entry.name):
-            files_of[int(match[2] or 0), int(match[1])] = _file(entry)
+            found[tuple(filter(None, match.groups()))] = _file(entry)
         elif entry.name.startswith("mp_rank_"):
-            raise CheckpointError(f"{entry}: megacore reads mp_rank_TT and mp_rank_TT_PPP, without further dimensions")
-    if not files_of:
-        raise CheckpointError(f"{directory} has no mp_rank_TT[_PPP]/{FILE}: it is not in Megatron-LM's torch format")
-    stages, ranks = (max(key[i] for key in files_of) + 1 for i in (0, 1))
-    for pp in range(stages):
-        for tp in range(ranks):
-            if (pp, tp) not in files_of:
-                raise CheckpointError(f"{directory} lacks the file of tensor rank {tp}, pipeline rank {pp}")
-    files = [[_load(files_of[pp, tp], tp, pp) for tp in range(ranks)] for pp in range(stages)]
-    sizes = (("tensor_model_parallel_size", ranks), ("pipeline_model_parallel_size", stages))
-    for name, size in sizes:
-        said = files[0][0].args.get(name, size)
+            raise CheckpointError(f"{entry}: megacore reads mp_rank_TT[_PPP][_EEE], without further dimensions")
+    if not found:
+        raise CheckpointError(
+            f"{directory} has no mp_rank_TT[_PPP][_EEE]/{FILE}: it is not in Megatron-LM's torch format"
+        )
+    loaded: dict[tuple[int, int, int], RankFile] = {}
+    for numbers, file in found.items():
+        rank = _load(file, numbers)
+        loaded[rank.pp, rank.ep, rank.tp] = rank
+    stages, experts, ranks = (max(key[i] for key in loaded) + 1 for i in range(3))
+    for pp, ep, tp in itertools.product(range(stages), range(experts), range(ranks)):
+        if (pp, ep, tp) not in loaded:
+            where = f"tensor rank {tp}, pipeline rank {pp}" + (f", expert rank {ep}" if experts > 1 else "")
+            raise CheckpointError(f"{directory} lacks the file of {where}")
+    first = loaded[0, 0, 0]
+    sizes = {"tensor_model_parallel_size": ranks, "pipeline_model_parallel_size": stages}
+    for name, size in (sizes | {"expert_model_parallel_size": experts}).items():
+        said = first.args.get(name, size)
         if said != size:
             raise CheckpointError(f"{directory} has files of {size} ranks, but its {name} is {said!r}")
-    return files
+    return [[loaded[pp, ep, tp] for ep in range(experts) for tp in range(ranks)] for pp in range(stages)]
 
 
 def iteration_directory(path: Path) -> Path:
@@ -131,7 +140,7 @@ def _file(entry: Path) -> Path:
     return inside(entry, FILE)
 
 
-def _load(path: Path, tp: int, pp: int) -> RankFile:
+def _load(path: Path, numbers: tuple[str, ...]) -> RankFile:
     state = load(path, unneeded=UNNEEDED, allowed=(argparse.Namespace,))
     args = state.get("args") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(args, argparse.Namespace):
@@ -149,9 +158,21 @@ def _load(path: Path, tp: int, pp: int) -> RankFile:
     held, size = sum(value.nbytes for chunk in chunks for value in chunk.values()), path.stat().st_size
     if held > _MOST_VIEWS * size:  # views of few stored numbers, which a copy would spread out
         raise CheckpointError(f"{path} has {size:,} bytes, but its tensors would take {held:,}: it was not loaded")
+    tp, pp, ep = _numbers_of([int(number) for number in numbers], vars(args))
     return RankFile(
-        path=path, tp=tp, pp=pp, args=vars(args), version=float(version), iteration=iteration, chunks=chunks
+        path=path, tp=tp, pp=pp, ep=ep, args=vars(args), version=float(version), iteration=iteration, chunks=chunks
     )
+
+
+def _numbers_of(numbers: list[int], args: dict[str, Any]) -> tuple[int, int, int]:
+    """The tensor-, pipeline- and expert-parallel rank of a file, of which its name has the first, and those of the
+    others whose size is not 1."""
+    tp, *others = numbers
+    if len(others) == 2:
+        return tp, others[0], others[1]
+    if others and args.get("pipeline_model_parallel_size", 2) == 1 and args.get("expert_model_parallel_size", 1) != 1:
+        return tp, 0, others[0]
+    return tp, others[0] if others else 0, 0
 
 
 def flat(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Reads the pickles of other trainers' checkpoints without running what they say.
+"""Reads the pickles of other trainers' checkpoints without running what they say, and writes such files.
 
 `load` is for files of torch.save: torch's restricted loader takes tensors, numbers, texts and containers, and refuses
 everything else. `unpickle` is for the index of torch.distributed.checkpoint, which is a plain pickle: it makes only
@@ -87,6 +87,16 @@ def _require_stored(archive: zipfile.ZipFile, size: int) -> None:
         raise ValueError("its archive is compressed, which torch.save does not do")
     if sum(entry.file_size for entry in entries) > size:
         raise ValueError("the parts of its archive are larger than the file")
+
+
+def save(path: Path, value: Any) -> None:
+    """Write a file of torch.save, for other trainers.
+
+    Args:
+        path: of the file.
+        value: tensors, plain values, containers and argparse.Namespace.
+    """
+    torch.save(value, path)
 
 
 def load_tensor(data: bytes, where: str) -> Tensor:

@@ -176,8 +176,7 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
 
 def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ResolvedModel, *, number: str) -> Step:
     layout = rule.layout or Layout(lambda _: shape[:1], lambda _: iter([Run(source=0, start=0, stop=shape[0])]))
-    names = rule.untied if rule.untied and config.untie_embeddings_and_output_weights else rule.theirs
-    theirs = [one.replace("{i}", number) for one in names]
+    theirs = [one.replace("{i}", number) for one in rule.names(config)]
     is_stacked = "{e}" in theirs[0]
     if is_stacked:
         experts, rows = shape[:2]

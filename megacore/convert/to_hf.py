@@ -72,20 +72,23 @@ class Export:
     notes: list[str]
 
 
-def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | None = None) -> Export:
+def plan_export(
+    path: Path, *, like: Path | None = None, dtype: torch.dtype | None = None, averaged: bool = False
+) -> Export:
     """Look at a checkpoint and decide what it becomes; no tensor is read.
 
     Args:
         path: a checkpoint, or a run's output directory.
         like: a directory of transformers whose config.json and other files to take over.
         dtype: of what is written; None: as stored.
+        averaged: export the average of the weights.
 
     Raises:
         CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model or has
             another tokenizer.
         DataError: a tokenizer cannot be read.
     """
-    tensors = CheckpointTensors(path)
+    tensors = CheckpointTensors(path, averaged=averaged)
     model = tensors.config
     source = like or tensors.directory
     tokenizer = export_tokenizer(tensors, like)
@@ -106,7 +109,8 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
     if values is None:
         names, copies, ignored = {}, {}, ()
         family, config = describe_model(model, tensors.bert)
-        config |= special_ids(carried_tokenizer(tokenizer.directory), model.vocab_size, bert=tensors.bert is not None)
+        ids = special_ids(carried_tokenizer(tokenizer.directory), model.vocab_size, bert=tensors.bert is not None)
+        config |= {name: id for name, id in ids.items() if config.get(name) is None}  # RoBERTa's pad decides positions
         kept = None
     else:
         kept, config = source, None

@@ -23,6 +23,10 @@ from megacore.errors import CheckpointError
 
 _COMMON = "common.pt"
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # fmt: skip
 _STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d)(.+)")
 _PREFIX = re.compile(r"(?:model\d*|module)\.")
 
@@ -63,7 +67,7 @@ def open_torch_dist(path: Path) -> list[list[RankFile]]:
                 path=directory,
                 tp=0,
                 pp=0,
-                args=vars(args) | {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
+                args=vars(args) | dict.fromkeys(_SIZES, 1),
                 version=float(version),
                 iteration=iteration,
                 chunks=[chunk],

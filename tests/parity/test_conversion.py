@@ -308,6 +308,19 @@ def test_what_changes_no_logit_is_converted(
     assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
 
 
+def test_a_config_that_transformers_refuses_is_an_error_of_the_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | {"summary_type": 5}))  # which megacore does not read
+    ways = [*words(input=directory, output=tmp_path / "megacore"), "--from", "hf", "--to", "megacore"]
+    assert convert(ways) == 2
+    assert f"transformers cannot load {directory}: " in (said := capsys.readouterr().err)
+    assert "summary_type" in said
+    assert not (tmp_path / "megacore").exists()
+
+
 def test_an_ignored_field_is_left_out_and_the_logits_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = save_model(make_model("gpt2"), tmp_path / "hf")
     values = json.loads((directory / "config.json").read_text())

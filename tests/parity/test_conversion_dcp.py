@@ -127,6 +127,25 @@ def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp
     assert all(torch.equal(back[name].read(), value) for name, value in stored.items())
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", pytest.param("qwen2-moe", marks=pytest.mark.slow)])
+def test_experts_that_are_stacked_in_memory_are_apart_in_a_directory(name: str, tmp_path: Path) -> None:
+    """Parameters of transformers' model, as FSDP2 and DeepSpeed save them, against what `save_pretrained` writes."""
+    hf_models = pytest.importorskip("tests.parity.hf_models")
+    model = hf_models.make_model(name)
+    saved = hf_models.save_model(model, tmp_path / "saved")
+    held = {name: value.detach() for name, value in model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in held)
+    source = {name: (value.dtype, tuple(value.shape), value.clone) for name, value in held.items()}
+    write_hf(tmp_path / "hf", source, saved, "here")
+    written, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", saved))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    export_dcp(saved, tmp_path / "back", "hf")
+    back = open_dcp(tmp_path / "back")
+    assert back.keys() == held.keys()
+    assert all(torch.equal(back[name].read(), value) for name, value in held.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["torchtitan", "hf"])
 def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
         ),
         (["--no-bias-gelu-fusion"], ["--activation", "gelu-exact"]),
         (["--openai-gelu"], ["--activation", "gelu"]),
+        (["--squared-relu"], ["--activation", "relu2"]),
         (["--group-query-attention", "--num-query-groups", "2"], ["--num-query-groups", "2"]),
         (["--group-query-attention"], ["--num-query-groups", "1"]),
         (["--use-rotary-position-embeddings"], ["--position-embedding-type", "rope"]),
@@ -162,6 +164,38 @@ def test_a_run_may_be_as_long_as_samples_say() -> None:
     assert parse(*start, "--lr-warmup-fraction", "0.1", "--train-samples", "803") == expected
 
 
+def test_a_split_may_be_quoted_as_megatrons_scripts_do() -> None:
+    assert (
+        parse(*GOOD, "--split", "'99,1,0'").data.split_shares() == parse(*GOOD, "--split", "99,1").data.split_shares()
+    )
+
+
+def test_each_split_has_its_data_in_a_file(tmp_path: Path, refuse: Refuse, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "v"):
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"{name}{suffix}").touch()
+    a, b, v = (str(tmp_path / name) for name in ("a", "b", "v"))
+    file = tmp_path / "splits.json"
+    file.write_text(json.dumps({"train": ["0.3", a, 0.7, b], "valid": [v], "test": None}))
+    start = ("--vocab-size", "64", "--train-iters", "10")
+    expected = parse(*start, "--train-data-path", "0.3", a, "0.7", b, "--valid-data-path", v)
+    assert parse(*start, "--per-split-data-args-path", str(file)) == expected
+    assert "--per-split-data-args-path" in capfd.readouterr().err
+    for text, said in (
+        ("{", "is not valid JSON (Expecting"),
+        ("[1]", "has no training data: use a JSON file such as"),
+        ('{"train": "a"}', "train must be a list of prefixes"),
+        ('{"train": ["a"], "validation": ["b"]}', "has the split 'validation': use train, valid or test"),
+    ):
+        file.write_text(text)
+        assert any(said in problem for problem in problems(refuse(*start, "--per-split-data-args-path", str(file))))
+
+
+def test_fusions_of_swiglu_and_of_the_loss_change_nothing() -> None:
+    fusions = ["--no-bias-swiglu-fusion", "--cross-entropy-fusion-impl", "te"]
+    assert parse(*GOOD, "--swiglu", *fusions) == parse(*GOOD, "--swiglu")
+
+
 def test_flags_without_effect_are_accepted_and_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     idle = ["--use-mcore-models", "--transformer-impl", "local", "--ckpt-format", "torch_dist", "--no-rope-fusion"]
     assert parse(*GOOD, *idle) == parse(*GOOD)
@@ -190,6 +224,12 @@ def test_a_script_loads_from_where_it_saves(tmp_path: Path, refuse: Refuse, capf
         (["--recompute-granularity", "some"], "use selective or full"),
         (["--bf16", "--fp16"], "--fp16 is --precision fp16, and --bf16 is given as well"),
         (["--bf16", "True"], "a switch takes no value"),
+        (["--ckpt-format"], "needs one value, and has 0: leave it out, as it changes nothing here"),
+        (
+            ["--data-args-path", "/dev/zero"],
+            "--data-args-path /dev/zero is not a regular file: use a text file",
+        ),
+        (["--per-split-data-args-path", "/dev"], "--per-split-data-args-path /dev is a directory: use a JSON file"),
     ],
     ids=str,
 )
@@ -203,12 +243,13 @@ LLAMA_3 = """
 --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout
 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
 --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 8
---train-samples 805 --lr-decay-samples 800 --lr-warmup-samples 21 --lr 0.00015 --min-lr 0.00001 --lr-decay-style
-cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
+--train-samples 805 --lr-decay-samples 800 --lr-warmup-samples 21 --lr 0.00015 --min-lr 0.00001 --decoupled-lr
+5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine
+--clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
 --tensor-model-parallel-size 1 --context-parallel-size 2 --pipeline-model-parallel-size 2
 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer
---vocab-size 128 --tiktoken-pattern v2 --split 99,1,0 --no-create-attention-mask-in-dataloader --no-mmap-bin-files
+--vocab-size 128 --tiktoken-pattern v2 --split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files
 --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
 --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save OUTPUT
 --load OUTPUT --tensorboard-dir OUTPUT/tb
@@ -224,6 +265,8 @@ def test_the_flags_of_a_whole_script_are_accepted(tmp_path: Path, capfd: pytest.
     assert (config.training.train_iters, config.lr_decay_iters, config.optimizer.lr_warmup_iters) == (100, 100, 3)
     assert (config.precision.precision, config.precision.grad_reduce_dtype) == ("bf16", "bf16")
     assert config.checkpoint.load == "auto"
+    assert (config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr) == (5.0e-4, 4.5e-5)
+    assert config.data.split_shares() == (0.99, 0.01, 0.0)
     said = capfd.readouterr().err
     assert "--train-samples 805 is --train-iters 100; " in said
     assert "and without effect here: --use-mcore-models, --apply-layernorm-1p, " in said
