@@ -1,19 +1,25 @@
-"""Preprocessing against what `tokenizers` itself reaches: same text, same tokenizer, same number of workers, one run.
+"""Preprocessing beside other ways to do it: same text, same tokenizer, same number of workers, one run.
 
-    python benchmarks/preprocess.py [--workers 2] [--megabytes 32] [--rounds 3]
+    python benchmarks/preprocess.py [--workers 2] [--megabytes 32] [--rounds 3] [--sides megacore pool ...]
 
-The text is the standard library's sources as JSON lines. `megacore` is the whole of tools/preprocess_data.py, from
-opening the file to the renamed .bin/.idx. `encode_batch` is the library's call on texts that are in memory already,
-with as many threads as the tool has workers, and nothing done with the result; `encode_batch_fast` leaves out
-character offsets, as the tool does. They take turns, each in a process of its own, and none counts the interpreter's
-start. The ratio to `encode_batch` is to be at least 0.8. CPU seconds stand beside wall-clock, for machines that are
-not idle.
+The text is the standard library's sources as JSON lines. They take turns, each in a process of its own, and none counts
+the interpreter's start. CPU seconds stand beside wall-clock, for machines that are not idle.
+
+- megacore: the whole of tools/preprocess_data.py, from opening the file to the renamed .bin/.idx;
+- tiktoken: its encoder with the same vocabulary, on texts that are in memory already, and nothing done with the result;
+  one thread: what megacore's encoder cannot exceed;
+- encode_batch, encode_batch_fast: those of `tokenizers`, likewise, with as many threads as megacore has workers;
+- pool: as Megatron-LM's tools/preprocess_data.py works: a pool of processes, a document at a time through
+  `tokenizers`, lists of ids sent back, and an .idx at the end;
+- datatrove: its DocumentTokenizer, where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -24,9 +30,13 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SIDES = ("megacore", "encode_batch", "encode_batch_fast")
+SIDES = ("megacore", "tiktoken", "encode_batch", "encode_batch_fast", "pool", "datatrove")
+Measure = Callable[[Path, int, str], dict[str, float]]
 _BATCH = 1000  # texts per call of encode_batch: all at once would measure the allocator
 
 
@@ -37,12 +47,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=32.0, help="size of the text")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=_installed(), help="default: what is installed")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        measure = _megacore if args.side == "megacore" else _library
-        print(json.dumps(measure(args.folder, args.workers, args.side)))
+        measures: dict[str, Measure] = {
+            "megacore": _megacore, "tiktoken": _tiktoken, "pool": _pool, "datatrove": _datatrove
+        }  # fmt: skip
+        print(json.dumps(measures.get(args.side, _library)(args.folder, args.workers, args.side)))
         return
     with tempfile.TemporaryDirectory() as folder:
         _compare(Path(folder), args)
@@ -53,21 +66,30 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
     size = _write_corpus(corpus, int(args.megabytes * 1e6))
     _run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", args.vocab_size, "--output", tokenizer)
     print(f"{size / 1e6:.1f} MB of text, vocabulary {args.vocab_size}, {args.workers} workers, {os.cpu_count()} cores")
-    wall, cpu = dict.fromkeys(SIDES, 1e9), dict.fromkeys(SIDES, 1e9)
+    sides = list(args.sides)
+    wall, cpu = dict.fromkeys(sides, 1e9), dict.fromkeys(sides, 1e9)
     for number in range(args.rounds):
-        for side in SIDES[number % 3 :] + SIDES[: number % 3]:
+        turn = number % len(sides)
+        for side in sides[turn:] + sides[:turn]:
             result = json.loads(_run(__file__, "--side", side, "--folder", folder, "--workers", args.workers))
             wall[side], cpu[side] = min(wall[side], result["wall"]), min(cpu[side], result["cpu"])
             print(
                 f"round {number + 1} {side:<18} {result['wall']:6.2f} s  {size / result['wall'] / 1e6:6.2f} MB/s  "
-                f"CPU {result['cpu']:6.2f} s",
+                f"CPU {result['cpu']:6.2f} s  {size / result['cpu'] / 1e6:6.2f} MB per CPU second",
                 flush=True,
             )
-    for side in SIDES[1:]:
+    for side in sides if "megacore" in sides else ():
+        if side == "megacore":
+            continue
         print(
             f"megacore / {side}, best rounds: {wall[side] / wall['megacore']:.2f} of its throughput, "
             f"{cpu[side] / cpu['megacore']:.2f} per CPU second"
         )
+
+
+def _installed() -> list[str]:
+    missing = {side for side in ("tiktoken", "datatrove") if importlib.util.find_spec(side) is None}
+    return [side for side in SIDES if side not in missing]
 
 
 def _run(*command: object) -> str:
@@ -114,14 +136,94 @@ def _megacore(folder: Path, workers: int, side: str) -> dict[str, float]:
     return _timed(work)
 
 
+def _tiktoken(folder: Path, workers: int, side: str) -> dict[str, float]:
+    sys.path.insert(0, str(REPOSITORY))
+    from megacore.data.tokenizers.fast_bpe import fast_encoder
+    from megacore.data.tokenizers.tokenizer import load_tokenizer
+
+    fast = fast_encoder(load_tokenizer(folder / "tokenizer"))
+    assert fast is not None
+    texts, encode = _texts(folder), fast._encoding.encode_to_numpy
+
+    def work() -> None:
+        for text in texts:
+            encode(text, disallowed_special=())
+
+    return _timed(work)
+
+
+def _pool(folder: Path, workers: int, side: str) -> dict[str, float]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def work() -> None:
+        lengths = []
+        with (
+            open(folder / "corpus.jsonl", encoding="utf-8") as lines,
+            open(folder / "pool.bin", "wb") as tokens,
+            multiprocessing.Pool(workers, _load_for_pool, (str(folder),)) as pool,
+        ):
+            for ids in pool.imap(_encode_line, lines, 32):
+                tokens.write(np.array(ids, np.uint16).tobytes())
+                lengths.append(len(ids))
+        sizes = np.array(lengths, np.int64)
+        with open(folder / "pool.idx", "wb") as index:
+            for part in (sizes.astype(np.int32), np.cumsum(2 * sizes) - 2 * sizes, np.arange(len(sizes) + 1)):
+                index.write(part.tobytes())
+
+    return _timed(work)
+
+
+_of_pool: Any = None
+
+
+def _load_for_pool(folder: str) -> None:
+    import tokenizers
+
+    global _of_pool
+    _of_pool = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer/tokenizer.json")
+
+
+def _encode_line(line: str) -> list[int]:
+    return [*_of_pool.encode(json.loads(line)["text"], add_special_tokens=False).ids, 0]
+
+
+def _datatrove(folder: Path, workers: int, side: str) -> dict[str, float]:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    lines = (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for part in range(workers):  # its workers divide files, not lines
+        name = folder / "parts" / f"{part}.jsonl"
+        name.parent.mkdir(exist_ok=True)
+        name.write_text("".join(lines[part::workers]), encoding="utf-8")
+    tokenizer = DocumentTokenizer(
+        output_folder=str(folder / "datatrove"),
+        tokenizer_name_or_path=str(folder / "tokenizer" / "tokenizer.json"),
+        eos_token="<|endoftext|>",
+        shuffle_documents=False,
+    )
+    logs = tempfile.mkdtemp(dir=folder)
+    steps = [JsonlReader(str(folder / "parts")), tokenizer]
+
+    def work() -> None:
+        LocalPipelineExecutor(steps, tasks=workers, workers=workers, logging_dir=logs, skip_completed=False).run()
+
+    return _timed(work)
+
+
+def _texts(folder: Path) -> list[str]:
+    with open(folder / "corpus.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
 def _library(folder: Path, workers: int, side: str) -> dict[str, float]:
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     import tokenizers  # after the variables that decide its threads
 
     encode = getattr(tokenizers.Tokenizer.from_file(f"{folder}/tokenizer/tokenizer.json"), side)
-    with open(folder / "corpus.jsonl", encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for line in lines]
+    texts = _texts(folder)
 
     def work() -> None:
         for start in range(0, len(texts), _BATCH):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,18 @@ def test_a_dataset_of_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_pat
     train_tokenizer(["aaaa bbbb aaaa bbbb"], "bpe", 259).save(tmp_path / "other")
     data: dict[str, Any] = {"data_path": (str(tmp_path / "a_text_document"),), "vocab_size": None}
     assert check_inputs(unresolved(tokenizer=str(tmp_path / "same"), **data)) == 257
-    with pytest.raises(DataError, match=r"a_text_document\.bin: made with another tokenizer"):
+    described = json.loads((tmp_path / "same" / "tokenizer.json").read_text())
+    described["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    (tmp_path / "again.json").write_text(json.dumps(described))  # another file with the same ids
+    again = load_tokenizer(tmp_path / "again.json")
+    assert again.fingerprint != tokenizer.fingerprint
+    assert check_inputs(unresolved(tokenizer=str(tmp_path / "again.json"), **data)) == 257
+    with pytest.raises(DataError, match=r"a_text_document\.bin: made with another tokenizer .*, whose ids differ"):
         check_inputs(unresolved(tokenizer=str(tmp_path / "other"), **data))
     (tmp_path / "a_text_document.json").unlink()  # nothing knows any more
     assert check_inputs(unresolved(tokenizer=str(tmp_path / "other"), **data)) == 259

@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from megacore.data.tokenizers.training import train_tokenizer
 from megacore.errors import DataError
 from tests.unit import data_bytes
 
+ROOT = Path(__file__).resolve().parents[2]
 STDLIB = Path(sysconfig.get_path("stdlib"))
 SOURCES = [path.read_text() for path in sorted((STDLIB / "json").glob("*.py"))] + [(STDLIB / "argparse.py").read_text()]
 
@@ -222,6 +225,62 @@ def test_every_key_has_its_output_and_they_stay_aligned(tokenizer: Tokenizer, tm
     assert (report.documents, report.bad_count, report.empty) == (2, 1, 1)
     for key, texts in (("text", "ae"), ("title", "bf")):
         assert data_bytes.read(tmp_path / f"o_{key}_document") == [[tokenizer.encode(text)] for text in texts]
+
+
+def test_the_rows_of_a_parquet_file_are_those_of_json_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"row {n} ü\n" * (n % 5), "title": f"t{n}", "id": n} for n in range(1500)]
+    rows[700]["text"] = None
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=400)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reports = {}
+    for name in ("a.parquet", "a.jsonl"):
+        job = Job(inputs=(str(tmp_path / name),), output_prefix=str(tmp_path / name), json_keys=("text", "title"))
+        reports[name] = preprocess(job, tokenizer)
+    for end in ("text_document.bin", "text_document.idx", "title_document.bin", "title_document.idx"):
+        assert (tmp_path / f"a.parquet_{end}").read_bytes() == (tmp_path / f"a.jsonl_{end}").read_bytes()
+    ours, theirs = reports.values()
+    assert (ours.documents, ours.empty, ours.bad_count) == (theirs.documents, theirs.empty, theirs.bad_count)
+    assert ours.bad[0].line == theirs.bad[0].line == 701
+    assert ours.file_bytes == (tmp_path / "a.parquet").stat().st_size
+    with pytest.raises(DataError, match=r"no column 'body': use --json-keys with some of 'text', 'title', 'id'"):
+        check_files([str(tmp_path / "a.parquet")], ["text", "body"])
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and more")
+    with pytest.raises(DataError, match=r"b\.parquet is no Parquet file, or is cut short"):
+        check_files([str(tmp_path / "b.parquet")], ["text"])
+
+
+def test_a_parquet_file_without_pyarrow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"pip install pyarrow, or give \.jsonl"):
+        check_files([str(tmp_path / "a.parquet")], ["text"])
+
+
+@pytest.mark.slow
+def test_a_long_line_takes_a_few_times_its_length_in_memory(tmp_path: Path) -> None:
+    """100 MB, more than a document that is tokenized at once may have: at most 10 bytes per byte above a short line."""
+    pytest.importorskip("tiktoken")
+    train_tokenizer(SOURCES, "bpe", 500).save(tmp_path / "tokenizer")
+    text = "".join(SOURCES)
+    peaks = []
+    for name, length in (("short", 17_000_000), ("long", 100_000_000)):
+        lines = [text] * (length // len(text)) if name == "short" else [text * (length // len(text))]
+        with open(tmp_path / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps({"text": line}) + "\n")
+        words = f"--input {name}.jsonl --tokenizer tokenizer --output-prefix {name} --workers 1"
+        code = (
+            f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); from tools.preprocess_data import main; "
+            f"assert main({words.split()}) == 0; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.split()[-1]) * 1024)
+    assert peaks[1] - peaks[0] < 10 * (tmp_path / "long.jsonl").stat().st_size
+    short, long = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name in ("short", "long"))
+    assert long.startswith(short[: len(short) // 2])
 
 
 def test_the_sidecar_describes_the_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:

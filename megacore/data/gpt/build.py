@@ -25,7 +25,8 @@ from megacore.data.gpt.mock import MockDataset
 from megacore.data.gpt.packing import PackedDataset
 from megacore.data.indexed.loss_mask import open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, check_token_ids
-from megacore.data.indexed.sidecar import read_sidecar
+from megacore.data.indexed.sidecar import Sidecar, read_sidecar
+from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
 from megacore.progress import Progress
@@ -188,6 +189,11 @@ def datasets_of(
             made.append(_blended(config, parts_of(config, of_stream, stream), count, dataset))
     train, valid = made
     assert train is not None
+    if training.skip_train and valid is None:
+        raise DataError(
+            f"--skip-train evaluates, and --split {config.data.split} leaves no validation documents: make its second "
+            "number larger"
+        )
     return Datasets(train=train, valid=valid)
 
 
@@ -334,15 +340,23 @@ def _vocab_size(config: Config, tokenizer: Tokenizer | None) -> int:
     return given if given is not None else tokenizer.vocab_size
 
 
+def _made_with(sidecar: Sidecar, tokenizer: Tokenizer) -> bool:
+    """Whether a dataset has the tokenizer's ids: it was made with this tokenizer, or with one that gives the same."""
+    if sidecar.tokenizer_fingerprint == tokenizer.fingerprint:
+        return True
+    return sidecar.tokenizer_ids is not None and sidecar.tokenizer_ids == ids_fingerprint(tokenizer)
+
+
 def _check_tokens(indexed: IndexedDataset, tokenizer: Tokenizer | None, vocab_size: int | None, budget: int) -> int:
     """Check the token ids of a dataset as far as a budget of bytes goes; returns the bytes that were read."""
     if indexed.sequence_modes is not None:
         raise DataError(f"{indexed.idx_path}: a multimodal dataset; only text can be trained on")
     sidecar = read_sidecar(indexed)
-    if sidecar is not None and tokenizer is not None and sidecar.tokenizer_fingerprint != tokenizer.fingerprint:
+    if sidecar is not None and tokenizer is not None and not _made_with(sidecar, tokenizer):
         raise DataError(
             f"{indexed.bin_path}: made with another tokenizer (fingerprint {sidecar.tokenizer_fingerprint[:12]}) than "
-            f"--tokenizer (fingerprint {tokenizer.fingerprint[:12]}): give the one it was preprocessed with"
+            f"--tokenizer (fingerprint {tokenizer.fingerprint[:12]}), whose ids differ: give the one it was made "
+            "with"
         )
     if vocab_size is None or (sidecar is not None and sidecar.max_token_id < vocab_size):
         return 0

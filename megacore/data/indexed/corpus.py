@@ -1,7 +1,8 @@
 """Text files in pieces of bounded size that end where a document ends, so that workers can share them.
 
-Plain text and JSON lines, each also as .gz or .zst. Pieces depend only on the input, not on the number of workers.
-Lines end at a newline byte and nowhere else: str.splitlines would also cut at form feeds and U+2028.
+Plain text and JSON lines, each also as .gz or .zst, and Parquet, whose rows become JSON lines. Pieces depend only on
+the input, not on the number of workers. Lines end at a newline byte and nowhere else: str.splitlines would also cut at
+form feeds and U+2028.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from typing import BinaryIO, Literal
 
 import zstandard
 
+from megacore.data.indexed.parquet import check_parquet, is_parquet, read_rows
 from megacore.errors import DataError
 
 TextUnit = Literal["line", "paragraph", "file"]
 CHUNK_BYTES = 1 << 19
 _BLOCK = 1 << 18
 MOST_DOCUMENT_BYTES = 1 << 25
-"""Of one document: to tokenize it takes up to 200 bytes of memory per byte."""
+"""Of one document that is tokenized at once, which takes up to 200 bytes of memory per byte."""
+MOST_DIVIDED_BYTES = 1 << 30
+"""Of one document that is tokenized in parts, which takes up to 10 bytes of memory per byte."""
 _WAYS_OUT = {
     "json": "split it over several lines",
     "line": "split the line, or use --text-unit paragraph if blank lines separate documents",
@@ -42,7 +46,7 @@ class Chunk:
 
     Attributes:
         source: Path of the file.
-        first_line: Number of the first line in the file, from 1.
+        first_line: Number of the first line in the file, from 1; of Parquet, of the first row.
         data: The bytes, after decompression.
         unit: What a document is: a JSON object a line, or a unit of plain text.
         file_bytes: Bytes of the file on disk that were read for this chunk.
@@ -55,8 +59,12 @@ class Chunk:
     file_bytes: int
 
 
-def check_files(paths: Sequence[str]) -> int:
+def check_files(paths: Sequence[str], columns: Sequence[str] | None = None) -> int:
     """Open every input once, so that a wrong name is reported before hours of work; their bytes on disk, summed.
+
+    Args:
+        paths: The inputs.
+        columns: That Parquet files must have.
 
     Raises:
         DataError: A file cannot be read.
@@ -72,13 +80,15 @@ def check_files(paths: Sequence[str]) -> int:
                 total += os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
+        if is_parquet(path):
+            check_parquet(path, columns)
     return total
 
 
 def is_json(path: str | Path) -> bool:
-    """Whether a file holds JSON lines, by its name."""
+    """Whether a file holds objects with keys, JSON lines or rows of Parquet, by its name."""
     name = Path(path)
-    return (Path(name.stem) if name.suffix in (".gz", ".zst") else name).suffix in _JSON_SUFFIXES
+    return is_parquet(name) or (Path(name.stem) if name.suffix in (".gz", ".zst") else name).suffix in _JSON_SUFFIXES
 
 
 def read_chunks(
@@ -86,13 +96,24 @@ def read_chunks(
     text_unit: TextUnit = "line",
     chunk_bytes: int = CHUNK_BYTES,
     most_document_bytes: int = MOST_DOCUMENT_BYTES,
+    columns: Sequence[str] | None = None,
 ) -> Iterator[Chunk]:
     """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
+
+    Args:
+        path: Of the file.
+        text_unit: What a document is in plain text.
+        chunk_bytes: Of a chunk.
+        most_document_bytes: Of a document.
+        columns: That are read of a Parquet file; None: all.
 
     Raises:
         DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer than
             `most_document_bytes`.
     """
+    if is_parquet(path):
+        yield from _chunks_of_rows(path, columns, chunk_bytes, most_document_bytes)
+        return
     unit = "json" if is_json(path) else text_unit
     line, seen, first = 1, 0, True
     pending = bytearray()
@@ -110,10 +131,7 @@ def read_chunks(
                 continue
             cut = 0 if unit == "file" else _last_boundary(pending, unit, searched)
             if not cut and len(pending) > most_document_bytes:
-                raise DataError(
-                    f"{path}:{line}: the document that begins here has more than {most_document_bytes:,} bytes, "
-                    f"and would take too much memory: {_WAYS_OUT[unit]}"
-                )
+                raise _too_long(f"{path}:{line}", most_document_bytes, unit)
             if cut:
                 data = bytes(pending[:cut])
                 del pending[:cut]
@@ -122,6 +140,23 @@ def read_chunks(
                 line += data.count(b"\n")
         if pending:
             yield Chunk(source=path, first_line=line, data=bytes(pending), unit=unit, file_bytes=_position(file) - seen)
+
+
+def _chunks_of_rows(
+    path: str, columns: Sequence[str] | None, chunk_bytes: int, most_document_bytes: int
+) -> Iterator[Chunk]:
+    for rows in read_rows(path, columns, chunk_bytes):
+        if len(rows.lines) > chunk_bytes + most_document_bytes:  # the last row is that long
+            last = rows.first + rows.lines.count(b"\n") - 1
+            raise _too_long(f"{path}:{last}", most_document_bytes, "json")
+        yield Chunk(source=path, first_line=rows.first, data=rows.lines, unit="json", file_bytes=rows.file_bytes)
+
+
+def _too_long(where: str, most_document_bytes: int, unit: str) -> DataError:
+    return DataError(
+        f"{where}: the document that begins here has more than {most_document_bytes:,} bytes, and would take too much "
+        f"memory: {_WAYS_OUT[unit]}"
+    )
 
 
 def _position(file: BinaryIO) -> int:

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 
 from megacore.config.messages import counted
 from megacore.data.indexed.conversations import rendered_lines
-from megacore.data.indexed.corpus import Chunk, TextUnit, is_json, read_chunks
+from megacore.data.indexed.corpus import (
+    CHUNK_BYTES,
+    MOST_DIVIDED_BYTES,
+    MOST_DOCUMENT_BYTES,
+    Chunk,
+    TextUnit,
+    is_json,
+    read_chunks,
+)
 from megacore.data.indexed.documents import BadLine, parse
 from megacore.data.indexed.loss_mask import MASK_DTYPE, loss_mask_prefix
 from megacore.data.indexed.reader import token_dtype
@@ -35,6 +43,7 @@ from megacore.data.indexed.sidecar import Sidecar, idx_bytes
 from megacore.data.indexed.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
 from megacore.data.tokenizers.chat_template import Template, encode_passage
 from megacore.data.tokenizers.fast_bpe import FastEncoder
+from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
@@ -85,6 +94,11 @@ class Job:
             return f"{self.output_prefix}_sft_document", loss_mask_prefix(f"{self.output_prefix}_sft_document")
         unit = "sentence" if self.split_sentences else "document"
         return tuple(f"{self.output_prefix}_{key}_{unit}" for key in self.json_keys)
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns of Parquet files that are read; None: all."""
+        return None if self.sft else self.json_keys
 
     def dtypes(self, tokenizer: Tokenizer) -> tuple[np.dtype, ...]:
         """Those of the outputs."""
@@ -258,8 +272,9 @@ def preprocess(
     _check(job)
     begun = time.monotonic()
     report = Report()
-    if fast is not None and not fast.agrees(_first_texts(job)):
-        fast = None
+    most = MOST_DIVIDED_BYTES if fast is not None and fast.divides else MOST_DOCUMENT_BYTES
+    if fast is not None and not fast.agrees(_first_texts(job, most)):
+        fast, most = None, MOST_DOCUMENT_BYTES
     encoder: ChunkEncoder = Encoder(job, tokenizer, fast)
     seen: set[bytes] = set()
     if job.sft:
@@ -268,7 +283,7 @@ def preprocess(
     with ExitStack() as stack:
         outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
         writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
-        for chunk, encoded in _encoded_chunks(job, encoder):
+        for chunk, encoded in _encoded_chunks(job, encoder, most):
             if job.deduplicate:
                 encoded = _without_repeated(encoded, seen, job, tokenizer, report)
             _count(report, job, chunk, encoded)
@@ -293,11 +308,17 @@ def preprocess(
     return report
 
 
-def _first_texts(job: Job) -> list[str]:
+def _chunks(job: Job, most_document_bytes: int) -> Iterator[Chunk]:
+    """The inputs, in order."""
+    for path in job.inputs:
+        yield from read_chunks(path, job.text_unit, most_document_bytes=most_document_bytes, columns=job.columns)
+
+
+def _first_texts(job: Job, most_document_bytes: int) -> list[str]:
     """The texts of the first megabytes of the inputs."""
     texts, size = list[str](), 0
-    for chunk in chain.from_iterable(read_chunks(path, job.text_unit) for path in job.inputs):
-        texts += chain.from_iterable(parse(chunk, job.json_keys).texts)
+    for chunk in _chunks(job, most_document_bytes):
+        texts += (text[:_COMPARED_BYTES] for text in chain.from_iterable(parse(chunk, job.json_keys).texts))
         size += len(chunk.data)
         if size >= _COMPARED_BYTES:
             break
@@ -394,6 +415,7 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
         max_token_id=writer.max_token_id,
         vocab_size=tokenizer.vocab_size,
         tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_ids=ids_fingerprint(tokenizer),
         eod=tokenizer.eod,
         append_eod=job.append_eod,
         bin_bytes=writer.num_tokens * writer.dtype.itemsize,
@@ -406,9 +428,9 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
 _worker_encoder: ChunkEncoder | None = None  # in a worker process: what its chunks are encoded with
 
 
-def _encoded_chunks(job: Job, encoder: ChunkEncoder) -> Iterator[tuple[Chunk, Encoded]]:
+def _encoded_chunks(job: Job, encoder: ChunkEncoder, most_document_bytes: int) -> Iterator[tuple[Chunk, Encoded]]:
     """Every chunk with its encoding, in order, with a bounded number under way."""
-    chunks = chain.from_iterable(read_chunks(path, job.text_unit) for path in job.inputs)
+    chunks = _chunks(job, most_document_bytes)
     if job.workers == 1:
         yield from ((chunk, encoder(chunk)) for chunk in chunks)
         return
@@ -419,10 +441,13 @@ def _encoded_chunks(job: Job, encoder: ChunkEncoder) -> Iterator[tuple[Chunk, En
     )
     try:
         under_way: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        size, most = 0, 2 * job.workers + 2
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_encode_in_worker, chunk)))
-            if len(under_way) > 2 * job.workers + 2:
+            size += len(chunk.data)
+            while len(under_way) > most or (size > 2 * most * CHUNK_BYTES and len(under_way) > 1):
                 chunk, future = under_way.popleft()
+                size -= len(chunk.data)
                 yield chunk, future.result()
         for chunk, future in under_way:
             yield chunk, future.result()

@@ -25,7 +25,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """What is known about a dataset beyond its .idx."""
+    """What is known about a dataset beyond its .idx.
+
+    Attributes:
+        tokenizer_fingerprint: of the tokenizer's file.
+        tokenizer_ids: of the tokenizer's ids (`ids_fingerprint`); None in sidecars of earlier versions.
+    """
 
     documents: int
     sequences: int
@@ -38,6 +43,7 @@ class Sidecar:
     append_eod: bool
     bin_bytes: int
     idx_bytes: int
+    tokenizer_ids: str | None = None
 
     @classmethod
     def total(cls, parts: Sequence[Self]) -> Self:
@@ -99,6 +105,7 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
 def _from_values(values: dict[str, object]) -> Sidecar | None:
     """A sidecar of exactly its fields, each of its type."""
     types = typing.get_type_hints(Sidecar)
+    values = {"tokenizer_ids": None, **values}
     if values.keys() != types.keys() or not all(isinstance(values[name], kind) for name, kind in types.items()):
         return None
     return Sidecar(**values)  # type: ignore[arg-type]

@@ -256,7 +256,8 @@ def merge(
             )
     notes = [read_sidecar(dataset) for dataset in datasets]
     known = [note for note in notes if note is not None]
-    if len({note.tokenizer_fingerprint for note in known}) > 1:
+    ids = {note.tokenizer_ids for note in known}
+    if len({note.tokenizer_fingerprint for note in known}) > 1 and (len(ids) > 1 or None in ids):
         raise DataError("the inputs were made with different tokenizers: " + ", ".join(map(str, prefixes)))
     with IndexedWriter(output_prefix, first.dtype) as writer:
         for dataset in datasets:

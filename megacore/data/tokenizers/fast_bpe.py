@@ -10,8 +10,10 @@ special tokens, `tokenizers` encodes.
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +32,9 @@ _FORMS: Mapping[str | None, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
 _RUN = 64  # code points of a probe
+_WHOLE = 1 << 20  # characters that are encoded at once, where a text can be divided
+_PLACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_SIGNS = ("", "'", "1", ".", "-", "\n", " ", "é", "東")
 
 
 class FastEncoder:
@@ -40,13 +45,20 @@ class FastEncoder:
         encoding: tiktoken's encoder with its vocabulary.
         special: what texts must not hold, because the tokenizer finds it before it divides a text.
         normal_form: of Unicode, that texts are brought to; None: they stay as they are.
+        strips_spaces: whether a special token takes the spaces beside it.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, encoding: tiktoken.Encoding, special: Sequence[str], normal_form: NormalForm | None
+        self,
+        tokenizer: Tokenizer,
+        encoding: tiktoken.Encoding,
+        special: Sequence[str],
+        normal_form: NormalForm | None,
+        *,
+        strips_spaces: bool = False,
     ) -> None:
         self._tokenizer, self._encoding, self._normal_form = tokenizer, encoding, normal_form
-        self._special = tuple(special)
+        self._special, self._strips_spaces = tuple(special), strips_spaces
         # One search rules out most texts: what all special tokens begin with.
         same = takewhile(lambda letters: len(set(letters)) == 1, zip(*special, strict=False))
         self._common = "".join(letters[0] for letters in same)
@@ -57,6 +69,28 @@ class FastEncoder:
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text."""
+        if len(text) > _WHOLE and self.divides:
+            return np.concatenate([self._encode_part(part) for part in _parts(text, _WHOLE)])
+        return self._encode_part(text)
+
+    @cached_property
+    def divides(self) -> bool:
+        """Whether a long text may be encoded in parts that begin with the space before a word.
+
+        No special token may have a space, or take one that is beside it. That no piece of the tokenizer's pattern goes
+        across such a place is tried out on every letter of ASCII, and on digits and signs around.
+        """
+        if any(" " in token for token in self._special) or self._strips_spaces:
+            return False
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        for first, second in zip(letters, reversed(letters), strict=True):
+            for sign in _SIGNS:
+                parts = f"{sign}{first}{second}", f" {second}{first}{sign}"
+                if self.encode("".join(parts)).tolist() != [*self.encode(parts[0]), *self.encode(parts[1])]:
+                    return False
+        return True
+
+    def _encode_part(self, text: str) -> NDArray[np.uint32]:
         if self._is_plain(text):
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         return np.array(self._tokenizer.encode(text), np.uint32)
@@ -70,6 +104,15 @@ class FastEncoder:
         if self._special and self._common in text and any(token in text for token in self._special):
             return False
         return self._normal_form is None or text.isascii() or unicodedata.is_normalized(self._normal_form, text)
+
+
+def _parts(text: str, length: int) -> Iterator[str]:
+    """A text in parts of `length` characters or more, which begin with a space between two letters of ASCII."""
+    begin = 0
+    while (place := _PLACE.search(text, begin + length)) is not None:
+        yield text[begin : place.start()]
+        begin = place.start()
+    yield text[begin:]
 
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
@@ -87,7 +130,9 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
     except ImportError:
         return None
     to_byte = _bytes_of_letters()
-    added = {token["content"] for token in described.get("added_tokens", ())}
+    tokens = described.get("added_tokens", ())
+    added = {token["content"] for token in tokens}
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in tokens)
     try:
         ranks = {
             bytes(to_byte[letter] for letter in token): number
@@ -97,7 +142,7 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
         encoding = tiktoken.Encoding("megacore", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     except (KeyError, ValueError):  # a token that is no text of bytes, or a pattern that tiktoken does not have
         return None
-    encoder = FastEncoder(tokenizer, encoding, sorted(added), form)
+    encoder = FastEncoder(tokenizer, encoding, sorted(added), form, strips_spaces=strips)
     return encoder if encoder.agrees([*_tokens(ranks), *_characters()]) else None
 
 
