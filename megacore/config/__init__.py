@@ -1,12 +1,14 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
 schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizer.py, optimizers.py, watch.py,
-spikes.py and bert.py its sections, validation.py what must hold between them. cli.py turns a command line into a
-configuration.
+spikes.py, average.py, mup.py and bert.py its sections, validation.py what must hold between them. cli.py turns a
+command line into a configuration.
 """
 
+from megacore.config.average import AverageConfig
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
+from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
     AdafactorConfig,
@@ -41,6 +43,7 @@ __all__ = [
     "AdafactorConfig",
     "AdamConfig",
     "AdamWConfig",
+    "AverageConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "LoggingConfig",
     "ModelConfig",
     "MuonConfig",
+    "MupConfig",
     "OptimizerConfig",
     "OptimizerSettings",
     "ParallelConfig",

@@ -434,7 +434,7 @@ def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, us
         return []
     return [
         f"these are the flags of a Megatron-LM script ({_megatron_names(flags)[0]}); what it leaves out is as there: "
-        f"{_in_words(changed)} (docs/coming-from-megatron.md)"
+        f"{_in_words(changed)} (docs/guides/coming-from-megatron.md)"
     ]
 
 

@@ -13,14 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacore.config.deepspeed_keys import ALIASES, KEYS, SWITCHED, Document, Key, Value, shown, value_at
+from megacore.config.deepspeed_keys import ALIASES, KEYS, SWITCHED
+from megacore.config.deepspeed_values import Document, Key, Value, shown, value_at
 from megacore.config.megatron_values import ForeignSetting, Shape, Translation
 from megacore.config.messages import did_you_mean
-from megacore.config.toml import unreadable
+from megacore.files import unreadable
 
 _DEEPEST = 32
 _FLAG = "--deepspeed-config"
-_REFERENCE = "docs/coming-from-deepspeed.md lists the keys"
+_REFERENCE = "docs/guides/coming-from-deepspeed.md lists the keys"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def _leaves(document: Document, problems: list[str], name: str, prefix: str = ""
             yield path, value
         elif not any(known.startswith(f"{path}.") for known in KEYS) or path.count(".") > _DEEPEST:
             near = did_you_mean(path, KEYS)
-            problems.append(f"{name}: {path} is not a key of DeepSpeed 0.19{near}: leave it out; {_REFERENCE}")
+            problems.append(f"{name}: {shown(path)} is not a key of DeepSpeed 0.19{near}: leave it out; {_REFERENCE}")
         elif not isinstance(value, Mapping):
             if value is not None:
                 problems.append(f"{name}: {path} {shown(value)} must be an object, as in {{}}")

@@ -2,7 +2,7 @@
 
 A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range and its
 aliases in its annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), so that the
-help text, the reference in docs/configuration.md and the check at launch come from one definition.
+help text, the reference in docs/reference/configuration.md and the check at launch come from one definition.
 
 A resolved section (`ResolvedModel`) is a subclass that narrows the types of fields which are known after resolution:
 `vocab_size: int` instead of `int | None`. Range, aliases and help text are those of the section it narrows.

@@ -89,9 +89,9 @@ DEEPSPEED_INFO = dataclasses.replace(
     CONFIG_INFO, name="deepspeed_config", aliases=("--deepscale-config",), metavar="FILE.json"
 )
 DEEPSPEED_DOC = (
-    "Reads settings from a DeepSpeed configuration and translates them (docs/coming-from-deepspeed.md). A key that has "
-    'no counterpart and would change the result is refused by name. A value "auto" leaves the setting to the flags. '
-    "Default: no file."
+    "Reads settings from a DeepSpeed configuration and translates them (docs/guides/coming-from-deepspeed.md). A key "
+    'that has no counterpart and would change the result is refused by name. A value "auto" leaves the setting to the '
+    "flags. Default: no file."
 )
 FILES: Mapping[str, tuple[FieldInfo, str]] = {
     info.name: (info, doc) for info, doc in ((CONFIG_INFO, CONFIG_DOC), (DEEPSPEED_INFO, DEEPSPEED_DOC))
@@ -164,7 +164,8 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, w
         try:
             translation = setting.translate(_shape(config, given, values, world_size))
         except ValueError as error:
-            given.problems.append(f"{setting.where}{error}")
+            if (problem := f"{setting.where}{error}") not in given.problems:  # of a key that several read
+                given.problems.append(problem)
             given.unread.update(setting.fields)
             continue
         for name, value in translation.values.items():
@@ -307,7 +308,7 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
         given.problems.append(f"{word.flag}: only a switch can be turned off: use {info.flag} {info.metavar}")
         return
     if text := megatron_flags.advice(word.flag):
-        given.problems.append(f"{word.flag} {text} (docs/coming-from-megatron.md)")
+        given.problems.append(f"{word.flag} {text} (docs/guides/coming-from-megatron.md)")
         return
     near = nearest_name(word.flag, flags)
     if near is None:

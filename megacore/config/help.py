@@ -60,8 +60,8 @@ DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
     ),
     "--cluster": DryRunFlag(
         "NAME",
-        "Cluster that --dry-run plans for: its name, or a FILE.toml (docs/planner.md). Default: laptop; h100 with "
-        "--dry-run=full.",
+        "Cluster that --dry-run plans for: its name, or a FILE.toml (docs/guides/planner.md). Default: laptop; h100 "
+        "with --dry-run=full.",
     ),
 }
 """The flags that `megacore.commands.plan` reads, which are fields of no section; it shows these texts too."""
@@ -172,12 +172,14 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
     if info is not None:
         raise UserError(f"{info.flag} {kind.unsupported[info.name]}")
     if name in FOREIGN:
-        raise UserError(f"{name} is Megatron-LM's, and becomes {FOREIGN[name].becomes} (docs/coming-from-megatron.md)")
+        raise UserError(
+            f"{name} is Megatron-LM's, and becomes {FOREIGN[name].becomes} (docs/guides/coming-from-megatron.md)"
+        )
     if name in DEEPSPEED_FLAGS:
         becomes = DEEPSPEED_FLAGS[name].becomes
-        raise UserError(f"{name} is Megatron-DeepSpeed's, and becomes {becomes} (docs/coming-from-deepspeed.md)")
+        raise UserError(f"{name} is Megatron-DeepSpeed's, and becomes {becomes} (docs/guides/coming-from-deepspeed.md)")
     if advice := megatron_flags.advice(name):
-        raise UserError(f"{name} {advice} (docs/coming-from-megatron.md)")
+        raise UserError(f"{name} {advice} (docs/guides/coming-from-megatron.md)")
     sections = list(sections_of(kind))
     known = [*sections, *DRY_RUN_FLAGS, *(flag for flag, info in flags.items() if info.name not in kind.unsupported)]
     raise UserError(

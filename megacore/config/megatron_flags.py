@@ -1,9 +1,9 @@
 """Megatron-LM flags that megacore does not accept, and what to use instead.
 
 A script that comes from Megatron-LM is refused with these lines instead of a guess at a similar name.
-docs/coming-from-megatron.md lists the same. Megatron-LM flags with the same meaning are accepted and not listed here:
-they are names and aliases of fields. megatron_values.py translates those with the same meaning in another form, and
-those that change nothing here.
+docs/guides/coming-from-megatron.md lists the same. Megatron-LM flags with the same meaning are accepted and not listed
+here: they are names and aliases of fields. megatron_values.py translates those with the same meaning in another form,
+and those that change nothing here.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_NO_FP8 = "leave it out, and use --precision bf16: megacore does not compute in fp8"
 REPLACED = {
     "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
+    "--fp8-amax-compute-algo": _NO_FP8,
+    "--fp8-amax-history-len": _NO_FP8,
+    "--fp8-format": _NO_FP8,
+    "--fp8-param-gather": _NO_FP8,
     "--hierarchical-context-parallel-sizes": "use --cp with --cp-comm ring, allgather or ulysses: one level of ranks",
     "--moe-pad-expert-input-to-capacity": "leave it out: only the tokens that there are are sent and computed",
-    "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in docs/data.md",
-    "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/data.md",
+    "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in "
+    "docs/guides/data.md",
+    "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/guides/data.md",
 }
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --decoupled-lr --decoupled-min-lr --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format
-    --fp8-param-gather --iterations-to-skip --no-save-optim --per-split-data-args-path --skip-train --squared-relu
-    --step-batch-size-schedule --use-tp-pp-dp-mapping --vocab-extra-ids
+    --iterations-to-skip --no-save-optim --step-batch-size-schedule --use-tp-pp-dp-mapping --vocab-extra-ids
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""

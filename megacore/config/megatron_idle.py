@@ -39,6 +39,7 @@ IDLE_SWITCHES: Mapping[str, str] = {
     "--moe-permute-fusion": _CHOSEN,
     "--no-async-tensor-model-parallel-allreduce": _CHOSEN,
     "--no-bias-dropout-fusion": _CHOSEN,
+    "--no-bias-swiglu-fusion": _CHOSEN,
     "--no-check-for-nan-in-loss-and-grad": "the check is part of the gradient norm; --max-bad-steps is its limit",
     "--no-contiguous-buffers-in-local-ddp": _CHOSEN,
     "--no-create-attention-mask-in-dataloader": "the data loader never makes attention masks",
@@ -70,6 +71,7 @@ IDLE_SWITCHES: Mapping[str, str] = {
 }
 IDLE_VALUES: Mapping[str, str] = {
     "--ckpt-format": "checkpoints are safetensors",
+    "--cross-entropy-fusion-impl": _CHOSEN,
     "--data-impl": "data files are always mapped into memory",
     "--dataloader-type": "samples come in one order that every layout shares",
     "--DDP-impl": "gradients are reduced in buckets, during backward",

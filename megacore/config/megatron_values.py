@@ -8,6 +8,7 @@ nothing here are accepted too.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from megacore.config.megatron_idle import IDLE_SWITCHES, IDLE_VALUES
 from megacore.config.messages import did_you_mean, divisors, one_of
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.rampup import BatchSizes, Ramp
+from megacore.files import unreadable
 
 _LONGEST_LAYOUT = 100_000
 _LARGEST_DATA_ARGS = 1 << 24  # bytes
@@ -120,7 +122,8 @@ def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shap
             raise ValueError(f"{flag} {words[0]}: a switch takes no value: leave the value out")
         return foreign.translate(flag, "", shape)
     if len(words) != 1:
-        raise ValueError(f"{flag} needs one value, and has {len(words)}: {foreign.becomes}")
+        way_out = "leave it out, as it changes nothing here" if foreign.is_idle else f"it is {foreign.becomes}"
+        raise ValueError(f"{flag} needs one value, and has {len(words)}: {way_out}")
     return foreign.translate(flag, words[0], shape)
 
 
@@ -276,15 +279,50 @@ def _finetune(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"pretrained_checkpoint": shape.load}, dropped=("load",))
 
 
-def _data_args(flag: str, text: str, shape: Shape) -> Translation:
+def _content(flag: str, path: str, instead: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: it is no regular file of text.
+    """
     try:
-        with open(text, encoding="utf-8") as file:
-            words = file.read(_LARGEST_DATA_ARGS).split()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{flag} {text} cannot be read ({error}): use a text file of WEIGHT PREFIX ...") from error
+        if problem := unreadable(path):
+            raise ValueError(f"{flag} {path} {problem}: use {instead}")
+        with open(path, encoding="utf-8") as file:
+            return file.read(_LARGEST_DATA_ARGS)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}: use {instead}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is no text: use {instead}") from error
+
+
+def _data_args(flag: str, text: str, shape: Shape) -> Translation:
+    words = _content(flag, text, "a text file of WEIGHT PREFIX WEIGHT PREFIX ...").split()
     if not words:
         raise ValueError(f"{flag} {text} is empty: use a text file of WEIGHT PREFIX WEIGHT PREFIX ...")
     return Translation({"data_path": tuple(words)})
+
+
+_SPLITS = {"train": "train_data_path", "valid": "valid_data_path", "test": None}
+
+
+def _data_args_per_split(flag: str, text: str, shape: Shape) -> Translation:
+    example = 'a JSON file such as {"train": ["0.3", "PREFIX", "0.7", "PREFIX"], "valid": ["PREFIX"]}'
+    try:
+        splits = json.loads(_content(flag, text, example))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{flag} {text} is not valid JSON ({error}): use {example}") from error
+    if not isinstance(splits, dict) or not splits.get("train"):
+        raise ValueError(f"{flag} {text} has no training data: use {example}")
+    values: dict[str, tuple[str, ...]] = {}
+    for split, words in splits.items():
+        if split not in _SPLITS:
+            raise ValueError(f"{flag} {text} has the split {split!r}: use {one_of(list(_SPLITS))}")
+        if not (isinstance(words, list) and all(isinstance(w, str | int | float) for w in words)) and words is not None:
+            raise ValueError(f"{flag} {text}: {split} must be a list of prefixes, or of weights and prefixes")
+        if (name := _SPLITS[split]) is not None and words:
+            values[name] = tuple(map(str, words))
+    return Translation(values)
 
 
 def _only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
@@ -349,6 +387,11 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         "--cp-comm: p2p is ring, a2a is ulysses, all_gather is allgather", ("cp_comm",), _cp_comm
     ),
     "--data-args-path": ForeignFlag("--data-path with the words of the file", ("data_path",), _data_args),
+    "--per-split-data-args-path": ForeignFlag(
+        "--train-data-path and --valid-data-path with the lists of the JSON file; no evaluation reads its test data",
+        ("train_data_path", "valid_data_path"),
+        _data_args_per_split,
+    ),
     "--finetune": ForeignFlag(
         "--pretrained-checkpoint with the directory of --load", ("pretrained_checkpoint",), _finetune, is_switch=True
     ),
@@ -390,6 +433,7 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         ("rope_scaling", "rope_scaling_factor"),
         _stretched,
     ),
+    "--squared-relu": _switch("--activation relu2", activation="relu2"),
     "--swiglu": ForeignFlag(
         "--activation swiglu, and --ffn-hidden-size 8/3 of --hidden-size in multiples of 64 where it is not given",
         ("activation", "ffn_hidden_size"),

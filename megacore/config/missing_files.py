@@ -11,7 +11,7 @@ from typing import TypeGuard
 from megacore.config.messages import one_of
 from megacore.config.schema import Config
 from megacore.config.sections import AUTO, OR_AUTO
-from megacore.config.toml import unreadable
+from megacore.files import unreadable
 
 # What a run writes into its output directory beside the checkpoints' directories.
 _OUTPUT_FILES = (

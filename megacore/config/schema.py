@@ -17,10 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
+from megacore.config.average import AverageConfig
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
+from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
     AdafactorConfig,
@@ -32,6 +34,7 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
+from megacore.config.parameter_groups import ParameterGroups
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.rampup import BatchSizes, RampupConfig
 from megacore.config.sections import (
@@ -67,6 +70,8 @@ class Config:
     lamb: LambConfig = field(default_factory=LambConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    mup: MupConfig = field(default_factory=MupConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
     training: TrainingConfig
     rampup: RampupConfig = field(default_factory=RampupConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -101,6 +106,21 @@ class Config:
         """The section of the optimizer that is chosen."""
         settings: OptimizerSettings = getattr(self, self.optimizer.optimizer)
         return settings
+
+    @property
+    def width_ratio(self) -> float:
+        """How many times as wide as the base of muP the model is; 1 without muP."""
+        return self.mup.ratio(self.model.hidden_size)
+
+    @property
+    def parameter_groups(self) -> ParameterGroups:
+        """The scale of every parameter's learning rate and weight decay."""
+        return self.optimizer.parameter_groups(self.model.num_layers, width_ratio=self.width_ratio)
+
+    @property
+    def kept_per_parameter(self) -> float:
+        """Bytes that are kept per parameter beside the weights: of the optimizer's state, and of an average."""
+        return self.optimizer_settings.bytes_per_parameter + self.average.bytes_per_parameter
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,10 +176,13 @@ class Config:
         microbatches = global_batch_size // training.micro_batch_size
         sections = {name: getattr(self, name) for name in sections_of(type(self))}
         return sections | {
-            "model": self.model.resolve(
-                seq_length=self.data.seq_length,
-                vocab_size=vocab_size,
-                experts=self.experts.resolve(self.model.inner_size),
+            "model": dataclasses.replace(
+                self.model.resolve(
+                    seq_length=self.data.seq_length,
+                    vocab_size=vocab_size,
+                    experts=self.experts.resolve(self.model.inner_size),
+                ),
+                **self.mup.multipliers(self.model),
             ),
             "parallel": parallel.resolved_as(ResolvedParallel, **filled),
             "precision": self.precision.resolve(microbatches),
@@ -240,11 +263,14 @@ class ResolvedConfig(Config):
         """How the ranks that divide sequences exchange keys and values, once that is chosen.
 
         Of n query and g key heads on a tensor-parallel rank, N ranks send less as `ulysses` if N > n/g + 1 and N
-        divides g. It waits for what it sends: a ring, which computes meanwhile, is left only for a fast link.
+        divides g. It waits for what it sends: a ring, which computes meanwhile, is left only for a fast link. With
+        --reproducible each rank computes whole sequences for its heads.
         """
         tp, cp = self.parallel.tp, self.parallel.cp
         if self.parallel.cp_comm != "auto":
             return self.parallel.cp_comm
+        if self.training.reproducible:
+            return "ulysses"
         if not self.is_causal:
             return "allgather"
         heads, groups = self.model.num_attention_heads // tp, max(self.model.query_groups // tp, 1)

@@ -85,6 +85,9 @@ class ParallelConfig(Section):
     zero_stage: Annotated[int, Range(0, 3)] = 0
     """ZeRO stage, 0 to 3: what the --dp x --cp ranks shard. 0: nothing. 1: optimizer state and master weights.
     2: gradients too. 3: parameters too. The results are the same for every stage."""
+    zero_shard_size: Annotated[int | None, Range(2)] = None
+    """Number of neighbouring --dp x --cp ranks that shard with --zero-stage 1 and above, such as those of a node. Other
+    ranks hold copies of the shards, and gradients are summed over the copies once per step. Default: all of them."""
     sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
     divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
@@ -127,6 +130,8 @@ class ParallelConfig(Section):
         return self.schedule == "zero-bubble" or self.schedule_csv is not None
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.zero_stage == 0 and "zero_stage" not in wrong:
+            yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", "--zero-stage 1, 2 or 3")
         if self.cp == 1:
             yield from self.without_effect(("cp_comm",), wrong, "--cp 1", "--cp 2 or more")
         if self.schedule_csv is not None:
@@ -387,7 +392,7 @@ class DataConfig(Section):
         Raises:
             ValueError: --split is not one to three non-negative numbers, or its first number is 0.
         """
-        numbers = [_as_number(part) for part in self.split.split(",")]
+        numbers = [_as_number(part) for part in self.split.strip("'\"").split(",")]  # as a script may quote it
         shares = [s for s in numbers if s is not None and math.isfinite(s) and s >= 0]
         if len(shares) != len(numbers) or len(shares) > 3:
             raise ValueError(
@@ -454,17 +459,20 @@ class TrainingConfig(Section):
     """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
     CPUs; on cuda only with --reproducible."""
     reproducible: bool = False
-    """Makes losses and weights bitwise equal for every --tp, --pp, --dp, --zero-stage and schedule, with the same
-    --micro-batch-size. Slower; a gradient takes 8 bytes while it is summed (docs/numerics.md)."""
+    """Makes losses and weights bitwise equal for every --tp, --cp, --pp, --dp, --ep, --zero-stage and schedule, with
+    the same --micro-batch-size. Slower; a gradient takes 8 bytes while it is summed (docs/explain/numerics.md)."""
     reproducible_blocks: Annotated[int | None, Range(1)] = None
-    """Number of blocks in which --reproducible computes every sum that tensor parallelism would cut: a power of two
-    that --tp divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
+    """Number of blocks in which --reproducible computes every sum that --tp or --cp would cut: a power of two that --tp
+    divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
     differently. Default: the largest of 8, 4, 2 and 1 into which the model can be divided."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Number of steps between evaluations on the validation split. 0: no evaluation."""
     eval_iters: Annotated[int | None, Range(1)] = None
     """Number of global batches per evaluation. --eval-interval 0 turns evaluation off. Default: a tenth of the steps
     between two evaluations, from 1 to 100."""
+    skip_train: bool = False
+    """Evaluates once instead of training, and saves no checkpoint: the model of --load, --init-from-hf or
+    --pretrained-checkpoint on the validation split."""
     output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
     """Output directory for checkpoints, metrics.jsonl and the resolved config.toml. Created if it does not exist."""
     max_bad_steps: Annotated[int, Range(1)] = 10
@@ -487,8 +495,8 @@ class TrainingConfig(Section):
     are bitwise the same. --sequence-parallel divides them anyway."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
     """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
-    (on a CPU) dropout run in blocks (docs/kernels.md). fused-softmax: separate score, softmax and value products, which
-    keep the attention weights in memory. auto: sdpa."""
+    (on a CPU) dropout run in blocks (docs/explain/kernels.md). fused-softmax: separate score, softmax and value
+    products, which keep the attention weights in memory. auto: sdpa."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
@@ -510,9 +518,11 @@ class TrainingConfig(Section):
     logits."""
     memory_check: bool = True
     """Refuses a run that by formula needs more memory than there is, before anything is allocated, and says what would
-    fit (docs/memory.md)."""
+    fit (docs/guides/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.skip_train and self.eval_interval == 0 and not wrong & {"skip_train", "eval_interval"}:
+            yield "--skip-train only evaluates, which --eval-interval 0 turns off: leave one of them out"
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
             yield (
                 f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "

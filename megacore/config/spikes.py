@@ -11,7 +11,7 @@ from megacore.config.fields import Range, Section
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig(Section):
-    """What to do when the loss jumps (docs/spikes.md)."""
+    """When the loss jumps (docs/guides/spikes.md)."""
 
     on_spike: Literal["none", "warn", "skip", "rollback"] = "warn"
     """What to do when the loss or the gradient norm of a step spikes. none: nothing. warn: a warning. skip: the step

@@ -7,9 +7,7 @@ two files with the same meaning look the same.
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable
 from functools import partial
@@ -23,14 +21,13 @@ from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.flags import Given, all_fields
 from megacore.config.messages import did_you_mean, nearest_name, one_of
 from megacore.config.schema import Config, sections_of
-from megacore.files import replace_bytes
+from megacore.files import replace_bytes, unreadable
 
 _HEADER = """\
 # megacore {version}: the resolved configuration of a run. Give it back with --config, and override it with flags.
 # Values that followed from others are written out: change what depends on them too, or delete their lines.
 
 """
-_LARGEST_BYTES = 1 << 24
 _EXPECTED = {
     bool: "true or false",
     int: "a whole number",
@@ -91,23 +88,6 @@ def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
     return given
 
 
-def unreadable(path: str | Path) -> str | None:
-    """Why a path must not be read: it is not a regular file, or so large that it would fill the memory.
-
-    Returns:
-        The reason, or None for a small regular file.
-
-    Raises:
-        OSError: the path does not exist, or its status cannot be read.
-    """
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        return "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
-    if status.st_size > _LARGEST_BYTES:
-        return f"has {status.st_size:,} bytes, more than the limit of {_LARGEST_BYTES:,}"
-    return None
-
-
 def _read_key(given: Given, kind: type[Config], where: Callable[[], str], name: tuple[str, str], value: Any) -> None:
     table, key = name
     info = _field(kind, table, key)
@@ -157,7 +137,7 @@ def _unknown_table(kind: type[Config], name: str, value: Any) -> str:
 def _unknown_key(kind: type[Config], key: str) -> str:
     name = _nearest_field(kind, key)
     if name not in all_fields(kind):
-        return f"{key} is not a key: docs/configuration.md lists them"
+        return f"{key} is not a key: docs/reference/configuration.md lists them"
     if name == key:
         return f"{key} belongs under [{_table_of(kind, key)}]"
     return f"{key} is not a key: did you mean {name}, under [{_table_of(kind, name)}]?"

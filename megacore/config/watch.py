@@ -10,12 +10,12 @@ from megacore.config.fields import Flag, Range, Section
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig(Section):
-    """Checks for hangs and for silent corruption (docs/watching.md)."""
+    """Finds hangs and corruption (docs/guides/watching.md)."""
 
     hang_timeout_minutes: Annotated[float, Range(0, 10080)] = 5.0
     """Minutes without progress within a step after which the watchdog reports the run as hung and ends it. The limit is
     ten times the median step where that is longer. Saves, evaluations, the first step and index builds may take a
-    multiple of these minutes (docs/watching.md). 0: no watchdog."""
+    multiple of these minutes (docs/guides/watching.md). 0: no watchdog."""
     check_replicas_interval: Annotated[int, Range(0), Flag(("--check-weight-hash-across-dp-replicas-interval",))] = 100
     """Compares weights, master weights and optimizer state, bit by bit, between the ranks that hold copies of them,
     at this interval of steps and before each save. A run whose copies differ stops with status 3. 0: no checks."""

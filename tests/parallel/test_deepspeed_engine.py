@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,16 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def plain(replicas: int, rates: list[float] | None = None) -> tuple[list[float], dict[str, Tensor]]:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.95))
+
+
+def plain(
+    replicas: int, rates: list[float] | None = None, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the same training in plain torch, on one process with all replicas' samples."""
     model = net()
-    optimizer = torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.95))
+    optimizer = make(model)
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -180,6 +187,32 @@ def test_an_optimizer_of_torchs_says_the_same_as_a_configuration() -> None:
     assert_equal((train(engine, range(STEPS)), engine.module_state_dict()), plain(1))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.Adam(groups(model), lr=1e-2),
+        lambda model: torch.optim.SGD(groups(model), lr=1e-2, momentum=0.9, nesterov=True),
+    ],
+    ids=["Adam with weight decay", "SGD with Nesterov's momentum"],
+)
+def test_other_optimizers_of_torchs_train_as_there(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    config = document()
+    del config["optimizer"]
+    model = net()
+    engine, *_ = megacore.initialize(model=model, optimizer=make(model), config=config, **UNWATCHED)
+    assert_equal((train(engine, range(STEPS)), engine.module_state_dict()), plain(1, make=make))
+
+
+def test_lamb_of_a_configuration_has_deepspeeds_defaults() -> None:
+    config = document(optimizer={"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}})
+    engine, *_ = megacore.initialize(model=net(), config=config, **UNWATCHED)
+    found = engine.pipeline.update.optimizer
+    assert (found.adam.adam_beta2, found.settings.lamb_min_coeff, found.settings.lamb_max_coeff) == (0.999, 0.01, 10.0)
+    losses = train(engine, range(STEPS))
+    assert losses != plain(1)[0]
+    assert all(0 < loss < 3 for loss in losses)
+
+
 class Loss(nn.Module):
     """A model whose output is its loss."""
 
@@ -261,7 +294,13 @@ def test_layers_train_in_a_pipeline() -> None:
 @pytest.mark.parametrize(
     ("changes", "arguments", "said"),
     [
-        ({"optimizer": {"type": "Lamb"}, "zero_optimization": {"stages": 1}}, {}, "is not a key of.*\n.*Lamb"),
+        (
+            {"optimizer": {"type": "OneBitLamb"}, "zero_optimization": {"stages": 1}},
+            {},
+            "is not a key of.*\n.*OneBitLamb",
+        ),
+        ({"optimizer": {"type": "Muon"}}, {}, "optimizer muon of an engine needs the names of the matrices"),
+        ({"scheduler": {"type": "LRRangeTest"}}, {}, "needs the length of the run, which an engine does not know"),
         ({"train_batch_size": 7}, {}, "train_batch_size 7 must be"),
         ({"activation_checkpointing": {"x": 1}}, {}, "activation_checkpointing.x is not a key"),
         ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "--async-save is of the training programs"),
@@ -310,7 +349,7 @@ def test_a_step_that_overflows_or_is_not_finite_changes_nothing() -> None:
 
 
 def test_the_script_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "any-model.md").read_text(encoding="utf-8")
+    manual = (Path(__file__).parents[2] / "docs" / "guides" / "any-model.md").read_text(encoding="utf-8")
     part = manual.partition("## The API of DeepSpeed")[2]
     (script,) = re.findall(r"```python\n(.*?)```", part.partition("\n## ")[0], re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megacore.config.cli import load_toml
 from megacore.parallel.mesh import Mesh
+from megacore.train.output import output_directory
 from tests.parity.bert_runs import RaggedPairs, make_bert_config, make_bert_trainer
-from tests.parity.runs import VOCAB, make_config, make_trainer
+from tests.parity.runs import VOCAB, RaggedData, make_config, make_trainer
 
 
 def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_time(tmp_path: Path) -> None:
@@ -32,6 +34,33 @@ def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_
         tokens += float(microbatch.loss_mask.sum())
     assert first == pytest.approx(total / tokens, rel=1e-6)
     assert trainer.evaluate() == first
+
+
+def test_without_training_a_checkpoint_is_evaluated_and_nothing_is_saved(tmp_path: Path) -> None:
+    """The loss is that of the evaluation with which the training ended; that the run is over already is no obstacle."""
+    changes: dict[str, Any] = {"train_iters": 2, "eval_interval": 2, "eval_iters": 2}
+    mesh, data = Mesh(device=torch.device("cpu")), RaggedData(16)
+    make_trainer(make_config((1, 1, 1), tmp_path / "a", **changes), mesh, data).run()
+    (trained,) = evaluations(tmp_path / "a")
+    changes |= {"load": str(tmp_path / "a"), "skip_train": True, "train_iters": 1}
+    make_trainer(make_config((1, 1, 1), tmp_path / "b", **changes), mesh, data).run()
+    (record,) = evaluations(tmp_path / "b")
+    assert (record["step"], record["eval/loss"]) == (2, trained["eval/loss"])
+    assert not list((tmp_path / "b").glob("step_*"))
+
+
+def test_an_evaluation_leaves_the_settings_of_the_training(tmp_path: Path) -> None:
+    mesh = Mesh(device=torch.device("cpu"))
+    for skip in (True, False, True):  # an evaluation writes them only where there are none
+        with output_directory(make_config((1, 1, 1), tmp_path, skip_train=skip, eval_interval=1), mesh):
+            pass
+    assert not load_toml(tmp_path / "config.toml").training.skip_train
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, from its metrics."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "eval/loss" in record]
 
 
 class WithoutMasks(RaggedPairs):

@@ -28,6 +28,9 @@ _WRITTEN_OUT = (
 )
 
 
+_OF_OPTIMIZERS = ("torch_adam", "fp32_optimizer_states", "muon_lr", "adam_lr")
+
+
 _OF_CHECKPOINT = ("get_checkpoint_tag_validation_mode", "get_checkpoint_parallel_write_pipeline")
 
 
@@ -102,10 +105,12 @@ def all_keys() -> list[str]:
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
     from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
     from deepspeed.runtime import config, lr_schedules
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuon
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
     removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
@@ -138,13 +143,13 @@ def all_keys() -> list[str]:
         asked |= {f"{section}.{getattr(config, name.split(',')[0].strip())}" for name in names}
     pipeline = inspect.getsource(config.get_pipeline_config)
     asked |= {f"pipeline.{name}" for name in re.findall(r'^ +"(\w+)":', pipeline, re.MULTILINE)}
-    for kind in (lr_schedules.WarmupLR, lr_schedules.WarmupDecayLR, lr_schedules.WarmupCosineLR):
+    for kind in (getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES):
         taken = list(inspect.signature(kind).parameters)
         keys |= {f"scheduler.params.{name}" for name in taken if name != "optimizer"}
-    for kind in (FusedAdam, torch.optim.AdamW, torch.optim.SGD):
+    for kind in (FusedAdam, FusedLamb, SingleDeviceMuon, torch.optim.AdamW, torch.optim.SGD):
         taken = list(inspect.signature(kind).parameters)
         keys |= {f"optimizer.params.{name}" for name in taken if name not in ("params", "maximize", "differentiable")}
-    keys |= asked | removed | {*_WRITTEN_OUT, "optimizer.params.torch_adam", "optimizer.params.fp32_optimizer_states"}
+    keys |= asked | removed | {*_WRITTEN_OUT, *(f"optimizer.params.{name}" for name in _OF_OPTIMIZERS)}
     free = tuple(f"{name}." for name in _FREE)
     keys = {key for key in keys if not key.rpartition(".")[2].startswith("_")}
     sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}

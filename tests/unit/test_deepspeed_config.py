@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megacore.config import OptimizerConfig
@@ -17,14 +18,14 @@ from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.deepspeed_keys import ALIASES, KEYS
 from megacore.config.flags import all_fields
 from megacore.config.megatron_values import FOREIGN
-from megacore.optim.lr_schedules import learning_rate
+from megacore.optim.lr_schedules import learning_rate, momentum
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
 from tools import deepspeed_reference
 
 alone, refuse = refusals.alone, refusals.refuse  # fixtures
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "coming-from-deepspeed.md"
+PAGE = ROOT / "docs" / "guides" / "coming-from-deepspeed.md"
 FP32 = ["--precision", "fp32"]
 
 
@@ -175,6 +176,18 @@ def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
             words("--zero-stage 1 --lr 1e-3 --adam-beta2 0.999 --weight-decay 0 --lr-decay-style constant"),
         ),
         (
+            {"optimizer": {"type": "Lamb", "params": {"lr": 2e-3, "max_coeff": 5.0}}},
+            [*FP32, *words("--optimizer lamb --lr 2e-3 --adam-beta2 0.999 --weight-decay 0 --lr-decay-style constant"),
+             *words("--lamb-max-coeff 5 --lamb-min-coeff 0.01")],
+        ),
+        (
+            {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.001, "momentum": 0.9,
+                                                      "weight_decay": 0.01}}},
+            [*FP32, *words("--optimizer muon --lr 1e-3 --muon-extra-scale-factor 20 --muon-scale-mode shape_scaling"),
+             *words("--muon-split-qkv none --muon-momentum 0.9 --adam-eps 1e-10 --weight-decay 0.01"),
+             *words("--lr-decay-style constant")],
+        ),
+        (
             {"elasticity": {"enabled": False}, "sparse_gradients": False, "autotuning": {"enabled": False, "x": 1},
              "data_efficiency": {"enabled": False, "anything": {}}, "comet": {"enabled": False}},
             FP32,
@@ -211,7 +224,7 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
             "zero_optimization.stag is not a key of DeepSpeed 0.19 (did you mean zero_o",
         ),
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 must be at least 0 and at most 3"),
-        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage two is not a whole number of 0 or more"),
+        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage "two" is not a whole number of 0 or more'),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "parameters stay on the devices"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "use cpu, or more --dp ranks"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "is not quantised: leave it out"),
@@ -220,9 +233,13 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled true is given as well: keep one"),
         ({"torch_autocast": {"enabled": True}}, "use bf16 or fp16, with fp32 masters"),
         ({"gradient_allreduce_op": "sum"}, "the loss is the mean over the global batch: use mean"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not in megacore as DeepSpeed has it: use AdamW"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not in megacore as DeepSpeed has it: use AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": {"max_coeff": 2}}}, "max_coeff 2 is of Lamb: leave it out"),
+        ({"optimizer": {"type": "Muon", "params": {"ns_method": "qr"}}}, "both compute the same Newton-Schulz steps"),
+        ({"scheduler": {"type": "Exponential"}}, "WarmupCosineLR, OneCycle or LRRangeTest, or --lr-decay-style"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "needs cycle_max_lr: give it"),
+        ({"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_staircase": True}}}, "from step to step"),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "AdamW has no maximum of moments"),
-        ({"scheduler": {"type": "OneCycle"}}, "use WarmupLR, WarmupDecayLR or WarmupCosineLR"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "needs total_num_steps"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "every sample of the data"),
         ({"hybrid_engine": {"enabled": True}}, "training and generation are separate programs"),
@@ -231,6 +248,11 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "accumulated and reduced in fp32 or bf16"),
         ({"amp": {"enabled": True}}, "megacore has no such feature: leave it out"),
         ({"gradient_accumulation_steps": 4}, "needs the size of a microbatch"),
+        ({"train_batch_size": "16"}, 'train_batch_size "16" is not a whole number of 1 or more'),
+        ({"tensorboard": {"enabled": True, "output_path": 3}}, "tensorboard.output_path 3 is not a text"),
+        ({"a" * 5000: 1}, f"{'a' * 57}... is not a key of DeepSpeed 0.19: leave it out"),
+        ({"": 1}, ': "" is not a key of DeepSpeed 0.19'),
+        ({"optimizer": {"type": "Muon", "params": {"lr": "fast"}}}, 'optimizer.params.lr "fast" is not a number'),
         ("{", "is not valid JSON"),
         ('{"fp16": {}, "fp16": {}}', "fp16 is given twice"),
         ("[1]", "must hold an object"),
@@ -453,6 +475,37 @@ def test_a_format_that_is_left_to_the_flags_takes_its_settings_along(tmp_path: P
     scale = words("--hysteresis 3 --initial-loss-scale 64")
     assert parse(*GOOD, "--precision", "fp16", *flags) == parse(*GOOD, "--precision", "fp16", *scale)
     assert parse(*GOOD, "--precision", "bf16", *flags) == parse(*GOOD, "--precision", "bf16")
+
+
+# ---- schedules that are DeepSpeed's step by step
+
+
+def test_one_cycle_is_deepspeeds_in_every_step(tmp_path: Path) -> None:
+    """From its least rate at the first step, along lines, and then constant; its momentum the other way."""
+    params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 2e-3, "cycle_first_step_size": 3, "cycle_second_step_size": 4}
+    document: Any = {
+        "optimizer": {"type": "Adam", "params": {"lr": 7.0, "betas": [0.5, 0.6]}},
+        "scheduler": {"type": "OneCycle", "params": params | {"cycle_min_mom": 0.7, "cycle_max_mom": 0.95}},
+    }
+    config = parse(*GOOD, *written(tmp_path, document))
+    found = [learning_rate(step, config.optimizer, train_iters=10) for step in range(1, 11)]
+    expected = np.interp(range(10), [0, 3, 7], [1e-4, 2e-3, 1e-4]).tolist()
+    assert found == pytest.approx(expected, rel=1e-12)
+    momenta = [momentum(step, config.optimizer, usual=0.95, train_iters=10) for step in range(1, 11)]
+    assert momenta == pytest.approx(np.interp(range(10), [0, 3, 7], [0.95, 0.7, 0.95]).tolist(), rel=1e-12)
+    assert (config.adamw.adam_beta1, config.adamw.adam_beta2) == (0.95, 0.99)  # as DeepSpeed's OneCycle sets them
+    document["scheduler"]["params"]["cycle_momentum"] = False
+    config = parse(*GOOD, *written(tmp_path, document))
+    assert {momentum(step, config.optimizer, usual=0.5, train_iters=10) for step in range(1, 11)} == {0.5}
+    assert (config.adamw.adam_beta1, config.adamw.adam_beta2) == (0.5, 0.6)
+
+
+def test_the_range_test_is_deepspeeds_in_every_step(tmp_path: Path) -> None:
+    params = {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
+    config = parse(*GOOD, *written(tmp_path, {"scheduler": {"type": "LRRangeTest", "params": params}}))
+    found = [learning_rate(step, config.optimizer, train_iters=10) for step in range(1, 11)]
+    assert found == pytest.approx([1e-3 * (1 + 2.0 * step / 4) for step in range(10)], rel=1e-12)
+    assert {momentum(step, config.optimizer, usual=0.9, train_iters=10) for step in range(1, 11)} == {0.9}
 
 
 # ---- the logarithmic warm-up

@@ -90,3 +90,11 @@ def test_a_ramp_needs_whole_microbatches_and_a_full_size(refuse: Refuse) -> None
     start, increment = problems(refuse(*GOOD, *ramp, "--global-batch-size", "8", "--micro-batch-size", "4"))
     assert "START 2 must be a multiple of --micro-batch-size x the replicas = 4: use 4" in start
     assert "INCREMENT 2 must be" in increment
+
+
+def test_a_refused_warm_up_is_compared_with_full_batches(refuse: Refuse) -> None:
+    flags = ("--global-batch-size", "8", "--rampup-batch-size", "2", "2", "12", "--lr-warmup-iters", "8")
+    assert problems(refuse(*GOOD, *flags)) == [
+        "--lr-warmup-iters 8 must be below the 7 full batches of --train-iters 10 with --rampup-batch-size 2 2 12: use "
+        "6 or less, or a larger --train-iters"
+    ]

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Megatron-LM: Llama 3 8B in bf16 on 8 devices, tensor parallel 1, context parallel 2 and pipeline parallel 1.
+# Megatron-LM: Llama 3 8B on 8 devices, tensor parallel 1, context parallel 2 and pipeline parallel 1. DTYPE=fp8 adds
+# flags that megacore refuses.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export NCCL_NVLS_ENABLE=0
 
@@ -14,6 +15,8 @@ PP_SIZE=1
 MICRO_BATCH_SIZE=1
 GLOBAL_BATCH_SIZE=128
 SEQ_LENGTH=8192
+DTYPE=${DTYPE:-"bf16"}
+DATA_CACHE_PATH="$(dirname "$CHECKPOINT_PATH")/benchmark_cache_llama3_8b"
 
 DISTRIBUTED_ARGS=(--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000)
 MODEL_ARGS=(
@@ -47,6 +50,8 @@ TRAINING_ARGS=(
     --lr-warmup-samples 3906252
     --lr 0.00015
     --min-lr 0.00001
+    --decoupled-lr 5.0e-4      # of the embedding and the output layer
+    --decoupled-min-lr 4.5e-5
     --lr-decay-style cosine
     --clip-grad 1.0
     --weight-decay 0.1
@@ -58,7 +63,12 @@ TRAINING_ARGS=(
     --calculate-per-token-loss
     --manual-gc
     --empty-unused-memory-level 1
+    --exit-duration-in-mins 235
 )
+DTYPE_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=("--fp8-format hybrid" "--fp8-amax-history-len 1024" "--fp8-amax-compute-algo max" "--fp8-param-gather")
+fi
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size $TP_SIZE
     --context-parallel-size $CP_SIZE
@@ -71,16 +81,19 @@ TRAINING_ARGS+=("${DDP_ARGS[@]}")
 DATA_ARGS_LIST=()
 if [[ "$TOKENIZER_ARG" == "MOCK" ]] || [[ "$DATA_ARG" == "MOCK" ]]; then
     DATA_ARGS_LIST+=("--mock-data" "--tokenizer-type NullTokenizer" "--vocab-size 128256" "--tiktoken-pattern v2")
+    DATA_ARGS_LIST+=("--data-cache-path ${DATA_CACHE_PATH}")
     DATA_ARGS_LIST+=("--split '99,1,0'" "--no-create-attention-mask-in-dataloader" "--no-mmap-bin-files" "--num-workers 1")
 else
     DATA_ARGS_LIST+=(
         "--data-path $DATA_ARG"
         "--tokenizer-type HuggingFaceTokenizer"
         "--tokenizer-model $TOKENIZER_ARG"
-        "--split 99,1,0"
+        "--data-cache-path ${DATA_CACHE_PATH}"
+        "--split '99,1,0'"
         "--no-create-attention-mask-in-dataloader"
         "--no-mmap-bin-files"
         "--num-workers 1"
+        "--vocab-size 128256"
     )
 fi
 EVAL_AND_LOGGING_ARGS=(
@@ -103,6 +116,7 @@ torchrun ${DISTRIBUTED_ARGS[@]} \
     pretrain_gpt.py \
     ${MODEL_ARGS[@]} \
     ${TRAINING_ARGS[@]} \
+    ${DTYPE_ARGS[@]} \
     ${MODEL_PARALLEL_ARGS[@]} \
     ${DATA_ARGS_LIST[@]} \
     ${EVAL_AND_LOGGING_ARGS[@]}

@@ -1,0 +1,174 @@
+"""The language of the tables of DeepSpeed's keys: a key's value in a file, what a key becomes, and how values are read.
+
+deepspeed_keys.py and deepspeed_training.py have the tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megacore.config.megatron_values import Shape, Translation
+from megacore.config.messages import number, one_of
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A key's value in its file, and what it may depend on.
+
+    Attributes:
+        path: of the key, `zero_optimization.stage`.
+        value: of the key.
+        document: the whole file.
+        shape: of the run, as far as it is known.
+    """
+
+    path: str
+    value: Any
+    document: Document
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.path} {shown(self.value)}"
+
+    def other(self, path: str, default: Any = None) -> Any:
+        """The value of another key; the default where the file leaves it out or says "auto"."""
+        found = value_at(self.document, path)
+        return default if found is None or found == "auto" else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a key becomes.
+
+    Attributes:
+        kind: sets fields; idle: changes nothing; some: is accepted with some values.
+        becomes: in words: the flags that are set, or why nothing changes, or the accepted values, the reason and the
+            way out.
+        fields: that it may set.
+        translate: its value. Raises ValueError for one that has no translation.
+        is_last: it depends on what others become.
+    """
+
+    kind: Literal["sets", "idle", "some"]
+    becomes: str
+    fields: tuple[str, ...] = ()
+    translate: Callable[[Value], Translation] = field(default=lambda value: Translation())
+    is_last: bool = False
+
+
+def value_at(document: Document, path: str) -> Any:
+    """The value of a key; None where the file leaves it out."""
+    found: Any = document
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value as a file has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = number(value) if isinstance(value, int | float) else str(value) or '""'
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _quoted(value: Value) -> str:
+    """A key and its value, of which a text is told from a number."""
+    return f'{value.path} "{shown(value.value)}"' if value.value and isinstance(value.value, str) else str(value)
+
+
+# ---- reading a value, which raises ValueError ------------------------------------------------------------------------
+
+
+def switch(value: Value) -> bool:
+    """A value that is true or false."""
+    if not isinstance(value.value, bool):
+        raise ValueError(f"{_quoted(value)} must be true or false")
+    return value.value
+
+
+def whole(value: Value, *, low: int = 0) -> int:
+    """A value that is a whole number of at least `low`; 5e8 is one too."""
+    given = value.value
+    if isinstance(given, bool) or not isinstance(given, int | float) or given != given // 1 or given < low:
+        raise ValueError(f"{_quoted(value)} is not a whole number of {low} or more: use, for example, {max(low, 1)}")
+    return int(given)
+
+
+def real(value: Value) -> float:
+    """A value that is a finite number."""
+    given = value.value
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise ValueError(f"{_quoted(value)} is not a number: use, for example, 0.1")
+    return float(given)
+
+
+def a_text(value: Value) -> str:
+    """A value that is a text and not empty."""
+    if not isinstance(value.value, str) or not value.value.strip():
+        raise ValueError(f"{value} is not a text: leave it out, or use a name")
+    return value.value
+
+
+# ---- what a key becomes ----------------------------------------------------------------------------------------------
+
+
+def sets(
+    name: str, read: Callable[[Value], Any], becomes: str | None = None, *, convert: Callable[[Any], Any] | None = None
+) -> Key:
+    """A key that sets one field to its value."""
+
+    def translate(value: Value) -> Translation:
+        given = read(value)
+        return Translation({name: given if convert is None else convert(given)})
+
+    return Key(kind="sets", becomes=becomes or f"--{name.replace('_', '-')}", fields=(name,), translate=translate)
+
+
+def if_true(becomes: str, **values: Any) -> Key:
+    """A switch that sets fields where it is on, and nothing where it is off."""
+
+    def translate(value: Value) -> Translation:
+        return Translation(values if switch(value) else {})
+
+    return Key(kind="sets", becomes=becomes, fields=tuple(values), translate=translate)
+
+
+def custom(
+    becomes: str, fields: tuple[str, ...], translate: Callable[[Value], Translation], *, is_last: bool = False
+) -> Key:
+    """A key that sets fields in its own way."""
+    return Key(kind="sets", becomes=becomes, fields=fields, translate=translate, is_last=is_last)
+
+
+def idle(why: str) -> Key:
+    """A key that changes nothing."""
+    return Key(kind="idle", becomes=why)
+
+
+def some(accepted: tuple[Any, ...], why: str, instead: str) -> Key:
+    """A key that is refused with any value that is not accepted."""
+
+    def translate(value: Value) -> Translation:
+        if not any(value.value == one and isinstance(value.value, bool) == isinstance(one, bool) for one in accepted):
+            raise ValueError(f"{value}: {why}: {instead}")
+        return Translation()
+
+    return Key(
+        kind="some", becomes=f"{one_of([shown(one) for one in accepted])}; {why}: {instead}", translate=translate
+    )
+
+
+def checked(becomes: str, read: Callable[[Value], object]) -> Key:
+    """A key whose value another key uses."""
+
+    def translate(value: Value) -> Translation:
+        read(value)
+        return Translation()
+
+    return Key(kind="sets", becomes=becomes, translate=translate)

@@ -1,0 +1,40 @@
+"""The flags of torchrun that start a number of processes, on one node or on several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from megacore.config.messages import one_of
+
+_USUAL_PER_NODE = 8
+"""GPUs of a common node. A job that needs more processes than this probably needs several nodes."""
+
+
+def has_several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher says that the job has ranks on other nodes too."""
+    return _number(environment, "WORLD_SIZE") > _number(environment, "LOCAL_WORLD_SIZE") > 0
+
+
+def torchrun_flags(*counts: int, environment: Mapping[str, str] = os.environ) -> str:
+    """The flags that start one of these numbers of processes: `--nproc-per-node 4`, `--nnodes 4 --nproc-per-node 8`.
+
+    On several nodes the job keeps the number of processes of each node. On one node, a job that fits there stays there.
+
+    Args:
+        counts: numbers of processes, any of which would do.
+        environment: the launcher's variables.
+    """
+    per_node = _number(environment, "LOCAL_WORLD_SIZE")
+    has_nodes = has_several_nodes(environment)
+    if not has_nodes and max(counts) <= max(per_node, _USUAL_PER_NODE):
+        return f"--nproc-per-node {one_of(counts)}"
+    per_node = per_node if has_nodes else _USUAL_PER_NODE
+    if all(count % per_node == 0 for count in counts):
+        return f"--nnodes {one_of([count // per_node for count in counts])} --nproc-per-node {per_node}"
+    return f"--nnodes N --nproc-per-node M with N x M = {one_of(counts)}"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else 0
