@@ -1,4 +1,4 @@
-"""Bytes that a microbatch's forward keeps on a rank until its backward: docs/memory.md derives them, term by term.
+"""Bytes that a microbatch's forward keeps on a rank until its backward; docs/guides/memory.md derives each term.
 
 The formula is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) for the layers as they are built here:
 fused attention does not keep its weights, and tensors that two operators keep count once.
@@ -32,8 +32,9 @@ Operator = Literal[
 """What keeps tensors in a block: `products of norms` the outputs of norms (qkv, gate, up), `attention` all between its
 projections and its output, `product of the activation` the input of `down`, `routing` what sends tokens to experts;
 `block` its input, if it is recomputed."""
+_ALIGNMENT = 64  # bytes of which a head has a multiple where --reproducible computes the heads of a rank together
 # Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
-_INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
+_INNER_TENSORS = {"relu": 1, "relu2": 2, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
 
 @once_per_config
@@ -72,6 +73,7 @@ def kept_by_operator(
     light = recompute == "light" and not config.training.compile
     # The output of BERT's second norm is the residual stream, which the next block keeps.
     outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
+    outputs = min(outputs, block.block_norms)
     share, routing = expert_share(config, block), 0.0
     inner = e * tokens * block.inner_size / t
     if share is not None:
@@ -89,7 +91,7 @@ def kept_by_operator(
     norms = block.block_norms * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
     # What the second norm of a parallel block reads is the input of the first.
     return {
-        "norms": residual * (block.block_norms - block.parallel_residual) + norms,
+        "norms": residual * _norm_inputs(block) + norms,
         "products of norms": residual * outputs,
         "attention": attention + e * tokens * block.num_attention_heads * block.value_size / t,
         "activation": inner * of_activation,
@@ -116,6 +118,11 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     )
 
 
+def _norm_inputs(block: ResolvedModel) -> int:
+    """Different inputs of the norms of a block's inputs and outputs: two norms of a parallel block read the same."""
+    return 1 if block.parallel_residual else block.block_norms
+
+
 def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """One tensor of the MLP's inner width, of all experts where the block has them."""
     share = expert_share(config, block)
@@ -136,7 +143,7 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
         inner = share.experts.moe_shared_expert_size or 0
         mlps = min(inner, 1)
     split += inner * gated  # of gate and up
-    norms = block.block_norms - block.parallel_residual
+    norms = _norm_inputs(block)
     whole = _element(config) * _tokens(config)
     here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     short = sum(rows for rows, _ in short_matrices(block)) / here
@@ -161,7 +168,9 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     if block.multi_latent_attention:
         normed, width = _short_bytes(config, block, on_cpu=on_cpu), n * max(d, block.v_head_dim) / t
         queries = keys = width
-        if width * t > n * block.v_head_dim:  # the result, of which the output layer keeps the part that counts
+        if block.v_head_dim >= d:  # values are views of the projection that gives keys too
+            normed += e * tokens * n * block.qk_nope_head_dim / t
+        elif recompute != "selective":  # the result, of which the output layer keeps the part that counts
             normed += e * tokens * width
     elif block.qk_layernorm:
         # The rows that norms take: each head, or the queries and the keys.
@@ -181,6 +190,8 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     logarithms = 4 * tokens * n / t  # of the softmax's sums
     if _has_documents(config) and config.padded_documents:
         logarithms += e * tokens * queries  # the result, which the product reads with zeros for padding
+    if copies > 1 and (dropout or d * e % _ALIGNMENT):
+        logarithms += e * tokens * queries  # the results of blocks of heads, which the product reads joined
     if attends_in_blocks(config, block, on_cpu=on_cpu):
         return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
@@ -188,6 +199,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
             4 if on_cpu and e == 4 else 1
         )  # torch has no fused dropout on a CPU; `ops.attention` masks 16 bits itself
         kept = 2 * e + mask if dropout else e  # with dropout also its mask, and what it leaves
+        kept += 4 if block.attn_logit_softcapping is not None else 0  # the hyperbolic tangent
         return normed + taken + kept * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights
@@ -200,17 +212,20 @@ def _short_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) 
     tokens = _tokens(config) / (_layer_ranks(config) if config.parallel.sequence_parallel else 1)
     sizes = [block.kv_lora_rank, *filter(None, [block.q_lora_rank])]
     normed = sum(e * size + _norm_bytes(config, block, size, on_cpu=on_cpu) for size in sizes)
-    return tokens * (e * sum(sizes) + (normed if block.qk_layernorm else 0))
+    # Without norms the short vector of keys is a view of what the rotated part comes from.
+    return tokens * (e * sum(sizes) + (normed if block.qk_layernorm else e * block.qk_rope_head_dim))
 
 
 def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
-    sequence is long; and where ranks divide sequences."""
+    sequence is long; where scores have a soft cap, which it does not know; and where ranks divide sequences."""
     s = config.data.seq_length
     if config.rank_positions < s and (config.context_comm != "ulysses" or copies_keys(config, block)):
         return True
-    if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
+    if config.training.attention == "fused-softmax":
         return False
+    if block.attn_logit_softcapping is not None or s <= LONGEST_WHOLE:
+        return block.attn_logit_softcapping is not None
     return _is_masked(config, block) or (on_cpu and block.attention_dropout > 0)
 
 
@@ -222,10 +237,12 @@ def _is_masked(config: ResolvedConfig, block: ResolvedModel) -> bool:
 
 def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What exists while attention is computed, and again in its backward: on a CPU the mask or bias of a block of
-    queries, in fp32 and as it is made, with dropout tiles of weights; and what ranks that divide sequences gather."""
+    queries, in fp32 and as it is made, with dropout or a soft cap tiles of weights; and what ranks that divide
+    sequences gather."""
     if not attends_in_blocks(config, block, on_cpu=on_cpu):
         return 0.0
-    masked = on_cpu and (_is_masked(config, block) or block.attention_dropout > 0)
+    takes_tiles = block.attn_logit_softcapping is not None  # on every device
+    masked = takes_tiles or (on_cpu and (_is_masked(config, block) or block.attention_dropout > 0))
     masks = _block_mask_bytes(config, block) if masked else 0.0
     return masks + _gathered_bytes(config, block, on_cpu=on_cpu)
 
@@ -233,8 +250,8 @@ def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_
 def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     s, b, heads = config.data.seq_length, config.training.micro_batch_size, block.num_attention_heads
     heads_here = heads / _layer_ranks(config)
-    if block.attention_dropout > 0:
-        return 5 * 4 * b * heads_here * _BLOCK**2
+    if block.attention_dropout > 0 or block.attn_logit_softcapping is not None:
+        return 5 * 4 * b * heads_here * min(_BLOCK, s) ** 2
     keys = s if not _has_window(block, s) else min(s, (block.window_size or s) + _BLOCK)
     queries = config.rank_positions if config.rank_positions < s else _BLOCK
     if block.position_embedding_type == "alibi":
@@ -295,7 +312,7 @@ def shared_bytes(config: ResolvedConfig) -> float:
         tables *= 1 + config.rank_positions / s  # those of this rank's positions too
     if config.rank_positions < s or config.training.attention == "fused-softmax" or _has_documents(config):
         return tables
-    if s > LONGEST_WHOLE:
+    if s > LONGEST_WHOLE or model.attn_logit_softcapping is not None:
         return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
@@ -317,17 +334,20 @@ def loss_chunks(config: ResolvedConfig) -> int:
 
 @once_per_config
 def head_bytes(config: ResolvedConfig) -> float:
-    """What exists in the head while its gradients are computed: `_head_tensors` and a chunk of logits; with several
-    chunks also the sum of the input's gradient in fp32."""
+    """What exists in the head while its gradients are computed: `_head_tensors` and a chunk of logits, with a soft cap
+    also its derivative; with several chunks also the sum of the input's gradient in fp32."""
     chunks = loss_chunks(config)
     summed = 4.0 * _tokens(config) * config.model.hidden_size if chunks > 1 else 0.0
-    return logits_bytes(config) / chunks + _head_tensors(config) * residual_bytes(config) + summed
+    capped = config.model.final_logit_softcapping is not None
+    copies = (2 if chunks > 1 else 3) if capped else 1  # whole, autograd makes two gradients beside the tangent
+    return copies * logits_bytes(config) / chunks + _head_tensors(config) * residual_bytes(config) + summed
 
 
 def head_kept_bytes(config: ResolvedConfig) -> float:
-    """What the head keeps of a microbatch until its backward: `_head_tensors` and the logits, unless they are computed
-    in chunks."""
+    """What the head keeps of a microbatch until its backward: `_head_tensors` and the logits, with a soft cap also a
+    hyperbolic tangent of each, unless they are computed in chunks."""
     logits = logits_bytes(config) if loss_chunks(config) == 1 else 0.0
+    logits *= 1 if config.model.final_logit_softcapping is None else 2
     return logits + _head_tensors(config) * residual_bytes(config)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
-from megacore.config.dimensions import ranks_of_role
+from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.activations import (
     ELEMENT_BYTES,
     activation_gradient_bytes,
@@ -107,8 +107,9 @@ def passing_bytes(
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed.
 
-    A first backward of ranks without replicas, whose gradients do not outlive a step, makes those of the layers that it
-    has passed, and on an accelerator copies those of the layer itself into their buffer.
+    A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: those of ranks
+    without replicas, or of experts without copies. On an accelerator it copies those of the layer itself into their
+    buffer.
 
     Args:
         config: a resolved configuration.
@@ -121,8 +122,8 @@ def passing_bytes(
         is_first: whether it is a stage's first backward, with no gradients before it.
     """
     e, term = ELEMENT_BYTES[config.precision.precision], term_bytes(config)
-    replicas, splits = ranks_of_role("replicas", config.parallel), config.parallel.may_split_backward
-    stage = config.parallel.zero_stage if replicas > 1 else 0
+    shards, splits = shard_ranks(config.parallel), config.parallel.may_split_backward
+    stage = config.parallel.zero_stage if shards > 1 else 0
     table, sizes_by_chunk = shared_table(chunks), held_by_layer(chunks)
     has_copies = expert_copies(config.parallel) > 1
     if stage and not has_copies:  # experts without copies are neither reduced nor gathered
@@ -134,7 +135,7 @@ def passing_bytes(
     found = [(0.0, 0.0)]
     beside: dict[int, float] = {}  # blocks that are alike are one object
     for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
-        limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
+        limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         freed, made, later_size, later_bucket = 0.0, 0.0, 0, 0.0
         for number in reversed(range(len(chunk))):
@@ -147,8 +148,10 @@ def passing_bytes(
             if stage == 3 and not splits:
                 moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
             if is_first:
-                moment += made + (0.0 if on_cpu else term * matrix)
-                made += term * size
+                has_replicas = ranks_of_role("replicas", config.parallel) > 1
+                new = routed_parameters(config, layer.block) if has_replicas else size
+                moment += made + (0.0 if on_cpu else term * min(_largest_gradient(config, layer), new))
+                made += term * new
             if stage == 2:
                 is_joined = layer.block is None and term * size < limit and number > 0
                 before = chunk[number - 1] if is_joined else layer
@@ -156,7 +159,7 @@ def passing_bytes(
                 both = bucket - (0.0 if splits else 2 * inner)  # of the same block, when its first product is done
                 if layer.block is not None and both > later_bucket:
                     later_bucket = both
-                reducing = max(later_bucket, 0.0) / replicas
+                reducing = max(later_bucket, 0.0) / shards
                 moment += bucket + later_bucket
                 first = (
                     term * projection(layer.block, ranks_of_role("layer", config.parallel)) if layer.block else matrix
@@ -164,7 +167,7 @@ def passing_bytes(
                 later_bucket = 0.0 if is_joined else limit + first
             if stage == 3:
                 gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
-                reducing = term * later_size / replicas
+                reducing = term * later_size / shards
                 moment += e * gathered + term * (size + later_size)
             found.append((moment - freed - working, reducing))
             freed += kept_here[number] + waiting[number]

@@ -36,7 +36,7 @@ def check_memory(config: ResolvedConfig) -> None:
         ConfigError: it does not fit; with what it needs and what would fit.
     """
     may_accelerate = config.parallel.device != "cpu" and any(map(os.path.exists, _DEVICE_FILES))
-    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check or config.model.experts:
+    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check:
         return
     if problem := host_problem(config, outline(config)):
         raise ConfigError([problem])
@@ -138,7 +138,7 @@ def _warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], expected: f
     if room is None or expected <= room.available or not _describes(config, layers):
         return None
     needed, available = _told_apart(expected, room.available)
-    return f"tight: expected {needed} of {available} available ({room.source}); see docs/memory.md"
+    return f"tight: expected {needed} of {available} available ({room.source}); see docs/guides/memory.md"
 
 
 def _message(
@@ -168,7 +168,7 @@ def _message(
         f"  activations  {size_text(total(lambda rank: rank.activations + rank.working))}: "
         f"{counted(max(rank.in_flight for rank in ranks), 'microbatch', 'microbatches')} of "
         f"{training.micro_batch_size} x {config.data.seq_length} tokens in flight, --recompute {training.recompute}",
-        "any of these fits, by the same formulas (docs/memory.md):",
+        "any of these fits, by the same formulas (docs/guides/memory.md):",
     ]
     lines += [f"  {number}. {text}" for number, text in enumerate(ways_out(config, limits), start=1)]
     return "\n".join([*lines, _TRY_ANYWAY])

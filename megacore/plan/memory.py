@@ -198,7 +198,8 @@ def _rank_memory(
     forgets = forgets_gradients(config)
     totals = [sum(sizes) for sizes in held_by_layer(chunks)]
     grads = [state["grads"] * total / max(sum(totals), 1) if forgets else 0.0 for total in totals]
-    if not forgets and forgets_gradients(config, of_experts=True):
+    forgets_experts = not forgets and forgets_gradients(config, of_experts=True)
+    if forgets_experts:
         grads = [float(term_bytes(config) * held_experts(config, layers, [numbers])) for numbers in on_rank]
     lasting = state["grads"] - sum(grads)
     kept_grads = [sum(kept_gradients(config, chunk)) for chunk in chunks]
@@ -222,7 +223,7 @@ def _rank_memory(
     )
     backward = passing()
     peak = max(expected[0] + working, expected[1]) + backward.passing
-    if forgets and ranks_of_role("replicas", config.parallel) == 1:
+    if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
         peak = max(peak, most(computing=True, split=True, first=True) + working + passing(is_first=True).passing)
     return RankMemory(
         pp_rank=rank,

@@ -13,8 +13,6 @@ from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.model import padded_rows
 
-SEGMENTS = 2  # BERT's token types: the first of a pair, and the second
-
 
 def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """Token table V h, a norm, a position table.
@@ -26,12 +24,12 @@ def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """
     norm = norm_parameters(config) if config.embedding_layernorm else 0
     learned = config.position_embedding_type == "learned"
-    positions = config.max_position_embeddings * config.hidden_size if learned else 0
+    positions = config.position_rows * config.hidden_size if learned else 0
     return vocabulary_rows(config, tp) * config.hidden_size + norm + positions
 
 
 def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ranks: int = 1) -> int:
-    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f; biases; two norms, or four.
+    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f; biases; one to four norms.
 
     Every rank holds the norms and the biases of the two layers that write to the residual stream. Experts take the
     place of the MLP where the block has them.
@@ -112,14 +110,16 @@ def projection(config: ResolvedModel, tp: int) -> int:
 
 
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
-    """Final norm and output layer, which a tied model shares with the embedding. `tp` as for `embedding_parameters`."""
-    return vocabulary_rows(config, tp) * config.hidden_size + norm_parameters(config)
+    """Final norm and output layer, whose weight a tied model shares with the embedding. `tp` as for
+    `embedding_parameters`."""
+    columns = config.hidden_size + config.add_output_layer_bias
+    return vocabulary_rows(config, tp) * columns + norm_parameters(config)
 
 
 def bert_embedding_parameters(config: ResolvedBertConfig, tp: int | None = None) -> int:
     """Token table, norm, and in the classic style position and segment tables. `tp` as for `embedding_parameters`."""
     model = config.model
-    tables = 0 if config.bert.packed else model.max_position_embeddings + SEGMENTS
+    tables = 0 if config.bert.packed else model.position_rows + config.bert.num_token_types
     return (vocabulary_rows(model, tp) + tables) * model.hidden_size + norm_parameters(model)
 
 

@@ -169,6 +169,8 @@ def _range(figure: Figure) -> str:
 
 def _number(value: float) -> str:
     """Four digits or more, without an exponent: 51,851, 146.1, 6.170, 0.1687."""
+    if abs(value) < 5e-7:  # a difference of two times that are equal up to rounding has either sign
+        return "0"
     decimals = 3 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:,.{min(max(decimals, 0), 6)}f}"
 

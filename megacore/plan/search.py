@@ -79,6 +79,13 @@ class Layout:
     range: tuple[float, float] | None = None
 
     @property
+    def division(self) -> tuple[object, ...]:
+        """What it has in common with layouts that differ only in how the pipeline's stages take turns and are cut."""
+        parallel, training = self.config.parallel, self.config.training
+        kept = parallel.zero_stage, parallel.sequence_parallel, parallel.expert_split
+        return *parallel.degrees.values(), parallel.ep, *kept, training.micro_batch_size, training.recompute
+
+    @property
     def flags(self) -> str:
         """The flags that make it."""
         parallel, training = self.config.parallel, self.config.training
@@ -133,6 +140,14 @@ class Found:
             if not best or layout.memory_bytes < best[-1].memory_bytes:
                 best.append(layout)
         return best
+
+    @property
+    def divisions(self) -> list[list[Layout]]:
+        """The layouts by `Layout.division`, the fastest first, as are those of each."""
+        groups: dict[tuple[object, ...], list[Layout]] = {}
+        for layout in self.layouts:
+            groups.setdefault(layout.division, []).append(layout)
+        return list(groups.values())
 
 
 def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Found:
@@ -397,7 +412,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
-    """The best layouts as a Markdown table."""
+    """The best layouts as a Markdown table: of each way to divide the model the fastest schedule."""
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
     lines = [
@@ -408,11 +423,14 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
     ]
-    for number, layout in enumerate(found.layouts[:top], start=1):
+    for number, (layout, *others) in enumerate(found.divisions[:top], start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
         spread = "" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
         mark = " (frontier)" if id(layout) in frontier else ""
+        if others:
+            slowest = max(other.seconds for other in others)
+            mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {slowest:.4g} s"
         row = (
             f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {layout.memory_bytes / GIB:.1f} | "
             f"`{layout.flags}`{mark} |"
@@ -422,7 +440,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
             price = days * 24 * layout.config.parallel.ranks * found.cluster.price_per_hour
             row += f" {days:,.2f} | {price:,.0f} |"
         lines.append(row)
-    lines += ["", "Times are assumed, memory is by formula (docs/planner.md); plan one of them for its details."]
+    lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
 
 

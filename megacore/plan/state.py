@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
-from megacore.config.dimensions import ranks_of_role
+from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.pipeline.partition import LayerCost
 from megacore.plan.activations import ELEMENT_BYTES
 from megacore.plan.experts import expert_copies, routed_parameters
@@ -54,14 +54,16 @@ def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, bl
 
 
 def moment_bytes(parameters: int, config: ResolvedConfig, *, blocks: int) -> float:
-    """Bytes of the optimizer's state per parameter without the master weight, a mean. Arguments as for `state_bytes`.
+    """Bytes of the optimizer's state and of an average of the weights, per parameter, without the master
+    weight; a mean. Arguments as for `state_bytes`.
 
     The few vectors of blocks count like their matrices.
     """
     settings, share = config.optimizer_settings, blocks / parameters if parameters else 0.0
     if not settings.takes_some_whole:
-        return settings.bytes_per_parameter
-    return share * settings.bytes_of(whole=True) + (1 - share) * settings.bytes_of(whole=False)
+        return config.kept_per_parameter
+    kept = share * settings.bytes_of(whole=True) + (1 - share) * settings.bytes_of(whole=False)
+    return kept + config.average.bytes_per_parameter
 
 
 def held_blocks(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
@@ -87,7 +89,7 @@ def updated_parameters(parameters: int, config: ResolvedConfig, *, experts: int 
     if zero_stage(config) == 0:
         return parameters
     of_experts = experts / expert_copies(config.parallel) if experts else 0.0
-    return (parameters - experts) / ranks_of_role("replicas", config.parallel) + of_experts
+    return (parameters - experts) / shard_ranks(config.parallel) + of_experts
 
 
 def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
@@ -149,7 +151,7 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
 
 def building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
     """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
-    replicas, kept = ranks_of_role("replicas", config.parallel), config.optimizer_settings.bytes_per_parameter
+    replicas, kept = ranks_of_role("replicas", config.parallel), config.kept_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
         master = state["optimizer"] * 4 / (kept + 4)
@@ -163,7 +165,7 @@ def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bo
         return 0.0
     if config.parallel.offload_optimizer and not on_cpu:
         return 0.0  # in host memory
-    kept = config.optimizer_settings.bytes_per_parameter
+    kept = config.kept_per_parameter
     master = 4 if config.parallel.offload_optimizer or config.precision.precision != "fp32" else 0
     return state["optimizer"] * kept / (kept + master) if kept else 0.0
 

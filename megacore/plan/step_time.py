@@ -650,6 +650,7 @@ def _step_end(
     sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
     gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
     reduce, gather = speed.transfers(sums), speed.transfers(gathered)
+    across = speed.transfers(one.across for one in both if one.across is not None)  # nothing hides it
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
     backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
     forward = sum(stage.passes.forward.compute for stage in stages)
@@ -659,7 +660,7 @@ def _step_end(
     state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
     return _End(
-        exposed=reduce + gather - hidden_reduce - hidden_gather,
+        exposed=reduce + gather + across - hidden_reduce - hidden_gather,
         hidden=hidden_reduce + hidden_gather,
         optimizer=speed.memory(moved),
     )

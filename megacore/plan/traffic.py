@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
-from megacore.config.dimensions import ranks_of_role
+from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.reproducible import canonical_blocks
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
@@ -179,6 +179,8 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
     rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms.
     Or positions for heads, and back."""
     ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
+    if ranks > 1 and canonical_blocks(config) > 1:
+        return _gathered_context_traffic(config, layer, again=again)
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
     keys, stride = gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
@@ -208,6 +210,29 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
     # Recomputation of attention stops before its results, which backward does not need, are exchanged.
     repeated = passing if again else taken if config.training.recompute == "selective" else ()
     return LayerTraffic(passing, returning, repeated)
+
+
+def _gathered_context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+    """With canonical blocks: all positions of what enters products, also in backward, and fp32 sums of what leaves
+    them, of which each rank gets its positions."""
+    ranks, stride = ranks_of_role("sequence", config.parallel), ranks_of_role("layer", config.parallel)
+    e, h = ELEMENT_BYTES[config.precision.precision], config.model.hidden_size
+    tokens = float(config.training.micro_batch_size * config.data.seq_length)
+
+    def sent(pattern: Pattern, size: float, count: int = 1, what: str = "activations") -> tuple[Sent, ...]:
+        one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
+        return (one,) if count else ()
+
+    if layer.name == "embedding":
+        of_rows = sent("all-gather", e * tokens * h, what="gradients of rows")
+        return LayerTraffic((), of_rows + sent("all-gather", 8.0 * tokens, what="tokens"), ())
+    entering, leaving = layer_sums(layer)
+    # The head keeps what it has gathered.
+    gathered = leaving + (0 if layer.name == "head" else entering)
+    forward = sent("all-gather", e * tokens * h, entering) + sent("all-to-all", 4 * tokens * h, leaving)
+    backward = sent("all-gather", e * tokens * h, gathered) + sent("all-to-all", 4 * tokens * h, entering)
+    repeated = sent("all-gather", e * tokens * h, entering) + sent("all-to-all", 4 * tokens * h, max(leaving - 1, 0))
+    return LayerTraffic(forward, backward, repeated if again else ())
 
 
 def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
@@ -279,15 +304,17 @@ class ReplicaTraffic:
         gradients: per reduction; on stages 2 and 3 there is one in each microbatch.
         parameters: per gathering; on stage 3 there are two in each microbatch, and a third one where the gradients of
             weights are computed apart from those of inputs.
+        across: the sum of a shard's gradients over its copies, once (--zero-shard-size).
     """
 
     gradients: Sent | None
     parameters: Sent | None
+    across: Sent | None = None
 
     @property
     def in_order(self) -> list[Sent]:
         """Those that there are."""
-        return [sent for sent in (self.gradients, self.parameters) if sent is not None]
+        return [sent for sent in (self.gradients, self.parameters, self.across) if sent is not None]
 
 
 def replica_traffic(
@@ -302,7 +329,7 @@ def replica_traffic(
         of_experts: whether they are those of experts, of which fewer ranks hold copies.
     """
     parallel, stage = config.parallel, zero_stage(config)
-    d = expert_copies(parallel) if of_experts else ranks_of_role("replicas", parallel)
+    d = expert_copies(parallel) if of_experts else shard_ranks(parallel)
     if d == 1 or not parameters:
         return ReplicaTraffic(gradients=None, parameters=None)
     e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
@@ -318,7 +345,12 @@ def replica_traffic(
     if not gathered:
         return ReplicaTraffic(gradients=gradients, parameters=None)
     whole = parameters + (used_twice if stage == 3 else 0)
-    return ReplicaTraffic(gradients=gradients, parameters=sent("all-gather", "parameters", float(whole * e), gathered))
+    copies, across = ranks_of_role("replicas", parallel) // d, None
+    if copies > 1 and not of_experts:
+        across = sent("all-reduce", "gradients across shards", float(parameters * summed) / d, 1)
+        across = replace(across, ranks=copies, stride=stride * d)
+    parts = sent("all-gather", "parameters", float(whole * e), gathered)
+    return ReplicaTraffic(gradients=gradients, parameters=parts, across=across)
 
 
 def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: int) -> list[Sent]:
@@ -357,7 +389,7 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
     model, parallel = config.model, config.parallel
     if model.untie_embeddings_and_output_weights or parallel.pp == 1:
         return None
-    t, d = ranks_of_role("layer", parallel), ranks_of_role("replicas", parallel)
+    t, d = ranks_of_role("layer", parallel), shard_ranks(parallel)
     size = 4.0 * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
     stride = (parallel.pp - 1) * parallel.ranks // parallel.pp
     return Sent(role="pipeline", pattern="message", what="tied gradients", bytes=size, count=1, ranks=2, stride=stride)
@@ -376,7 +408,7 @@ def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: 
         transfers += _sent("layer", "all-reduce", "choices", size, t if config.parallel.sequence_parallel else 1, 1)
     if t > 1 and config.parallel.sequence_parallel:
         count = sum(_replicated(config.model, layers[i]) for i in held)
-        size = 4.0 * count / (d if config.parallel.zero_stage else 1)
+        size = 4.0 * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
         transfers.append(
             Sent(
                 role="layer", pattern="all-reduce", what="replicated gradients", bytes=size, count=1, ranks=t, stride=1
@@ -396,7 +428,7 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
         return model.block_norms * norm + biases + whole_attention_parameters(model)
     if layer.name == "head":
         return norm
-    positions = model.max_position_embeddings * model.hidden_size
+    positions = model.position_rows * model.hidden_size
     learned = positions if model.position_embedding_type == "learned" else 0
     return learned + (norm if model.embedding_layernorm else 0)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megacore.config import ModelConfig, ResolvedConfig, validate
+from megacore.config import ExpertsConfig, ModelConfig, ResolvedConfig, validate
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
@@ -407,7 +407,7 @@ def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
     bert = getattr(config, "bert", None)
     if bert is not None and shape.get("bert_style", "classic") != bert.bert_style:
         return None
-    if "num_experts" in shape:  # of whose memory nothing is known yet
+    if "num_experts" in shape:  # whose ranks may have to be divided otherwise
         return None
     values = {**config.defaults(shape), **shape}
     if config.data.tokenizer is not None:
@@ -415,7 +415,8 @@ def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
     model = ModelConfig(preset=name, **{k: v for k, v in values.items() if k in field_infos(ModelConfig)})
     data = dataclasses.replace(config.data, seq_length=values.get("seq_length", config.data.seq_length))
     resolved = model.resolve(seq_length=data.seq_length, vocab_size=config.model.vocab_size)
-    return Change(dataclasses.replace(config, model=resolved, data=data), (f"--preset {name}",))
+    dense: dict[str, Any] = {} if bert is not None else {"experts": ExpertsConfig()}  # those of a preset go with it
+    return Change(dataclasses.replace(config, model=resolved, data=data, **dense), (f"--preset {name}",))
 
 
 def _is_as_named(config: ResolvedConfig, name: str) -> bool:

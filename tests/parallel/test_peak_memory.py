@@ -47,8 +47,28 @@ BERT: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "ModernBERT": ((1, 1, 1), {"bert_style": "modern"}),
     "ModernBERT, pp 2, dp 2": ((1, 2, 2), {"bert_style": "modern"}),
 }
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+}
 # Blocks of which no other case has any.
 KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "latent attention": ((1, 1, 1), LATENT),
+    "latent attention, bf16, recomputed": ((1, 1, 1), LATENT | {"precision": "bf16", "recompute": "full"}),
+    "latent attention, tp 2, sequence parallel": ((2, 1, 1), LATENT | {"sequence_parallel": True}),
+    "latent attention, experts, tp 2, dp 2": (
+        (2, 1, 2),
+        LATENT | {"sequence_parallel": True, "num_experts": 8, "ep": 4, "etp": 1, "zero_stage": 1},
+    ),
     "exact GeGLU": ((1, 1, 1), {"activation": "geglu-exact", "disable_bias_linear": True}),
     "norm after the embedding": ((1, 1, 1), {"embedding_layernorm": True, "position_embedding_type": "alibi"}),
     "packed": ((1, 1, 1), {"reset_attention_mask": True, "reset_position_ids": True}),

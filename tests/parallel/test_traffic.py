@@ -120,6 +120,11 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tp 2, sequence parallel": ((2, 1, 1), {"sequence_parallel": True}),
     "tp 2, canonical blocks": ((2, 1, 1), {"reproducible": True}),
     "tp 2, canonical blocks, bf16": ((2, 1, 1), {"reproducible": True, "precision": "bf16"}),
+    "cp 2, canonical blocks": ((1, 1, 1), {"cp": 2, "reproducible": True, "micro_batch_size": 4}),
+    "tp 2, cp 2, canonical blocks, bf16": (
+        (2, 1, 1),
+        {"cp": 2, "reproducible": True, "precision": "bf16", "micro_batch_size": 4},
+    ),
     "pp 2": ((1, 2, 1), {}),
     "pp 2, zero-bubble": ((1, 2, 1), {"schedule": "zero-bubble"}),
     "pp 2, interleaved": ((1, 2, 1), INTERLEAVED),
@@ -173,6 +178,8 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (2, 1, 2),
         EXPERTS | {"sequence_parallel": True, "ep": 2, "etp": 1, "recompute": "full"},
     ),
+    "dp 4, ZeRO 1, shards of 2": ((1, 1, 4), {"zero_stage": 1, "zero_shard_size": 2}),
+    "dp 4, ZeRO 3, shards of 2": ((1, 1, 4), {"zero_stage": 3, "zero_shard_size": 2}),
     "tp 2, dp 2, sequence parallel, ZeRO 1": ((2, 1, 2), {"sequence_parallel": True, "zero_stage": 1}),
     "tp 2, dp 2, sequence parallel, ZeRO 3, ep 2": (
         (2, 1, 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megacore.parallel.mesh import build_mesh
@@ -36,6 +38,28 @@ def test_measured_is_predicted(dp: int, tmp_path_factory: pytest.TempPathFactory
         for case, (measured, predicted) in found.items():
             for kind, expected in predicted.items():
                 assert measured[kind] == pytest.approx(expected, rel=0.03), (case, kind)
+
+
+MIXTURE = {"num_experts": 8, "activation": "swiglu", "disable_bias_linear": True, "hidden_size": 64, "num_layers": 2}
+
+
+def held_of_mixture(rank: int, world_size: int, directory: str) -> list[Held]:
+    """Logged beside the prediction: what the fullest rank holds of a mixture after a step, for each stage."""
+    found = []
+    for stage in range(4):
+        config = make_config((1, 1, 4), directory, ep=2, zero_stage=stage, micro_batch_size=1, **MIXTURE)
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        trainer.train_step(next(trainer.batches))
+        measured = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)
+        found.append((measured, trainer.metrics.predicted_memory))
+    return found
+
+
+def test_measured_is_predicted_with_experts(tmp_path: Path) -> None:
+    for of_rank in run_distributed(held_of_mixture, 4, str(tmp_path), timeout=180):
+        for stage, (measured, predicted) in enumerate(of_rank):
+            for kind, expected in predicted.items():
+                assert measured[kind] == pytest.approx(expected, rel=0.03), (stage, kind)
 
 
 @pytest.mark.parametrize("stage, expected", [(0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])

@@ -3,7 +3,7 @@
 Three constants decide the predictions of Megatron-LM on A100: the share of the peak that products reach, the share of a
 link's bandwidth that collectives reach, and the time of the program for a pass through a block. For each model they are
 fitted to all other models, each with the same weight, on a grid, and the model is predicted with them. Prints the table
-of docs/planner.md; exit status 0.
+of docs/guides/planner.md; exit status 0.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from megacore.plan.planner import gib, step_flops
 from tests.plans.published import BLOOM, Run, memory_runs, single_node_runs, timed_runs, unseen_runs
 
-# Models with one run or two of one layout: their errors are printed in docs/planner.md, and bounded loosely.
+# Models with one run or two of one layout: their errors are printed in docs/guides/planner.md, and bounded loosely.
 SWEEPS = ("megatron-3.6B", "megatron-18.4B")
 
 

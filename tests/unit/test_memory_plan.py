@@ -60,6 +60,14 @@ def test_llama_3_8b_is_refused_on_24_gib_in_one_message(machine: Room, refuse: R
     assert parse(*LLAMA, "--no-memory-check", checks=[check_memory]).model.num_layers == 32
 
 
+def test_a_mixture_is_refused_with_ways_out(machine: Room, refuse: Refuse) -> None:
+    """Sixteen bytes for each of Mixtral's 46,702,792,704 parameters, however few of them a token uses."""
+    text = refuse(*MOCK, "--preset", "mixtral-8x7b", "--device", "cpu", checks=[check_memory])
+    assert f"state        {16 * 46_702_792_704 / GIB:.1f} GiB" in text
+    assert len(ways(text)) == 3
+    assert "--tp 8 --pp 8, on 64 machines" in ways(text)[0]
+
+
 def ways(text: str) -> list[str]:
     """The ways out that a message lists."""
     return re.findall(r"^ +\d\. (.*)$", text, re.MULTILINE)
@@ -337,7 +345,9 @@ def test_what_may_not_fit_is_warned_of() -> None:
     told = fit.host_warning(config, outline(config), between)
     assert told is not None
     assert re.fullmatch(
-        r"tight: expected [\d.]+ GiB of [\d.]+ GiB available \(MemAvailable of this machine\); see docs/memory.md", told
+        r"tight: expected [\d.]+ GiB of [\d.]+ GiB available \(MemAvailable of this machine\); "
+        r"see docs/guides/memory.md",
+        told,
     )
     assert fit.host_warning(config, outline(config), Room(rank.expected, "")) is None
 

@@ -251,6 +251,21 @@ def test_a_search_has_no_two_equal_layouts(capsys: pytest.CaptureFixture[str]) -
     assert len(set(said)) == len(said)
 
 
+def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layouts that differ only in their schedule take one row, which says how many there are; JSON lists them all."""
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
+    flags += " --tp 1 --pp 4 --zero-stage 1 --recompute none --micro-batch-size 1 --top 100"
+    layouts = planned(capsys, flags)["layouts"]
+    schedules = {re.sub(r" --micro-batch-size.*", "", layout["flags"]) for layout in layouts}
+    assert len(schedules) == len(layouts) > 3
+    assert main(flags.split()) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1 ") or line.startswith("| 2 ")]
+    assert len(rows) == 1
+    assert layouts[0]["flags"] in rows[0]
+    slowest = max(layout["step_seconds"] for layout in layouts)
+    assert f"; {len(layouts) - 1} other schedules, up to {slowest:.4g} s" in rows[0]
+
+
 def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
     found = planned(capsys, f"{flags} --search --tp 2 --max-pp 1 --max-micro-batch-size 1 --top 100000")
