@@ -1,22 +1,24 @@
 """What the watchers of several nodes tell each other, through the job's own store.
 
 A watcher publishes what its ranks do, often once they stand still. The watcher of node 0 puts all nodes together and
-decides; the others end their ranks when it has. The store is torch's, so that only here, on jobs over several nodes,
-the watcher loads torch.
+decides; the others end their ranks when it has. A node that hears nothing of node 0, because the network is cut,
+decides for itself. The store is torch's: only here, on jobs over several nodes, the watcher loads torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.watch.blame import Seen
 from megacore.watch.record import Record
 
+T = TypeVar("T")
 _PATIENCE = timedelta(seconds=2)
 _QUIET_SECONDS = 20.0  # between publications of a node whose ranks move
 _SILENT_SECONDS = 10.0  # a node that stands still publishes far more often
@@ -36,6 +38,7 @@ class Nodes:
         self.node, self.count = node, math.ceil(world_size / local_world_size)
         self._environment = environment
         self._store: Any = None
+        self._call: threading.Thread | None = None
         self._name = f"megacore/watch/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._published, self._serial, self._was_urgent = -math.inf, 0, False
         self._heard: dict[int, tuple[int, float]] = {}  # of each node: its last publication, and when it was new
@@ -53,7 +56,7 @@ class Nodes:
             urgent: whether that is long.
         """
         waits = 0.0 if urgent != self._was_urgent else 1.0 if urgent else _QUIET_SECONDS
-        if time.monotonic() - self._published < waits:
+        if time.monotonic() - self._published < waits or self._is_asking:
             return
         self._published, self._serial, self._was_urgent = time.monotonic(), self._serial + 1, urgent
         ranks = [{"state": one.state, **one.record.to_json()} for one in seen]
@@ -62,28 +65,38 @@ class Nodes:
         )
 
     def others(self) -> list[tuple[list[Seen], float]] | None:
-        """The ranks of every other node, with the seconds for which they stand still; None if a node may yet move.
+        """The ranks of every other node, with the seconds for which they stand still; None if a node may yet move, or
+        if the first node is to decide and does.
 
         A node that was expected to publish and does not is left out: it is out of reach.
         """
+        if not self.decides:
+            return [] if self._publication(0) is None else None
         others = []
         for node in range(self.count):
             if node == self.node:
                 continue
-            text = self._get(f"node-{node}")
-            content: dict[str, Any] = {"serial": -1, "urgent": False} if text is None else json.loads(text)
-            if node not in self._heard or self._heard[node][0] != content["serial"]:
-                self._heard[node] = content["serial"], time.monotonic()
-            silent = time.monotonic() - self._heard[node][1]
-            if silent > _QUIET_SECONDS + _SILENT_SECONDS:
+            if (publication := self._publication(node)) is None:
                 continue
+            content, silent = publication
             if not content["urgent"]:
                 return None
             others.append(([_seen(rank) for rank in content["ranks"]], content["still"] + silent))
         return others
 
+    def _publication(self, node: int) -> tuple[dict[str, Any], float] | None:
+        """What a node has published last, and the seconds since; None if it is out of reach."""
+        text = self._get(f"node-{node}")
+        content: dict[str, Any] = {"serial": -1, "urgent": False} if text is None else json.loads(text)
+        if node not in self._heard or self._heard[node][0] != content["serial"]:
+            self._heard[node] = content["serial"], time.monotonic()
+        silent = time.monotonic() - self._heard[node][1]
+        return None if silent > _QUIET_SECONDS + _SILENT_SECONDS else (content, silent)
+
     def pronounce(self, text: str) -> None:
         """Tell the watchers of the other nodes that the run ends, and give them the time to notice."""
+        if self._call is not None:
+            self._call.join(_PATIENCE.total_seconds())
         self._set("verdict", text)
         time.sleep(1.5)
 
@@ -102,18 +115,36 @@ class Nodes:
         return self._store
 
     def _set(self, key: str, text: str) -> None:
-        try:
-            self._open().set(f"{self._name}/{key}", text)
-        except (ImportError, RuntimeError, OSError):
-            self._store = None  # not served yet, or no longer
+        self._ask(lambda store: store.set(f"{self._name}/{key}", text))
 
     def _get(self, key: str) -> str | None:
-        try:
-            store, name = self._open(), f"{self._name}/{key}"
-            return store.get(name).decode() if store.check([name]) else None
-        except (ImportError, RuntimeError, OSError):
-            self._store = None
+        name = f"{self._name}/{key}"
+        return self._ask(lambda store: store.get(name).decode() if store.check([name]) else None)
+
+    @property
+    def _is_asking(self) -> bool:
+        return self._call is not None and self._call.is_alive()
+
+    def _ask(self, question: Callable[[Any], T]) -> T | None:
+        """The store's answer; None if it does not answer soon, is not served yet, or no longer.
+
+        torch waits without a limit for an answer over a connection that is cut. So a thread waits, and while it does
+        the store is asked nothing else.
+        """
+        if self._is_asking:
             return None
+        answers: list[T] = []
+
+        def call() -> None:
+            try:
+                answers.append(question(self._open()))
+            except (ImportError, RuntimeError, OSError):
+                self._store = None
+
+        self._call = threading.Thread(target=call, name="store", daemon=True)
+        self._call.start()
+        self._call.join(_PATIENCE.total_seconds())
+        return answers[0] if answers else None
 
 
 def _seen(values: dict[str, Any]) -> Seen:

@@ -108,7 +108,7 @@ class Watcher:
             return False
         everyone = list(seen)
         if self._nodes is not None:
-            elsewhere = self._nodes.others() if self._nodes.decides else None
+            elsewhere = self._nodes.others()
             if elsewhere is None:
                 return False
             everyone += [one for ranks, _ in elsewhere for one in ranks]
@@ -151,7 +151,8 @@ class Watcher:
         where = ""
         path = Path(identity.output_dir) / f"hang-{content['step']}.json"
         with contextlib.suppress(OSError):  # the message counts
-            if path.parent.is_dir():
+            # One node writes it, which is not one that is cut off: a network disk might not answer that one either.
+            if (self._nodes is None or self._nodes.decides) and path.parent.is_dir():
                 replace_bytes(path, json.dumps(content, indent=1).encode(), durable=False)
                 where = f"all of it, with all stacks: {path}; "
         by_itself = f" (status {EXIT_HUNG}); --load auto resumes it" if seen[0].record.flags & Flag.GUARDED else ""

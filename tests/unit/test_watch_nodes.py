@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
@@ -11,6 +14,7 @@ from megacore.watch import nodes
 from megacore.watch.blame import blame
 from megacore.watch.ledger import Channel, Phase
 from megacore.watch.nodes import Nodes
+from tests.patience import patience
 from tests.unit.watch_records import seen
 
 WORLD = Channel((0, 1))
@@ -59,3 +63,42 @@ def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(
     now[0] += 40.0
     assert first.others() == []
     assert blame([seen(0, 2)], 2).ranks == (1,)
+
+
+def test_a_node_that_the_first_one_no_longer_answers_decides_for_itself(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    now = [1000.0]
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
+    first.publish([seen(0, 2)], 0.0, urgent=False)
+    assert second.others() is None  # the first node is to decide
+    now[0] += 29.0
+    assert second.others() is None
+    first.publish([seen(0, 2)], 0.0, urgent=False)
+    assert second.others() is None
+    now[0] += 31.0
+    assert second.others() == []
+    first.publish([seen(0, 2)], 0.0, urgent=False)
+    assert second.others() is None  # it is back
+
+
+def test_a_store_that_does_not_answer_holds_nothing_up(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for an answer over a connection that is cut for as long as TCP does, which is many minutes."""
+    _, second = pair
+    monkeypatch.setattr(nodes, "_PATIENCE", timedelta(seconds=0.1))
+    back = threading.Event()
+
+    class Cut:
+        def check(self, keys: list[str]) -> bool:
+            return back.wait(10) and False
+
+    second._store = Cut()
+    began = time.perf_counter()
+    assert second.verdict() is None
+    assert second.verdict() is None
+    second.publish([seen(1, 2)], 9.0, urgent=True)
+    assert time.perf_counter() - began < patience(2)
+    back.set()

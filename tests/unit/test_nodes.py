@@ -1,0 +1,60 @@
+"""A refusal names the flags of torchrun that start the right number of processes, on the nodes that the job has."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacore.config.nodes import torchrun_flags
+from megacore.train.causes import lost_connection
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, Refuse, problems
+
+refuse = refusals.refuse  # fixture
+
+
+@pytest.mark.parametrize(
+    ("counts", "world", "local", "flags"),
+    [
+        ((4,), None, None, "--nproc-per-node 4"),
+        ((4, 8), 6, 6, "--nproc-per-node 4 or 8"),
+        ((16,), 12, 16, "--nproc-per-node 16"),  # a node that runs as many
+        ((64,), 1, 1, "--nnodes 8 --nproc-per-node 8"),
+        ((8, 16), 12, 6, "--nnodes N --nproc-per-node M with N x M = 8 or 16"),
+        ((12, 18), 16, 6, "--nnodes 2 or 3 --nproc-per-node 6"),
+        ((4,), 2, 1, "--nnodes 4 --nproc-per-node 1"),
+        ((12,), None, None, "--nnodes N --nproc-per-node M with N x M = 12"),
+    ],
+)
+def test_the_flags_of_torchrun(counts: tuple[int, ...], world: int | None, local: int | None, flags: str) -> None:
+    values = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}
+    environment = {name: str(value) for name, value in values.items() if value is not None}
+    assert torchrun_flags(*counts, environment=environment) == flags
+
+
+def test_a_refusal_speaks_of_nodes_where_one_is_too_small(refuse: Refuse) -> None:
+    (problem,) = problems(refuse(*GOOD, "--tp", "4", "--pp", "12"))
+    assert "start 48 processes (torchrun --nnodes 6 --nproc-per-node 8; for a plan --world-size)" in problem
+
+
+def test_a_refusal_speaks_of_the_nodes_that_a_job_has(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (job | {"MASTER_PORT": 29500}).items():
+        monkeypatch.setenv(name, str(value))
+    (problem,) = problems(refuse(*GOOD, "--tp", "4", "--pp", "3"))
+    assert "start 12 processes (torchrun --nnodes 3 --nproc-per-node 4;" in problem
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("[/gloo/pair.cc:547] Connection closed by peer [10.83.0.2]:4711", "at 10.83.0.2 (Connection closed by peer)"),
+        ("readv [10.83.0.2]:4711: Connection reset by peer", "another machine (Connection reset by peer)"),
+        (
+            "A call failed possibly due to a network error or a remote process exiting prematurely.",
+            "exiting prematurely",
+        ),
+    ],
+)
+def test_a_lost_connection_is_told_without_a_traceback(said: str, told: str) -> None:
+    assert told in str(lost_connection(RuntimeError(said)))
+    assert lost_connection(RuntimeError("a bug")) is None
