@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+_MOST_SETTINGS = 1 << 24  # bytes of a file of settings
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -160,3 +161,20 @@ def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
             if error.errno in _NO_LOCKS:
                 return False
             raise
+
+
+def unreadable(path: str | Path) -> str | None:
+    """Why a path must not be read: it is not a regular file, or so large that it would fill the memory.
+
+    Returns:
+        The reason, or None for a small regular file.
+
+    Raises:
+        OSError: the path does not exist, or its status cannot be read.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
+    if status.st_size > _MOST_SETTINGS:
+        return f"has {status.st_size:,} bytes, more than the limit of {_MOST_SETTINGS:,}"
+    return None

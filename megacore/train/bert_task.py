@@ -54,6 +54,7 @@ class BertTask(Task):
         accuracies = tuple(name.replace("loss", "accuracy") for name in losses)
         super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
+        self.scored, self.blocks = context.attended, context.blocks
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.has_pairs = config.bert.has_sentence_head
@@ -66,7 +67,7 @@ class BertTask(Task):
 
     def of_rank(self, microbatch: BertBatch) -> BertBatch:
         """This rank's positions, with the document numbers of the whole sequence, by which attention masks. A pair is
-        counted once, by the rank that holds the first position."""
+        counted once, by the rank that holds the first position. Labels are as for `GPTTask.of_rank`."""
         if self.sequence.group.size == 1:
             return microbatch
         pairs = microbatch.sentence_labels
@@ -74,8 +75,8 @@ class BertTask(Task):
             microbatch,
             tokens=self.sequence.take(microbatch.tokens, 1),
             token_types=self.sequence.take(microbatch.token_types, 1),
-            labels=self.sequence.take(microbatch.labels, 1),
-            loss_mask=self.sequence.take(microbatch.loss_mask, 1),
+            labels=self.scored.take(microbatch.labels, 1),
+            loss_mask=self.scored.take(microbatch.loss_mask, 1),
             sentence_labels=pairs if self.sequence.group.is_first else torch.full_like(pairs, _NO_PAIR),
         )
 
@@ -98,7 +99,7 @@ class BertTask(Task):
 
     def counts(self, microbatch: BertBatch) -> Tensor:
         """Masked tokens and, with a sentence task, pairs: fp64 [1] or [2]."""
-        counts = [microbatch.loss_mask.sum(dtype=torch.float64)]
+        counts = [self.blocks.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))]
         if self.has_pairs:
             counts.append((microbatch.sentence_labels != _NO_PAIR).sum(dtype=torch.float64))
         return torch.stack(counts)
@@ -111,7 +112,7 @@ class BertTask(Task):
             likeliest, *pairs = pairs
         else:
             likeliest = vocab_parallel_argmax(tokens, self.share)
-        right = [(likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum()]
+        right = [self.blocks.counted_once((likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum())]
         right += [(pair.argmax(-1) == microbatch.sentence_labels).float().sum() for pair in pairs]
         return torch.cat([self._losses(tokens, pairs, microbatch, None), torch.stack(right)])
 
@@ -129,7 +130,7 @@ class BertTask(Task):
         """Sums from the tokens' logits, or their losses where the head has them, and from the pairs' logits, if any."""
         labels, mask = microbatch.sentence_labels, microbatch.loss_mask
         if self.head_has_loss:
-            sums = [torch.sum(tokens * mask)]
+            sums = [self.blocks.counted_once(torch.sum(tokens * mask))]
         else:
             loss_sum = self.compiled_loss or summed_cross_entropy
             sums = [loss_sum(tokens, microbatch.labels, mask, options=options, share=self.share)]

@@ -7,9 +7,17 @@ keeps its traceback.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from megacore.errors import StorageError
+
+# As gloo and NCCL say it.
+_LOST = re.compile(
+    r"(?P<reason>Connection (?:closed|reset) by (?:remote )?peer|remote process exit(?:ed|ing prematurely))"
+    r"(?:,? \[(?P<address>[^\]]+)\])?"
+)
 
 
 def outside_cause(error: Exception) -> str | None:
@@ -23,10 +31,21 @@ def outside_cause(error: Exception) -> str | None:
     return None
 
 
+def lost_connection(error: Exception) -> str | None:
+    """That a rank of another machine has ended or cannot be reached, where a backend says so; None if it does not."""
+    if (found := _LOST.search(str(error))) is None:
+        return None
+    where = f" at {found['address']}" if found["address"] else ""
+    return (
+        f"lost the connection to a rank of another machine{where} ({found['reason']}): the first cause is in the "
+        "output of that machine, if it still runs"
+    )
+
+
 def _memory(error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     reason = reason[reason.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in reason else reason
     return (
         f"there is not enough memory ({reason.rstrip('.')}): use a smaller model or --micro-batch-size, more ranks for "
-        "--tp or --pp, a higher --zero-stage, or --recompute full (docs/memory.md)"
+        "--tp or --pp, a higher --zero-stage, or --recompute full (docs/guides/memory.md)"
     )

@@ -7,7 +7,7 @@
         engine.step()
 
 A `torch.nn.Module` is trained data-parallel: the program runs its forward and computes its loss. A list of `Layer` is
-trained in a pipeline too, by `train_batch`. docs/any-model.md is the manual.
+trained in a pipeline too, by `train_batch`. docs/guides/any-model.md is the manual.
 """
 
 from __future__ import annotations
@@ -535,7 +535,7 @@ def _require_plain(settings: EngineSettings) -> None:
         if value > 1:
             problems.append(
                 f"{name} {value} needs to know the layers of the model: give a list of megacore's Layer "
-                "(docs/any-model.md), or leave it out"
+                "(docs/guides/any-model.md), or leave it out"
             )
     if settings.recompute != "none":
         problems.append("recompute full is for a list of Layer: use torch.utils.checkpoint in the model")

@@ -12,7 +12,7 @@ from torch import nn
 
 from megacore.config import Config, LoggingConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megacore.config.deepspeed import read_deepspeed
-from megacore.config.deepspeed_keys import Document, value_at
+from megacore.config.deepspeed_values import Document, value_at
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, field_infos, flag_and_value
 from megacore.config.flags import Given, translate_foreign
@@ -24,7 +24,7 @@ from megacore.parallel.mesh import world_size
 # What an engine has, besides the sections parallel, precision, optimizer and those of the optimizers.
 _OF_LOGGING = ("csv", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_group", "profile_steps")
 _OF_TRAINING = ("micro_batch_size", "global_batch_size", "recompute", "compile")
-_OPTIMIZERS = ("adamw", "sgd", "lion")
+_OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb")
 _EITHER = "train_batch_size and train_micro_batch_size_per_gpu are both left out: give one of them"
 
 
@@ -46,7 +46,7 @@ class EngineSettings:
     parallel: ParallelConfig
     precision: PrecisionConfig
     optimizer: OptimizerConfig
-    optimizer_settings: OptimizerSettings
+    optimizer_settings: Sequence[OptimizerSettings]
     logging: LoggingConfig
     micro_batch_size: int
     accumulation: int
@@ -84,7 +84,10 @@ def engine_settings(
         if name not in of_sections and name not in (*_OF_LOGGING, *_OF_TRAINING, "log_interval"):
             given.problems.append(f"{flag_and_value(name, value)} is of the training programs, not of an engine")
     if (kind := values.get("optimizer", "adamw")) not in _OPTIMIZERS:
-        given.problems.append(f"optimizer {kind} is of the training programs: use {one_of(_OPTIMIZERS)} with an engine")
+        given.problems.append(
+            f"optimizer {kind} of an engine needs the names of the matrices that it updates: use one of "
+            f"{one_of(_OPTIMIZERS)}, or PipelineEngine with optimizer_settings (docs/guides/any-model.md)"
+        )
     if not values.keys() & {"micro_batch_size", "global_batch_size"} and not given.problems:
         given.problems.append(_EITHER)
     if given.problems:
@@ -104,11 +107,12 @@ def engine_settings(
                 "data-parallel ranks: change one of them"
             ]
         )
+    own = OPTIMIZERS[chosen.optimizer]
     return EngineSettings(
         parallel=parallel,
         precision=section(PrecisionConfig),
         optimizer=chosen,
-        optimizer_settings=section(OPTIMIZERS[chosen.optimizer]),
+        optimizer_settings=[section(own), *(section(OPTIMIZERS[name]) for name in own.shares)],
         logging=LoggingConfig(**{name: values[name] for name in _OF_LOGGING if name in values}),
         micro_batch_size=micro,
         accumulation=total // (micro * replicas),
@@ -139,19 +143,18 @@ def _of_torch(optimizer: torch.optim.Optimizer, document: Document, problems: li
         if any(value != each[0] for value in each):
             problems.append(f"optimizer {kind}: its parameter groups differ in {name}: use one value for all")
     first = {name: each[0] for name, each in shared.items()}
-    for name in ("amsgrad", "maximize", "nesterov", "dampening"):
+    for name in ("amsgrad", "maximize", "dampening"):
         if first.get(name):
             problems.append(f"optimizer {kind}: {name} {first[name]} is not in megacore: leave it out")
     if isinstance(optimizer, _ADAM_KINDS):
         decoupled = isinstance(optimizer, torch.optim.AdamW) or first.get("decoupled_weight_decay", False)
-        if decay and not decoupled:
-            problems.append(f"optimizer {kind} adds weight_decay {decay} to the gradient: use AdamW, or weight_decay 0")
+        ours = "adamw" if decoupled or not decay else "adam"  # which are one without weight decay
         names = {"adam_beta1": first["betas"][0], "adam_beta2": first["betas"][1], "adam_eps": first["eps"]}
-        return {"optimizer": "adamw", "lr": float(first["lr"]), "weight_decay": decay, **names}
+        return {"optimizer": ours, "lr": float(first["lr"]), "weight_decay": decay, **names}
     if isinstance(optimizer, torch.optim.SGD):
-        names = {"sgd_momentum": first["momentum"]}
+        names = {"sgd_momentum": first["momentum"], "sgd_nesterov": first["nesterov"]}
         return {"optimizer": "sgd", "lr": float(first["lr"]), "weight_decay": decay, **names}
-    problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extending.md)")
+    problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extend/extending.md)")
     return {}
 
 

@@ -5,7 +5,7 @@
     loss = engine.train_batch(engine.split(images, labels))
 
 The engine is what `Trainer` is for GPT, without its loop, its data and its log: the train step (step.py) is the same.
-In the spirit of DeepSpeed's PipelineModule; docs/any-model.md is its manual.
+In the spirit of DeepSpeed's PipelineModule; docs/guides/any-model.md is its manual.
 """
 
 from __future__ import annotations
@@ -22,26 +22,18 @@ from torch import Tensor
 
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import (
-    Config,
-    DataConfig,
+    AverageConfig,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     OptimizerSettings,
     ParallelConfig,
     PrecisionConfig,
-    ResolvedConfig,
     SpikeConfig,
     TrainingConfig,
     WatchConfig,
-    validate,
 )
-from megacore.config.dimensions import fill_degrees, size_of_role
-from megacore.config.fields import field_infos
-from megacore.config.messages import one_of
-from megacore.config.optimizers import OPTIMIZERS
-from megacore.errors import ConfigError, UserError
-from megacore.models.plain import Layer, describe_call, describe_layers, is_split, undivided
+from megacore.errors import UserError
+from megacore.models.plain import Layer, describe_call, describe_layers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
 from megacore.parallel.context import SequenceShards
@@ -52,6 +44,7 @@ from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.train.callbacks import Callback, Callbacks
+from megacore.train.engine_settings import checked_config, replicas, without_times
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import (
     Divide,
@@ -97,8 +90,9 @@ class PipelineEngine:
             ColumnParallelLinear, cp for layers that work on single positions, and megacore's attention;
             pipeline_layout and sequence_parallel are GPT's.
         optimizer: its learning-rate schedule and the clipping of gradients.
-        optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`; None: the defaults of the
-            one that `optimizer` names.
+        optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`, followed in a list by
+            those that it shares: `[LambConfig(), AdamWConfig(adam_beta2=0.999)]`; None: the defaults of the one that
+            `optimizer` names.
         precision: format of parameters and activations; None: fp32.
         recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
         seed: of initial weights and dropout.
@@ -110,12 +104,13 @@ class PipelineEngine:
             none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
         spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
+        average: of the weights, and whether `evaluate` computes with it; None: there is none.
         callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
             `evaluate` and `save`, by `close`, and at an error in a step.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
         watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
-            names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
-            not watched.
+            names the one that holds them up and ends the run (docs/guides/watching.md); None: the defaults. One process
+            is not watched.
 
     Attributes:
         sequence: which positions of each sequence this rank holds.
@@ -143,7 +138,7 @@ class PipelineEngine:
         divide: Divide | None = None,
         parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
-        optimizer_settings: OptimizerSettings | None = None,
+        optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None = None,
         precision: PrecisionConfig | None = None,
         recompute: Literal["none", "full"] = "none",
         seed: int = 1234,
@@ -154,6 +149,7 @@ class PipelineEngine:
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
         spikes: SpikeConfig | None = None,
+        average: AverageConfig | None = None,
         callbacks: Sequence[Callback] = (),
         memory_check: bool = True,
         watch: WatchConfig | None = None,
@@ -167,11 +163,11 @@ class PipelineEngine:
             output_dir=str(output_dir),
             compile=compile,
             compile_backend=compile_backend,
-            global_batch_size=num_microbatches * _replicas(parallel or ParallelConfig()),
+            global_batch_size=num_microbatches * replicas(parallel or ParallelConfig()),
         )
-        self.config = _checked_config(
+        self.config = checked_config(
             layers,
-            parallel=_without_times(parallel or ParallelConfig()),
+            parallel=without_times(parallel or ParallelConfig()),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
             precision=precision or PrecisionConfig(precision="fp32"),
@@ -179,6 +175,7 @@ class PipelineEngine:
             logging=logging or LoggingConfig(),
             watch=watch or WatchConfig(),
             spikes=spikes or SpikeConfig(),
+            average=average or AverageConfig(),
             weighs_by_samples=reduction == "mean" and count is None,
         )
         check_schedule(self.config)
@@ -369,7 +366,7 @@ class PipelineEngine:
         With callbacks, all ranks call this together.
 
         Args:
-            values: by name; docs/metrics.md has the names that GPT's trainer uses.
+            values: by name; docs/reference/metrics.md has the names that GPT's trainer uses.
         """
         if self.mesh.world.is_first and self._trackers is None:
             directory = Path(self.config.training.output_dir)
@@ -516,113 +513,3 @@ class PipelineEngine:
         for tried in self._shapes.unknown(inputs):
             with self.model.data_parallel.zeros_for_weights():
                 self._shapes.learn(tried, self.task.in_training_format(tried))
-
-
-def _replicas(parallel: ParallelConfig) -> int:
-    return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
-
-
-def _without_times(parallel: ParallelConfig) -> ParallelConfig:
-    """Without choices by the time of layers, which is not known for plain ones."""
-    balance = "parameters" if parallel.pipeline_balance == "time" else parallel.pipeline_balance
-    return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
-
-
-def _checked_config(
-    layers: Sequence[Layer],
-    *,
-    parallel: ParallelConfig,
-    optimizer: OptimizerConfig,
-    settings: OptimizerSettings | None,
-    precision: PrecisionConfig,
-    training: TrainingConfig,
-    logging: LoggingConfig,
-    watch: WatchConfig,
-    spikes: SpikeConfig,
-    weighs_by_samples: bool,
-) -> ResolvedConfig:
-    """The configuration of the run, resolved; its model and data sections mean nothing here.
-
-    Raises:
-        ConfigError: everything that is wrong with it.
-    """
-    problems: list[str] = []
-    stages = parallel.pp * parallel.virtual_stages
-    optimizer, chosen = _optimizer_of(optimizer, settings, problems)
-    for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
-        if (value := getattr(logging, name)) != field_infos(LoggingConfig)[name].default:
-            problems.append(f"{name} {value} is GPT's, whose trainer logs by itself: leave it out")
-    if parallel.tp > 1 and not is_split(layers):
-        problems.append(
-            f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
-            "group=mesh.layer"
-        )
-    if parallel.sequence_parallel:
-        problems.append("sequence_parallel is GPT's and BERT's: leave it out")
-    if parallel.cp > 1:
-        problems += undivided(layers, parallel.cp)
-        if weighs_by_samples:
-            problems.append(
-                f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ in '
-                'their number of terms: give count=lambda targets: ..., or use reduction "sum"'
-            )
-        if parallel.cp_comm != "auto":
-            problems.append(
-                f"cp_comm {parallel.cp_comm}: layers choose it; leave it out, and build them with "
-                f'SequenceShards(mesh.sequence, "{parallel.cp_comm}")'
-            )
-    if parallel.pipeline_layout is not None:
-        problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
-    if parallel.pipeline_balance == "flops":
-        problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
-    if training.recompute not in ("none", "full"):
-        problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
-    if spikes.on_spike == "rollback":
-        problems.append(
-            "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
-        )
-    if stages > max(len(layers), 1):
-        problems.append(
-            f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
-            f"{len(layers)} layers: use {len(layers)} stages or less, or cut the model into more layers"
-        )
-    elif not problems:
-        config = Config(
-            model=ModelConfig(
-                num_layers=max(len(layers), 1), vocab_size=1, hidden_size=parallel.tp, num_attention_heads=parallel.tp
-            ),
-            data=DataConfig(mock_data=True, seq_length=1024 * parallel.cp),
-            parallel=parallel,
-            optimizer=optimizer,
-            precision=precision,
-            training=training,
-            logging=logging,
-            watch=watch,
-            spikes=spikes,
-            **chosen,
-        )
-        problems += validate(config, world_size())
-        if not problems:
-            return config.resolve(world_size())
-    raise ConfigError(problems)
-
-
-def _optimizer_of(
-    optimizer: OptimizerConfig, settings: OptimizerSettings | None, problems: list[str]
-) -> tuple[OptimizerConfig, dict[str, Any]]:
-    """The optimizer's section with the name that its settings have, and the section of the settings by that name."""
-    if settings is None:
-        return optimizer, {}
-    name = next((name for name, kind in OPTIMIZERS.items() if kind is type(settings)), None)
-    if name is None:
-        kinds = one_of([kind.__name__ for kind in OPTIMIZERS.values()])
-        problems.append(f"optimizer_settings {type(settings).__name__} is of no registered optimizer: use {kinds}")
-        return optimizer, {}
-    if optimizer.optimizer not in (name, field_infos(OptimizerConfig)["optimizer"].default):
-        problems.append(
-            f"optimizer {optimizer.optimizer} and optimizer_settings {type(settings).__name__}, which is of {name}, "
-            f"exclude each other: use {OPTIMIZERS[optimizer.optimizer].__name__}, or leave one of them out"
-            if optimizer.optimizer in OPTIMIZERS
-            else f"optimizer {optimizer.optimizer} is not known: use {one_of(list(OPTIMIZERS))}"
-        )
-    return dataclasses.replace(optimizer, optimizer=name), {name: settings}

@@ -60,8 +60,11 @@ class GPTTask(Task):
         if self.beside:
             self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
+        self.scored, self.blocks = context.attended, context.blocks
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
-        self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
+        self.weights: InitialWeights = weights or RandomWeights(
+            config.model, seed=config.training.seed, width_ratio=config.width_ratio
+        )
         self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
         self.compiled_loss = compiled_loss(config)
 
@@ -75,14 +78,15 @@ class GPTTask(Task):
             self.weights.fill_buffers(buffers)
 
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's positions, each with its label, which is the next position's token whoever holds that."""
+        """This rank's positions, each with its label, which is the next position's token whoever holds that. Where the
+        loss is computed in canonical blocks, the labels are those of all positions."""
         if self.sequence.group.size == 1:
             return microbatch
         return dataclasses.replace(
             microbatch,
             tokens=self.sequence.take(microbatch.tokens, 1),
-            labels=self.sequence.take(microbatch.labels, 1),
-            loss_mask=self.sequence.take(microbatch.loss_mask, 1),
+            labels=self.scored.take(microbatch.labels, 1),
+            loss_mask=self.scored.take(microbatch.loss_mask, 1),
         )
 
     def first_input(self, microbatch: Microbatch) -> Tensor | tuple[Tensor, ...]:
@@ -113,7 +117,7 @@ class GPTTask(Task):
 
     def counts(self, microbatch: Microbatch) -> Tensor:
         """The tokens that the loss is summed over."""
-        return microbatch.loss_mask.sum(dtype=torch.float64)
+        return self.blocks.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))
 
     def flops_per_sequence(self) -> float:
         """Operations of one sequence, forward and backward."""
@@ -121,7 +125,7 @@ class GPTTask(Task):
 
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
         if self.head_has_loss:
-            return torch.sum(output * microbatch.loss_mask)
+            return self.blocks.counted_once(torch.sum(output * microbatch.loss_mask))
         labels, mask = microbatch.labels, microbatch.loss_mask
         if self.compiled_loss is not None:
             return self.compiled_loss(output, labels, mask, options=options, share=self.share)

@@ -34,7 +34,7 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
     Raises:
         ConfigError: what a rank's device or machine lacks, and what would fit.
     """
-    if not config.training.memory_check or config.model.experts is not None:  # whose memory is not predicted yet
+    if not config.training.memory_check:
         return None
     verdicts = all_gather_objects(_verdict(config, mesh, layers), mesh.world)
     named = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]

@@ -64,7 +64,7 @@ class StepMetrics:
 
     Attributes:
         predicted_bubble: share of the ranks' time that the schedule leaves them idle, if time goes as operations.
-        predicted_memory: bytes of state on the fullest rank, by kind and formula; empty with experts.
+        predicted_memory: bytes of state on the fullest rank, by kind and formula.
         predicted_peak: bytes that this rank is expected to take at its peak.
     """
 
@@ -73,8 +73,7 @@ class StepMetrics:
         self.predicted_bubble = self._predict_bubble()
         on_cpu = mesh.device.type == "cpu"
         plan = plan_memory(config, task.layers, on_cpu=on_cpu)
-        # There are no formulas of the state of experts yet.
-        self.predicted_memory = fullest_state(plan) if config.model.experts is None else {}
+        self.predicted_memory = fullest_state(plan)
         self.predicted_peak = plan[mesh.pipeline.rank].expected
         given = config.logging.peak_tflops
         self._peak_tflops = given or peak_tflops(device_name(mesh.device), self._format)

@@ -41,7 +41,9 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
         if mesh.world.is_first:
             for problem in choice.refused:
                 _warn(f"passed over a checkpoint: {problem}")
-            save_toml(config, Path(config.training.output_dir) / "config.toml")
+            settings = Path(config.training.output_dir) / "config.toml"
+            if not (config.training.skip_train and settings.exists()):  # an evaluation leaves those of the training
+                save_toml(config, settings)
         load = None if choice.directory is None else str(choice.directory)
         yield dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
     finally:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megacore.config import ResolvedConfig
-from megacore.config.parameter_groups import ParameterGroups
+from megacore.config.parameter_groups import DECOUPLED, ParameterGroups
 from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
 from megacore.models.spec import LayerSpec
@@ -194,7 +194,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         offload=parallel.offload_optimizer,
         one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
-        groups=config.optimizer.parameter_groups(config.model.num_layers),
+        groups=config.parameter_groups,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 
@@ -213,6 +213,8 @@ def _check_groups(groups: ParameterGroups, parameters: Mapping[str, ShardedParam
         f"{len(names) - 2} others: use a pattern such as 'blocks.*' or '*.bias'"
         for pattern in groups.unmatched(names)
     ]
+    if groups.decoupled and not set(DECOUPLED) & set(names):
+        problems.append(f"--decoupled-lr: the model has neither {' nor '.join(DECOUPLED)}: use --param-group")
     if groups.layer_decay < 1 and not any(name.startswith("blocks.") for name in names):
         problems.append("--lr-layer-decay: the model has no blocks: use --param-group, with the names of its layers")
     if problems:

@@ -125,7 +125,7 @@ class Replay:
                     *lines,
                     "the weights are those of the step before, and no checkpoint is written of this one. A processor "
                     "or memory may be faulty: continue with --load auto, and without that machine if it happens again "
-                    "(docs/watching.md)",
+                    "(docs/guides/watching.md)",
                 ]
             )
         )

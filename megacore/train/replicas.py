@@ -176,7 +176,7 @@ class ReplicaCheck:
             if of_run.dim() == 0:
                 if local.segment.offset == local.run.shard_slice.start:
                     yield kind, of_run
-            elif (state := local.state(self._optimizer, kind)) is not None:
+            elif (state := self._optimizer.values(local, kind)) is not None:
                 yield kind, state
 
     def _shared(
@@ -191,8 +191,9 @@ class ReplicaCheck:
     ) -> Iterator[SharedTensor]:
         """The tensor with those who share it; nothing if nobody does."""
         mesh, sharers = self._mesh, list[Sharers]()
-        if not is_sharded and bucket.group.size > 1:
-            sharers.append(Sharers(spec.replica_role, bucket.group.ranks))
+        replicas = bucket.across if is_sharded else mesh.replica_group(spec.replica_role)
+        if replicas.size > 1:
+            sharers.append(Sharers(spec.replica_role, replicas.ranks))
         if spec.is_replicated and mesh.layer.size > 1:
             sharers.append(Sharers("layer", mesh.layer.ranks))
         if mesh.copies.size > 1:
@@ -258,7 +259,7 @@ class ReplicaCheck:
                 *lines[:_MOST],
                 *more,
                 f"no checkpoint is written of this step; {kept}. Memory or a processor may be faulty: {way}, "
-                "and without that machine if it happens again (docs/watching.md)",
+                "and without that machine if it happens again (docs/guides/watching.md)",
             ]
         )
 

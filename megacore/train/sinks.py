@@ -84,7 +84,7 @@ class Report(Callback):
             cause = [] if result.diagnosis is None else [summary_line("cause", str(result.diagnosis))]
             self.say("\n".join([f"step {result.step}/{self._train_iters} | skipped: {result.skipped}", *cause]))
         if result.spike is not None and result.skipped is None and not self._in_spike:
-            self.say(f"warning: step {result.step}/{self._train_iters} | spike: {result.spike} (docs/spikes.md)")
+            self.say(f"warning: step {result.step}/{self._train_iters} | spike: {result.spike} (docs/guides/spikes.md)")
         self._in_spike = result.spike is not None
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Report(Callback):
 
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
         """Say so; drop the records of steps that the run takes again."""
-        self.say(f"rollback: {rollback} (docs/spikes.md)")
+        self.say(f"rollback: {rollback} (docs/guides/spikes.md)")
         if self._file is not None:
             self._file.close()
             _keep_until(self._path, rollback.to_step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from torch import Tensor
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.config import ResolvedConfig
+from megacore.config import OptimizerConfig, ResolvedConfig
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.nonfinite import describe_non_finite
@@ -133,6 +134,7 @@ class TrainStep:
         self.balance = None if config.model.experts is None else ExpertBalance(self.model.chunks, config, mesh)
         self.step = 0
         self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
+        self._decoupled = config.optimizer.decoupled
         self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
         self.rate: float | None = None
@@ -209,6 +211,7 @@ class TrainStep:
         self._weight, self._summed_loss, self._microbatches = None, None, ()
         self.step += 1
         lr = self.lr()
+        self.update.optimizer.decoupled_lr = self.decoupled_lr()
         ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
@@ -265,24 +268,34 @@ class TrainStep:
 
     def lr(self) -> float:
         """The learning rate of the last step."""
-        if self.rate is not None:
-            return self.rate
-        steps = self.step if self._ramp is None else self._ramp.full_steps(self.step)
-        return learning_rate(steps, self.config.optimizer, train_iters=self.config.training.train_iters)
+        return self._scheduled(self.config.optimizer) if self.rate is None else self.rate
+
+    def decoupled_lr(self) -> float | None:
+        """The learning rate of the embedding and the output layer in the last step; None: that of all parameters."""
+        return None if self._decoupled is None else self._scheduled(self._decoupled)
+
+    def _scheduled(self, optimizer: OptimizerConfig) -> float:
+        """The learning rate of the last step."""
+        steps: float = self.step
+        if self._ramp is not None and not optimizer.lr_range_test:  # a range test has a rate for each step
+            steps = self._ramp.full_steps(self.step)
+        return learning_rate(steps, optimizer, train_iters=self.config.training.train_iters)
 
     @section(Phase.EVALUATE)
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> Evaluation:
-        """The task's evaluation over global batches; dropout is off.
+        """The task's evaluation over global batches, with --eval-ema of the average of the weights; dropout is off.
 
         Args:
             batches: this replica's microbatches of each, on the device.
         """
         sums = torch.zeros(2, *self.task.evaluation_shape, dtype=torch.float64, device=self.mesh.device)
-        for batch in batches:
-            microbatches = [self.task.of_rank(microbatch) for microbatch in batch]
-            sums[0] += self.model.runtime.evaluate(microbatches)
-            if self.mesh.pipeline.is_last:
-                sums[1] += torch.stack([self.task.evaluation_counts(m) for m in microbatches]).sum(0)
+        average = self.update.average if self.config.average.eval_ema else None
+        with nullcontext() if average is None else average.as_weights():
+            for batch in batches:
+                microbatches = [self.task.of_rank(microbatch) for microbatch in batch]
+                sums[0] += self.model.runtime.evaluate(microbatches)
+                if self.mesh.pipeline.is_last:
+                    sums[1] += torch.stack([self.task.evaluation_counts(m) for m in microbatches]).sum(0)
         all_reduce_(all_reduce_(sums, self.mesh.loss), self.mesh.pipeline)
         values, counts = sums
         return Evaluation(means=torch.where(counts > 0, values / counts, 0.0), counts=counts)
@@ -351,7 +364,7 @@ class TrainStep:
 def _way_on(is_corruption: bool) -> str:
     """What to do after a weight or a moment was not finite."""
     if is_corruption:
-        return "Continue with --load auto, and without that machine if it happens again (docs/watching.md)"
+        return "Continue with --load auto, and without that machine if it happens again (docs/guides/watching.md)"
     return (
         "Resume from the last checkpoint (--load auto). If the same step fails again, the run diverges: use a smaller "
         "--lr. If it does not, memory or a processor of that rank may be faulty"

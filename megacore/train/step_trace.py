@@ -196,7 +196,10 @@ class Recorder(TorchDispatchMode):
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Role and ranks of the groups by torch's name of them; of a group with several roles the first."""
-    roles = ("layer", "sequence", "replicas", "pipeline", "batch", "loss", "copies", "world")
+    roles = (
+        "layer", "sequence", "replicas", "shards", "across", "pipeline", "batch", "loss", "copies", "dispatch",
+        "expert_layer", "expert_replicas", "world",
+    )  # fmt: skip
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for role in roles:
         group = getattr(mesh, role)

@@ -89,7 +89,7 @@ def launch_summary(
         *([("packing", text)] if (text := _packed(config, packing)) else []),
         ("operators", _operators(config, mesh.device)),
         *(
-            [("bits", f"equal for every --tp that divides {blocks}: sums in {blocks} blocks")]
+            [("bits", f"equal for every --tp and --cp whose product divides {blocks}: sums in {blocks} blocks")]
             if (blocks := canonical_blocks(config)) > 1
             else []
         ),
@@ -133,6 +133,11 @@ def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
 def _divided(config: ResolvedConfig) -> str:
     """How the ranks divide sequences."""
     parallel, length = config.parallel, config.data.seq_length
+    if canonical_blocks(config) > 1:
+        return (
+            f"{length // parallel.cp} of {length} positions per rank between the layers, in 2 of {2 * parallel.cp} "
+            f"chunks; a layer computes 1 in {parallel.cp} of its features for all positions (--reproducible)"
+        )
     how = {
         "allgather": "are gathered for each layer",
         "ring": "travel in a ring",
@@ -177,6 +182,7 @@ def _operators(config: ResolvedConfig, device: torch.device) -> str:
         norm="rms_norm" if model.normalization == "RMSNorm" else "layer_norm",
         activation=model.activation,
         positions=model.position_embedding_type,
+        capped=model.attn_logit_softcapping is not None,
     )
     return ", ".join(f"{name}: {how}" for name, how in implementations.items())
 
@@ -203,6 +209,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         masked=is_bert or alibi or windowed or "documents" in config.beside_hidden_states,
         alibi=alibi,
         dropout=model.attention_dropout,
+        capped=model.attn_logit_softcapping is not None,
     )
     return ops.slower_attention(device, shape)
 

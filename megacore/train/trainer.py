@@ -88,7 +88,8 @@ class Trainer:
         self.parameters = self.model.parameters
         self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
         load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
-        self.loaded = None if load is None else self._resume(load, with_optimizer=config.start.load_optim)
+        with_optimizer = config.start.load_optim and not config.training.skip_train
+        self.loaded = None if load is None else self._resume(load, with_optimizer=with_optimizer)
         if self.loaded is None and (source := config.start.pretrained_checkpoint) is not None:
             self.train_steps.load(Path(source), with_optimizer=False, with_progress=False)
         self.extended: Rollback | None = None
@@ -134,8 +135,8 @@ class Trainer:
     # ---- the run
 
     def run(self) -> None:
-        """Train until train_iters or until a request to stop; evaluate, log and save as configured. The results are in
-        the output directory."""
+        """Train until train_iters or until a request to stop; evaluate, log and save as configured. With --skip-train
+        only evaluate, once. The results are in the output directory."""
         if self.loaded is not None:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
             self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
@@ -143,7 +144,10 @@ class Trainer:
             self.report.say(f"  {'rollback':<10}skips more by --spike-skip-batches: {self.extended}")
         try:
             with self.stop_requests, self.saving:
-                self._train()
+                if self.config.training.skip_train:
+                    self.evaluate()
+                else:
+                    self._train()
             with section(Phase.EXIT):
                 stopped = self.decision.stop if self.step < self.config.training.train_iters else None
                 self.report.say(self._summary(stopped))
@@ -409,6 +413,8 @@ class Trainer:
 
     def _summary(self, stopped: str | None) -> str:
         training = self.config.training
+        if training.skip_train:
+            return f"evaluated at step {self.step}, without training; the output is in {training.output_dir}"
         ended = f"stopped by {stopped}: {self.step} of {training.train_iters}" if stopped else f"done: {self.step}"
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
         return f"{ended} steps{skipped}, {self.consumed_samples:,} samples; the output is in {training.output_dir}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -13,7 +14,7 @@ import torch
 from megacore.checkpoint.save import Saved
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import pipeline_dimension
-from megacore.parallel.collectives import all_reduce_job_, rows_of_ranks
+from megacore.parallel.collectives import all_gather_objects, all_reduce_job_, rows_of_ranks
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.replicas import ReplicaCheck
@@ -62,6 +63,7 @@ class Stragglers(Callback):
     def __init__(self, mesh: Mesh, report: Report, *, first_step: int) -> None:
         unwatched = torch.tensor(float(Current.ledger is None), dtype=torch.float64, device=mesh.device)
         self._compares = mesh.world.size > 1 and not all_reduce_job_(unwatched, mesh, "max").item()
+        self._hosts = all_gather_objects(socket.gethostname(), mesh.world) if self._compares else []
         name = pipeline_dimension(mesh.dimensions)
         self._mesh, self._report, self._step = mesh, report, first_step
         self._stages = {rank: mesh.coordinates(rank)[name] for rank in range(mesh.world.size)}
@@ -123,7 +125,8 @@ class Stragglers(Callback):
         return {rank: Times(*values) for rank, values in enumerate(everyone.tolist())}
 
     def _line(self, straggler: Straggler) -> str:
-        where, times = self._mesh.describe(straggler.rank), straggler.times
+        where = f"{self._mesh.describe(straggler.rank)}, on {self._hosts[straggler.rank]}"
+        times = straggler.times
         return (
             f"slow: rank {straggler.rank} ({where}) computes {times.compute:.3f} s/step, {straggler.ratio:.2f} x its "
             f"stage (data {times.data:.3f}, gc {times.gc:.3f}, communication {times.communication:.3f})"

@@ -129,7 +129,7 @@ def make_parser() -> ToolParser:
             f"{STEPS} steps.\n\n"
             "    python tools/verify.py pretrain_gpt.py --tp 2 --pp 2 --dp 2 --zero-stage 1\n\n"
             "starts the ranks itself; under torchrun it takes those of the job. All flags of the trainer are taken,\n"
-            "and validated by the trainer. Without data it uses --mock-data. docs/verify.md is the manual."
+            "and validated by the trainer. Without data it uses --mock-data. docs/guides/verify.md is the manual."
         ),
         epilog="exit status: 0 everything compared agrees, 1 something differs or a run failed, 2 refused",
     )

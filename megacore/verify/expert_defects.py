@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.reproducible import canonical_blocks
 from megacore.layers import moe
 from megacore.parallel.experts import Assignment
 from megacore.parallel.mesh import Group
@@ -106,6 +107,7 @@ def _has_loads(config: ResolvedConfig) -> bool:
 
 def _has_parts(config: ResolvedConfig) -> bool:
     split = config.parallel.expert_split > 1 and not config.parallel.sequence_parallel
+    split = split and canonical_blocks(config) == 1  # which gives every rank the whole gradient
     return config.model.experts is not None and split
 
 
@@ -149,7 +151,7 @@ EXPERT_DEFECTS: tuple[Defect, ...] = (
         "the gradient that routers get through split experts is not summed over tensor-parallel ranks",
         _unsummed_weights,
         "gradient",
-        needs="--num-experts and --tp 2 or more, without --sequence-parallel",
+        needs="--num-experts and --tp 2 or more, without --sequence-parallel and --reproducible",
         possible=_has_parts,
     ),
     defect(

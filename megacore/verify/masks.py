@@ -1,8 +1,8 @@
 """Dropout masks: recorded where they are used, and drawn in one process as the ranks of a layout draw them.
 
-A mask may depend on the tensor-parallel rank that draws it (docs/design.md, "Random numbers are functions of names").
-A one-process run has the masks of a layout only if it draws them shard by shard. Both jobs replace two functions of
-the product while a context is open: `Dropout.forward` and `Attention._mix`.
+A mask may depend on the tensor-parallel rank that draws it (docs/explain/design.md, "Random numbers are functions of
+names"). A one-process run has the masks of a layout only if it draws them shard by shard. Both jobs replace two
+functions of the product while a context is open: `Dropout.forward` and `Attention._mix`.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool, note: Note
                         window=self.window,
                         documents=documents,
                         alibi=None if self.alibi is None else ops.Alibi(self.alibi.slopes[heads]),
+                        soft_cap=self.soft_cap,
                         dropout=self.dropout,
                         implementation=self.implementation,
                     )

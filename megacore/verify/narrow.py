@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megacore.config import (
+    AverageConfig,
     ExpertsConfig,
+    MupConfig,
     OptimizerConfig,
     RampupConfig,
     ResolvedConfig,
@@ -24,6 +26,7 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
 from megacore.config.pipeline_layout import parse_layout
+from megacore.config.rope_factors import parse_factors, written_factors
 from megacore.config.schema import sections_of
 
 WARMUP_STEPS = 4
@@ -117,6 +120,8 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
         "watch": replace(config.watch, replay_interval=0),
         "rampup": RampupConfig(),
+        "average": AverageConfig(),  # changes no step
+        "mup": MupConfig(),  # its factors of scores and logits are the model's
     }
     if config.model.experts is not None:
         experts = _experts(config, sections["model"])
@@ -184,7 +189,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     inner = tp * math.ceil(model.ffn_hidden_size / model.hidden_size * hidden / tp)
     vocabulary = next((v for v in _VOCABULARIES if v <= model.vocab_size and (tp == 1 or v % tp)), model.vocab_size)
     positions = model.max_position_embeddings
-    original = model.rope_original_max_positions
+    original, pairs = model.rope_original_max_positions, int(size * model.rotary_percent) // 2
     return replace(
         model,
         **short,
@@ -200,11 +205,21 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         max_position_embeddings=min(positions, seq_length + 8 * (positions > config.data.seq_length)),
         rope_original_max_positions=None
         if original is None
-        else max(1, min(original, original * seq_length // config.data.seq_length)),
+        else max(2, min(original, original * seq_length // config.data.seq_length)),
+        rope_short_factors=_fewer_factors(model.rope_short_factors, pairs),
+        rope_long_factors=_fewer_factors(model.rope_long_factors, pairs),
         window_size=None if model.window_size is None else min(model.window_size, seq_length // 2),
         # Activations and gradients keep about the size that they have in the whole model.
         init_method_std=min(0.5, model.init_method_std * math.sqrt(model.hidden_size / hidden)),
     )
+
+
+def _fewer_factors(text: str | None, pairs: int) -> str | None:
+    """One number of --rope-scaling longrope for each pair of dimensions of a narrowed head, spread over all numbers."""
+    if text is None:
+        return None
+    factors = parse_factors(text)
+    return written_factors([factors[pair * len(factors) // pairs] for pair in range(pairs)])
 
 
 def _experts(config: ResolvedConfig, model: ResolvedModel) -> ResolvedExperts:

@@ -293,7 +293,7 @@ class Recorder:
         optimizer = self.steps.update.optimizer
         for state in optimizer.kinds:
             for local in self._segments:
-                if (value := local.state(optimizer, state.name)) is not None:
+                if (value := optimizer.values(local, state.name)) is not None:
                     self._add_segment(step, kind, local, value, suffix=f" {state.name}")
 
     def _note_published(self) -> None:

@@ -1,0 +1,159 @@
+"""The configuration of `PipelineEngine` (engine.py), from its arguments: what is wrong with it is reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megacore.config import (
+    AverageConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerSettings,
+    ParallelConfig,
+    PrecisionConfig,
+    ResolvedConfig,
+    SpikeConfig,
+    TrainingConfig,
+    WatchConfig,
+    validate,
+)
+from megacore.config.dimensions import fill_degrees, size_of_role
+from megacore.config.fields import field_infos
+from megacore.config.messages import one_of
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.errors import ConfigError
+from megacore.models.plain import Layer, is_split, undivided
+from megacore.parallel.mesh import world_size
+
+
+def replicas(parallel: ParallelConfig) -> int:
+    """Ranks that compute different samples, at least 1."""
+    return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
+
+
+def without_times(parallel: ParallelConfig) -> ParallelConfig:
+    """Without choices by the time of layers, which is not known for plain ones."""
+    balance = "parameters" if parallel.pipeline_balance == "time" else parallel.pipeline_balance
+    return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
+
+
+def checked_config(
+    layers: Sequence[Layer],
+    *,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    settings: OptimizerSettings | Sequence[OptimizerSettings] | None,
+    precision: PrecisionConfig,
+    training: TrainingConfig,
+    logging: LoggingConfig,
+    watch: WatchConfig,
+    spikes: SpikeConfig,
+    average: AverageConfig,
+    weighs_by_samples: bool,
+) -> ResolvedConfig:
+    """The configuration of the run, resolved; its model and data sections mean nothing here.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    problems: list[str] = []
+    stages = parallel.pp * parallel.virtual_stages
+    optimizer, chosen = _optimizer_of(optimizer, settings, problems)
+    for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
+        if (value := getattr(logging, name)) != field_infos(LoggingConfig)[name].default:
+            problems.append(f"{name} {value} is GPT's, whose trainer logs by itself: leave it out")
+    if parallel.tp > 1 and not is_split(layers):
+        problems.append(
+            f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
+            "group=mesh.layer"
+        )
+    if parallel.sequence_parallel:
+        problems.append("sequence_parallel is GPT's and BERT's: leave it out")
+    if parallel.cp > 1:
+        problems += undivided(layers, parallel.cp)
+        if training.reproducible:
+            problems.append(
+                f"reproducible with cp {parallel.cp}: layers of your own sum gradients over the positions of a rank, "
+                "and round otherwise than one process: use cp 1, or leave reproducible out"
+            )
+        if weighs_by_samples:
+            problems.append(
+                f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ in '
+                'their number of terms: give count=lambda targets: ..., or use reduction "sum"'
+            )
+        if parallel.cp_comm != "auto":
+            problems.append(
+                f"cp_comm {parallel.cp_comm}: layers choose it; leave it out, and build them with "
+                f'SequenceShards(mesh.sequence, "{parallel.cp_comm}")'
+            )
+    if parallel.pipeline_layout is not None:
+        problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
+    if parallel.pipeline_balance == "flops":
+        problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
+    if training.recompute not in ("none", "full"):
+        problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+    if spikes.on_spike == "rollback":
+        problems.append(
+            "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
+        )
+    if stages > max(len(layers), 1):
+        problems.append(
+            f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
+            f"{len(layers)} layers: use {len(layers)} stages or less, or cut the model into more layers"
+        )
+    elif not problems:
+        config = Config(
+            model=ModelConfig(
+                num_layers=max(len(layers), 1), vocab_size=1, hidden_size=parallel.tp, num_attention_heads=parallel.tp
+            ),
+            data=DataConfig(mock_data=True, seq_length=1024 * parallel.cp),
+            parallel=parallel,
+            optimizer=optimizer,
+            precision=precision,
+            training=training,
+            logging=logging,
+            watch=watch,
+            spikes=spikes,
+            average=average,
+            **chosen,
+        )
+        problems += validate(config, world_size())
+        if not problems:
+            return config.resolve(world_size())
+    raise ConfigError(problems)
+
+
+def _optimizer_of(
+    optimizer: OptimizerConfig,
+    given: OptimizerSettings | Sequence[OptimizerSettings] | None,
+    problems: list[str],
+) -> tuple[OptimizerConfig, dict[str, Any]]:
+    """The optimizer's section with the name that its settings have, and the sections of the settings by name: of the
+    first, and of those that it shares."""
+    if given is None:
+        return optimizer, {}
+    settings, *others = [given] if isinstance(given, OptimizerSettings) else given
+    shared = {name: other for name in settings.shares for other in others if type(other) is OPTIMIZERS[name]}
+    problems += [
+        f"optimizer_settings {type(other).__name__} has no effect beside {type(settings).__name__}: leave it out"
+        for other in others
+        if other not in shared.values()
+    ]
+    name = next((name for name, kind in OPTIMIZERS.items() if kind is type(settings)), None)
+    if name is None:
+        kinds = one_of([kind.__name__ for kind in OPTIMIZERS.values()])
+        problems.append(f"optimizer_settings {type(settings).__name__} is of no registered optimizer: use {kinds}")
+        return optimizer, {}
+    if optimizer.optimizer not in (name, field_infos(OptimizerConfig)["optimizer"].default):
+        problems.append(
+            f"optimizer {optimizer.optimizer} and optimizer_settings {type(settings).__name__}, which is of {name}, "
+            f"exclude each other: use {OPTIMIZERS[optimizer.optimizer].__name__}, or leave one of them out"
+            if optimizer.optimizer in OPTIMIZERS
+            else f"optimizer {optimizer.optimizer} is not known: use {one_of(list(OPTIMIZERS))}"
+        )
+    return dataclasses.replace(optimizer, optimizer=name), {name: settings, **shared}
