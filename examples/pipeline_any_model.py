@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/pipeline_any_model.py
 
 Both print the same. The images have the shape of CIFAR's (3 x 32 x 32, ten classes) and are made up: each class is a
-pattern under noise. docs/any-model.md explains every line.
+pattern under noise. docs/guides/any-model.md explains every line.
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""Signum (Bernstein et al. 2018, "signSGD", arXiv 1802.04434): steps of equal size along the sign of the momentum.
+
+An optimizer consists of settings, which say what state it keeps, and of an update of flat runs of weights. ZeRO on
+every stage, offload, memory checks and checkpoints follow from these. For a flag of the training programs, the settings
+become a section of the configuration (docs/extend/extending.md). Here they take the section of SGD, which this program
+does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megacore.config.optimizers import OPTIMIZERS, SGDConfig, StateKind
+from megacore.optim.optimizer import Optimizer
+from megacore.optim.optimizers import OPTIMIZER_CLASSES
+from megacore.zero.data_parallel import LocalRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignumConfig(SGDConfig):
+    """Settings: `sgd_momentum` is Signum's."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        """One number per weight."""
+        return (StateKind(name="momentum"),)
+
+
+class Signum(Optimizer[SignumConfig]):
+    """The update, on this rank's part of the weights."""
+
+    @property
+    def usual_momentum(self) -> float:
+        """1Cycle changes it."""
+        return self.settings.sgd_momentum
+
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        """Algorithm 2 of the paper, with decoupled weight decay."""
+        for run, gradient, momentum in zip(runs, gradients, self.tensors("momentum", runs), strict=True):
+            momentum.lerp_(gradient, 1 - self.momentum)
+            run.master.mul_(1 - lr * weight_decay).sub_(momentum.sign(), alpha=lr)
+
+
+def register() -> None:
+    """Make `optimizer_settings=SignumConfig()` mean Signum."""
+    OPTIMIZERS["sgd"] = SignumConfig
+    OPTIMIZER_CLASSES[SignumConfig] = Signum
