@@ -1,8 +1,8 @@
 """Prints what megacore makes of every key of a DeepSpeed configuration, and of Megatron-DeepSpeed's flags, as Markdown.
 
 python tools/deepspeed_reference.py                                         # print it
-python tools/deepspeed_reference.py --write docs/coming-from-deepspeed.md   # bring the document up to date
-python tools/deepspeed_reference.py --check docs/coming-from-deepspeed.md   # exit status 1 if it is not
+python tools/deepspeed_reference.py --write docs/guides/coming-from-deepspeed.md   # bring the document up to date
+python tools/deepspeed_reference.py --check docs/guides/coming-from-deepspeed.md   # exit status 1 if it is not
 """
 
 from __future__ import annotations

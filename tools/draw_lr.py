@@ -6,7 +6,7 @@
     python tools/draw_lr.py --train-iters 100                      # a table in the terminal
 
 It takes the flags of pretrain_gpt.py: paste a command line, and those that are not about schedules change nothing.
-docs/optimizers.md explains the schedules. Nothing here loads torch.
+docs/reference/optimizers.md explains the schedules. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megacore.config import Config, OptimizerConfig, OptimizerSettings, Training
 from megacore.config.fields import field_infos
 from megacore.config.flags import Given, read_flags
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
 from megacore.config.toml import read_toml
 from megacore.errors import ConfigError
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
@@ -60,15 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
     if args.output is not None:
         require_writable(args.output)
-    config, settings, iterations = _configuration(flags)
+    config, settings, iterations, sizes = _configuration(flags)
     steps = range(1, iterations + 1)
+    # Of the learning rate and the momentum: they follow the samples, but in a range test.
+    positions = steps if config.lr_range_test else [sizes.full_steps(step) for step in steps]
     panels = [Curve(title="learning rate", points=[])]
-    rates = {"learning rate": [learning_rate(step, config, train_iters=iterations) for step in steps]}
+    rates = {"learning rate": [learning_rate(at, config, train_iters=iterations) for at in positions]}
     if config.weight_decay_incr_style != "constant":
         rates["weight decay"] = [weight_decay(step, config, train_iters=iterations) for step in steps]
     usual = next((float(getattr(settings, name)) for name in _MOMENTA if hasattr(settings, name)), None)
-    if config.lr_decay_style == "1cycle" and usual is not None:
-        rates["momentum"] = [momentum(step, config, usual=usual, train_iters=iterations) for step in steps]
+    if config.lr_decay_style == "1cycle" and usual:
+        rates["momentum"] = [momentum(at, config, usual=usual, train_iters=iterations) for at in positions]
     if args.output is None:
         _print_table(rates, iterations)
         return
@@ -88,8 +92,8 @@ def _print_table(rates: dict[str, list[float]], iterations: int) -> None:
         print(str(step).rjust(9), *(f"{values[step - 1]:14.6g}" for values in rates.values()))
 
 
-def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSettings, int]:
-    """The section of the optimizer, the settings that have its momentum, and the number of steps.
+def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSettings, int, BatchSizes]:
+    """The section of the optimizer, the settings that have its momentum, the number of steps, and their batch sizes.
 
     Raises:
         ConfigError: a flag is wrong, or --train-iters is missing.
@@ -104,12 +108,20 @@ def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSett
         raise ConfigError(problems)
     config = OptimizerConfig(**{name: values[name] for name in field_infos(OptimizerConfig) if name in values})
     training = TrainingConfig(train_iters=values["train_iters"])
-    problems += [*config.problems(), *training.problems()]
+    rampup = RampupConfig(**{name: values[name] for name in field_infos(RampupConfig) if name in values})
+    problems += [*config.problems(), *training.problems(), *rampup.problems()]
+    full = values.get("global_batch_size")
+    if not rampup.problems() and (ramp := rampup.ramp()) is not None:
+        problems += ramp_problems(ramp, full, replica_samples=0)
     if problems:
         raise ConfigError(problems)
+    sizes = BatchSizes(full or 1, rampup.ramp())
+    if config.lr_decay_iters is None and rampup.rampup_batch_size:
+        config = replace(config, lr_decay_iters=max(1, int(sizes.full_steps(training.train_iters))))
     kind = OPTIMIZERS[config.optimizer]
     kind = OPTIMIZERS["adamw"] if "adamw" in kind.shares and config.optimizer != "muon" else kind
-    return config, kind(**{name: values[name] for name in field_infos(kind) if name in values}), training.train_iters
+    settings = kind(**{name: values[name] for name in field_infos(kind) if name in values})
+    return config, settings, training.train_iters, sizes
 
 
 if __name__ == "__main__":

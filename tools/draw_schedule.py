@@ -5,7 +5,7 @@
     python tools/draw_schedule.py --csv mine.csv -o out.png
     python tools/draw_schedule.py --from-trace output/mock/trace.json -o out.svg
 
-docs/schedules.md explains the pictures. Nothing here loads torch.
+docs/explain/schedules.md explains the pictures. Nothing here loads torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prints the reference of all flags as Markdown, from the fields themselves.
 
     python tools/flag_reference.py                              # print it
-    python tools/flag_reference.py --write docs/configuration.md    # bring the document up to date
-    python tools/flag_reference.py --check docs/configuration.md    # exit status 1 if it is not
+    python tools/flag_reference.py --write docs/reference/configuration.md    # bring the document up to date
+    python tools/flag_reference.py --check docs/reference/configuration.md    # exit status 1 if it is not
 
 In a document the reference is between two marker lines, and only what is between them is replaced.
 """

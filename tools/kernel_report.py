@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs that need not be there, and look at what the compiler made of it.
 
     python tools/kernel_report.py                           one line a kernel
-    python tools/kernel_report.py --write docs/kernels.md   the table in the documentation
+    python tools/kernel_report.py --write docs/explain/kernels.md   the table in the documentation
     python tools/kernel_report.py --json                    for tests/kernels
     python tools/kernel_report.py --liger                   beside Liger-Kernel's: pip install liger-kernel --no-deps
 

@@ -6,7 +6,7 @@
         --search --picture layouts.svg
     python tools/plan.py --calibrate output/mock        # fit output/mock/cluster.toml to a run of this machine
 
-Takes the flags of the entry point and validates them as it does. Nothing here loads torch (docs/planner.md).
+Takes the flags of the entry point and validates them as it does. Nothing here loads torch (docs/guides/planner.md).
 """
 
 from __future__ import annotations

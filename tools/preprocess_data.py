@@ -47,7 +47,8 @@ def _parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text files to read: .jsonl or plain text, optionally compressed (.gz, .zst)",
+        help="text files to read: .jsonl or plain text, optionally compressed (.gz, .zst), or .parquet (pip install "
+        "pyarrow)",
     )
     add(
         "--tokenizer",
@@ -74,7 +75,8 @@ def _parser() -> ToolParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the .jsonl objects to read; each key has a separate output. Default: text.",
+        help="keys of the .jsonl objects, or columns of .parquet files, to read; each has a separate output. "
+        "Default: text.",
     )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
@@ -141,7 +143,7 @@ def worker_count(text: str) -> int:
 def _preprocess(args: Namespace) -> None:
     # The worker processes are the parallelism: threads within each would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    file_bytes = check_files(args.input)
+    file_bytes = check_files(args.input, None if args.sft else args.json_keys)
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

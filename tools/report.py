@@ -4,7 +4,7 @@
     python tools/report.py output/mine -o mine.html
 
 The page needs no network and no other file. It also works for a run that is running, failed, or left half a line.
-docs/metrics.md describes it. Nothing here loads torch.
+docs/reference/metrics.md describes it. Nothing here loads torch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Takes the flags of pretrain_gpt.py. Without --config, --precision is bf16 and the data are --mock-data unless given.
 The step runs on fake tensors, so that its operators, bytes and FLOPs are counted; only their times are estimated
-(docs/measured.md).
+(docs/reports/measured.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import megacore
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
-from megacore.config.expert_rules import refuse_experts
 from megacore.config.help import help_topic
 from megacore.config.messages import counted
 from megacore.convert.start import shape_from_hf
@@ -37,9 +36,16 @@ from megacore.plan.flops import flops_per_sequence
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.roofline import Estimate, Totals, estimate
-from megacore.plan.state import updated_parameters
+from megacore.plan.state import held_experts, updated_parameters
 
-ROLES = {"layer": "tensor parallel", "replicas": "data parallel", "world": "all ranks"}
+ROLES = {
+    "layer": "tensor parallel",
+    "replicas": "data parallel",
+    "world": "all ranks",
+    "dispatch": "expert parallel",
+    "expert_layer": "tensor parallel, experts",
+    "expert_replicas": "data parallel, experts",
+}
 SMALL = 0.004  # share of the step below which operators are listed together
 
 
@@ -102,7 +108,6 @@ def _read_config(flags: Sequence[str]) -> ResolvedConfig:
         kind=Config,
         shape=shape_from_hf,
         vocabulary=vocabulary_size,
-        checks=[lambda config: refuse_experts(config, "tools/roofline.py")],
         planned=True,
     )
 
@@ -151,7 +156,7 @@ def _report(result: Estimate, config: ResolvedConfig) -> Iterator[str]:
     yield (
         f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {result.device.name}, "
         f"{config.precision.precision}: tp {parallel.tp}{', sequence parallel' if parallel.sequence_parallel else ''}, "
-        f"dp {parallel.dp}, ZeRO stage {parallel.zero_stage}, "
+        f"dp {parallel.dp}, {_experts(config)}ZeRO stage {parallel.zero_stage}, "
         f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
         f"{config.data.seq_length} tokens, recompute {training.recompute}"
     )
@@ -186,6 +191,15 @@ def _report(result: Estimate, config: ResolvedConfig) -> Iterator[str]:
     yield f"Memory: {needed / 1e9:.1f} GB expected of {result.device.memory_bytes / 1e9:.0f} GB: {fits}"
 
 
+def _experts(config: ResolvedConfig) -> str:
+    """Of the title."""
+    parallel, experts = config.parallel, config.model.experts
+    if experts is None:
+        return ""
+    split = f", etp {parallel.expert_split}" if parallel.expert_split != parallel.tp else ""
+    return f"ep {parallel.ep}{split}, {experts.num_experts} experts with equally many tokens, "
+
+
 def _row(phase: str, name: str, kind: str, totals: Totals, step: float) -> str:
     return (
         f"| {phase} | {name} | {kind} | {totals.launches:,.0f} | {totals.bytes / 1e9:.2f} | "
@@ -201,7 +215,10 @@ def _in_range(values: Range, factor: float, form: str) -> str:
 def _update_bytes(result: Estimate, config: ResolvedConfig) -> float:
     """Bytes of the update per parameter that the rank updates."""
     moved = sum(t.bytes for (phase, kind, _), t in result.timing.rows.items() if (phase, kind) == ("update", "memory"))
-    return moved / updated_parameters(plan_memory(config, outline(config), on_cpu=False)[0].parameters, config)
+    layers = outline(config)
+    experts = held_experts(config, layers, [range(len(layers))])
+    held = plan_memory(config, layers, on_cpu=False)[0].parameters
+    return moved / updated_parameters(held, config, experts=experts)
 
 
 def _as_json(result: Estimate, config: ResolvedConfig) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _parser() -> ToolParser:
 def _train(args: Namespace) -> None:
     if args.lowercase and args.model != "wordpiece":
         raise UserError(f"--lowercase has no effect with --model {args.model}: leave it out, or use --model wordpiece")
-    check_files(args.input)
+    check_files(args.input, args.json_keys)
     refuse_other_kind(args.output, args.model)
     refuse_overwriting(saved_files(args.output), args.input)
     texts = _Texts(args)
@@ -119,7 +119,7 @@ class _Texts:
     def __iter__(self) -> Iterator[str]:
         self.bad.clear()
         for path in self._args.input:
-            for chunk in read_chunks(path, self._args.text_unit):
+            for chunk in read_chunks(path, self._args.text_unit, columns=self._args.json_keys):
                 parsed = parse(chunk, self._args.json_keys if chunk.unit == "json" else ("text",))
                 self.bad.extend(parsed.bad)
                 for texts in parsed.texts:

@@ -5,7 +5,7 @@
     python tools/verify.py pretrain_bert.py --tp 2 --dp 2 --self-test               # plants defects, finds them
 
 The exit status is 0 if everything compared agrees, 1 if something differs or a run failed, 2 for what is refused. See
-docs/verify.md.
+docs/guides/verify.md.
 """
 
 from __future__ import annotations
