@@ -1,10 +1,12 @@
-# make setup        create .venv and install (seconds when done; PYTHON=python3.12 chooses the interpreter)
+# make setup        create .venv and install what users need (seconds when done; PYTHON=python3.12 chooses the interpreter)
+# make setup-dev    the same, and what tests and linters need
 # make quickstart   train a small GPT on 8 processes, from text to generated text
 # make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
-# make test-slow    the tests that take minutes (PIECE=parity runs one folder of them, docs/design.md)
+# make test-slow    the tests that take minutes (PIECE=parity runs one folder of them, docs/explain/design.md)
 # make peers        install DeepSpeed and Megatron-Core into .venv-peers, for benchmarks/compare.py
-# make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/measured.md); uses PYTHON as it is
+# make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/reports/measured.md); uses PYTHON as it is
 # make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
+# make docs         build the documentation as a site: build/site/index.html
 # make lint | format | docs-check | build | clean | distclean
 
 VENV := .venv
@@ -12,6 +14,9 @@ VENV := .venv
 WORKERS ?= 2
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 AT_LEAST := import sys; sys.exit(sys.version_info < (3, 11))
 
 # The first interpreter that is new enough; a PYTHON that is given is taken as it is, and refused if it is too old.
@@ -34,10 +39,12 @@ ifeq ($(origin PYTHON)$(filter gpu-check,$(MAKECMDGOALS)),command line)
 $(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
 endif
 
-.PHONY: setup quickstart test pytest test-slow peers gpu-check gpu-wheels lint format docs-check build clean distclean
+.PHONY: setup setup-dev docs quickstart test pytest test-slow peers gpu-check gpu-wheels lint format docs-check build clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
+
+setup-dev: $(DEV_STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(or $(PYTHON),python3) -c '$(AT_LEAST)' || { \
@@ -45,27 +52,38 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 		echo "Install one and name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@[ -f $@ ] || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 2; }
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt setuptools
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) -q -c constraints.txt setuptools
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[convert,preprocess]'
 	@printf '%s' "$(CURDIR)" > $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	@$(RUN) tools/build_docs.py
 
 quickstart: setup
 	@$(RUN) tools/quickstart.py
 
 # Side by side: the type checker keeps one core busy, and many tests wait.
-test: setup
+test: setup-dev
 	@$(MAKE) --no-print-directory -j2 lint pytest || { \
 		echo "The linters or the tests failed; 'make lint' runs the linters only." >&2; exit 2; }
 
 # In the order of tests/conftest.py, which puts the longest files first.
-pytest: setup
+pytest: setup-dev
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-slow: setup
+test-slow: setup-dev
 	$(RUN) -m pytest -m slow tests/$(PIECE) $(ARGS)
 
 # With the torch of .venv; a framework that does not install is named, and the others are.
-peers: setup
+peers: setup-dev
 	@$(RUN) -m benchmarks.comparison.install $(ARGS)
 
 # The caller's interpreter and packages, which have the torch that fits the GPU: no .venv, no network.
@@ -76,20 +94,20 @@ gpu-check:
 gpu-wheels: setup
 	@$(RUN) -m benchmarks.gpu_check.download --wheels "$(or $(WHEELS),wheels)"
 
-lint: setup
+lint: setup-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	@$(RUN) -m tests.unit.architecture_rules
 
-format: setup
+format: setup-dev
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-docs-check: setup
+docs-check: setup-dev
 	$(RUN) -m pytest tests/e2e/test_readme.py
 
-build: setup
+build: setup-dev
 	$(RUN) -m build --no-isolation
 
 clean:

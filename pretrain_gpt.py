@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
 from megacore.commands.plan import dry_run, is_dry_run
@@ -63,9 +63,14 @@ def train(config: ResolvedConfig, mesh: Mesh) -> None:
     Trainer(config, mesh, task, train_data, valid_data).run()
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Train as the words of the command line say, and end the process."""
     prepare_signals()
     status = main(sys.argv[1:])
     from megacore.train.launch import exit_with
 
     exit_with(status)
+
+
+if __name__ == "__main__":
+    run()

@@ -2,7 +2,7 @@
 
     make peers                                    # DeepSpeed and Megatron-Core, once
     python benchmarks/compare.py --ranks 2        # data, tensor and pipeline parallelism, ZeRO 1 to 3
-    python benchmarks/compare.py --ranks 4 --measured         # and combinations; writes the section of docs/measured.md
+    python benchmarks/compare.py --ranks 4 --measured   # and combinations; writes in docs/reports/measured.md
     python benchmarks/compare.py --ranks 2 --peers torch --modes dp,zero3 --memory-limit-mib 0
 
 Every rank is a process with one thread, and every framework has processes of its own. All start from the same weights
@@ -50,7 +50,7 @@ from benchmarks.comparison.stages import cut  # noqa: E402
 from megacore.plan.canvas import save  # noqa: E402
 
 PRODUCTS = "products"
-MEASURED = ROOT / "docs" / "measured.md"
+MEASURED = ROOT / "docs" / "reports" / "measured.md"
 # Ways whose largest model is sought, and its sizes: few tokens and a wide model, so that state outweighs activations.
 LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
 LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)

@@ -6,7 +6,8 @@
 Learning: both models have the same layers, batches and steps; a token passes through feed-forward layers of the same
 width. Tokens are bytes, by default of the reference that Python's help() shows, of which the last tenth is for
 validation. The table has the loss on it. MaxVio is the largest load of an expert over the mean, less 1, as a mean over
-layers: of each batch of the last tenth of the steps, and of these batches together.
+layers: of each batch of the last tenth of the steps, of four batches that follow each other, and of all these batches
+together. A line below says what chance makes of it where tokens choose evenly and independently.
 
 Speed: forward, backward and AdamW of the same mixture on as many cores: two ranks with one thread each, with and
 without expert parallelism, and transformers' Mixtral in one process with two threads. All take turns.
@@ -49,7 +50,9 @@ from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 
 _BYTES = 256
+_SIZES = {"hidden": (96, 256), "seq": (128, 256), "width": (128, 512)}  # by default: of learning, of speed
 _LAST = 0.1  # part of the steps and of the text
+_DRAWS = 200
 
 
 class Bytes(SampleDataset):
@@ -154,37 +157,60 @@ def learn(options: argparse.Namespace) -> None:
         f"\n{options.steps} steps of {options.batch} x {options.seq} bytes, {options.layers} layers of "
         f"{options.hidden}; {options.experts} experts of {options.width}, of which a token uses {options.chosen}\n"
     )
-    print("| | parameters | of which active | loss at the end | validation loss | MaxVio of a batch | of all |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("| | parameters | of which active | loss at the end | validation loss | MaxVio of a batch | of 4 | of all |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     last = max(1, round(options.steps * _LAST))
     for name, experts in variants(options).items():
-        losses, violations, validation, of_all = [], [], [], []
+        if options.variant is not None and options.variant not in name:
+            continue
+        losses, validation, violations = list[float](), list[float](), dict[int, list[float]]()
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):
                 config = configuration(options, directory, experts=experts, parallel=_ON_CPU, seed=seed)
                 mesh = Mesh(device=torch.device("cpu"))
                 data = Bytes(train_text, options.seq, seed=seed), Bytes(valid_text, options.seq, seed=0)
                 trainer = Trainer(config, mesh, GPTTask(config, mesh), *data)
-                loads: dict[str, Tensor] = {}
+                loads: list[Tensor] = []  # of each step, [layers, E]
                 for step in range(options.steps):
                     result = trainer.train_step(next(trainer.batches))
                     if step >= options.steps - last:
                         losses.append(float(result.loss))
                         if (balance := trainer.train_steps.balance) is not None:
-                            violations.append(balance.figures()["moe/mean_violation"])
-                            loads = {layer: load + loads.get(layer, 0) for layer, load in balance.loads().items()}
-                of_all += [float(load.max() / load.double().mean()) - 1.0 for load in loads.values()]
+                            loads.append(torch.stack([*balance.loads().values()]))
+                for together in (1, min(4, last), last) if loads else ():
+                    violations.setdefault(together, []).extend(_violations(torch.stack(loads), together))
                 loss = trainer.evaluate()
                 assert loss is not None
                 validation.append(loss)
         total = sum(parameter.numel() for parameter in trainer.model.parameters.values())
         idle = _idle_parameters(trainer, options) if experts.num_experts else 0
-        uneven = f"{statistics.fmean(violations):.2f} | {statistics.fmean(of_all):.2f}" if of_all else " | "
+        uneven = " | ".join(f"{statistics.fmean(values):.2f}" for values in violations.values()) or " | | "
         print(
             f"| {name} | {total / 1e6:.2f}M | {(total - idle) / 1e6:.2f}M | {statistics.fmean(losses):.4f} | "
             f"{statistics.fmean(validation):.4f} ({', '.join(f'{value:.4f}' for value in validation)}) | {uneven} |",
             flush=True,
         )
+
+    by_chance = " and ".join(f"{violation_of_chance(options, batches):.2f}" for batches in (1, 4))
+    print(f"\nMaxVio of one batch and of four whose tokens choose at random: {by_chance}")
+
+
+def _violations(loads: Tensor, together: int) -> list[float]:
+    """MaxVio of every layer, of so many batches at a time; loads [batches, layers, E]."""
+    groups = loads.double().split(together)
+    sums = torch.stack([group.sum(0) for group in groups if len(group) == together])
+    found: list[float] = (sums.amax(-1) / sums.mean(-1) - 1.0).flatten().tolist()
+    return found
+
+
+def violation_of_chance(options: argparse.Namespace, batches: int) -> float:
+    """The mean MaxVio of batches whose tokens choose experts evenly and independently, from many draws."""
+    draw, found, tokens = np.random.default_rng(0), [], batches * options.batch * options.seq
+    for _ in range(_DRAWS):
+        chosen = draw.random((tokens, options.experts)).argsort(axis=1)[:, : options.chosen]
+        loads = np.bincount(chosen.ravel(), minlength=options.experts)
+        found.append(loads.max() / loads.mean() - 1.0)
+    return statistics.fmean(found)
 
 
 _ON_CPU = ParallelConfig(device="cpu")
@@ -278,21 +304,28 @@ def race(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_sizes(
-        parser, steps=400, rounds=7, layers=2, hidden=96, seq=128, batch=8, experts=8, chosen=2, width=128, seeds=1
-    )
+    add_sizes(parser, steps=400, rounds=7, layers=2, batch=8, experts=8, chosen=2, width=0, seeds=1)
+    parser.set_defaults(**dict.fromkeys(_SIZES))
     parser.add_argument("--text", type=Path, help="file to learn; default: the reference of Python's help()")
     parser.add_argument("--bias-rate", type=float, default=1e-3, help="--moe-router-bias-update-rate")
     parser.add_argument("--eval-batches", type=int, default=16, help="batches of validation")
     parser.add_argument("--implementation", default="eager", help="of transformers' experts: eager, grouped_mm")
+    parser.add_argument("--variant", help="only the models of the table whose names contain this, such as bias")
     parser.add_argument("--only", choices=("learning", "speed"), help="one of the two")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     if options.only != "speed":
-        learn(options)
+        learn(_with_sizes(options, 0))
     if options.only != "learning":
-        race(options)
+        race(_with_sizes(options, 1))
     return 0
+
+
+def _with_sizes(options: argparse.Namespace, column: int) -> argparse.Namespace:
+    """The options, with the default sizes of one of the two measurements."""
+    given = {name: getattr(options, name) for name in _SIZES}
+    chosen = {name: sizes[column] if given[name] is None else given[name] for name, sizes in _SIZES.items()}
+    return argparse.Namespace(**{**vars(options), **chosen})
 
 
 if __name__ == "__main__":

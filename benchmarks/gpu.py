@@ -7,7 +7,7 @@ It runs the tests marked `gpu`; times every kernel beside a copy, torch, torch.c
 small, GPT-2 XL and Llama-3.2-1B in bf16 at the largest micro batch that fits, plain, compiled and with the optimizer
 offloaded; and saves and loads checkpoints. Each part is a process of its own with a share of the time: one that fails
 or takes too long costs the others nothing. `gpu-report.json` has every figure, `gpu-report.md` the tables for
-docs/measured.md, and `gpu-report.log` what the parts that did not end well printed.
+docs/reports/measured.md, and `gpu-report.log` what the parts that did not end well printed.
 
 No network is needed. Packages that this interpreter lacks come from a folder of wheels (`--wheels`, filled by
 `make gpu-wheels`), and go into a temporary directory.

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds, counted beside the formulas, as the Markdown tables of docs/memory.md.
+"""Bytes that a rank holds, counted beside the formulas, as the Markdown tables of docs/guides/memory.md.
 
     python benchmarks/memory.py state          parameters, gradients, optimizer: stages, precisions, dp 1 to 8
     python benchmarks/memory.py activations    what a block keeps for backward: tp 1 to 4, every way to keep less

@@ -1,4 +1,4 @@
-"""The report as a page of Markdown tables, for docs/measured.md. Standard library alone."""
+"""The report as a page of Markdown tables, for docs/reports/measured.md. Standard library alone."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _memory(runs: list[Record]) -> str:
                 _number(None if beyond is None else beyond / 1024, ",.1f"),
             )
         )  # fmt: skip
-    text = "State in MiB. The formulas are those of docs/memory.md."
+    text = "State in MiB. The formulas are those of docs/guides/memory.md."
     return f"### Memory\n\n{text}\n\n{_table(head, rows)}"
 
 

@@ -15,7 +15,7 @@ from tests.distributed import run_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "pipeline_any_model.py"
-MANUAL = ROOT / "docs" / "any-model.md"
+MANUAL = ROOT / "docs" / "guides" / "any-model.md"
 
 
 def run_script(rank: int, world_size: int, path: str) -> str:

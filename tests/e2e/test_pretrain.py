@@ -31,7 +31,7 @@ TRAIN_KEYS = POSITION | {"train/loss", "train/grad_norm", "train/lr"}
 TRAIN_KEYS |= {"perf/step_time_s", "perf/tokens_per_sec", "perf/tflops_per_rank", "mem/peak_gib"}
 TRAIN_KEYS |= {"perf/bubble_predicted", "perf/bubble_measured", "train/skipped_steps", "perf/data_wait_fraction"}
 TRAIN_KEYS |= {"train/spikes"}
-KINDS = ("params", "grads", "optimizer", "buffers")  # docs/memory.md
+KINDS = ("params", "grads", "optimizer", "buffers")  # docs/guides/memory.md
 STATE_KEYS = {f"mem/{kind}_bytes{what}" for kind in KINDS for what in ("", "_predicted")}
 EVAL_KEYS = POSITION | {"eval/loss"}
 # What may be zero: the bubble in one process, steps that were skipped, spikes, the wait for data.

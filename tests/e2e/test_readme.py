@@ -3,6 +3,8 @@
 In every document, each ```bash block after a `<!-- runnable -->` line runs in a folder like a fresh checkout. Only the
 sizes are smaller (see SMALLER). Flags, paths and their order are exactly those that a reader copies. The programs start
 warm (tests/warm.py), with the words that bash makes of the block. In `make test-slow` bash starts them.
+
+The blocks after `<!-- runnable: page -->` lines continue each other: in `make test-slow` bash runs all of a page.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-BLOCK = re.compile(r"^(<!-- runnable -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(<!-- runnable -->\n|<!-- runnable: page -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Numbers that decide only how long a command takes; a test's corpus is small, too.
 SMALLER = {
     "--vocab-size": "400",
@@ -38,19 +40,24 @@ SMALLER = {
     "--seq-length": "32",
 }
 # What the commands make, rather than find.
-MADE = ("quickstart/", "output/", "models/mock", "OUTPUT_DIR/", "data/", ".venv/", "dist/")
+MADE = ("quickstart/", "output/", "models/", "OUTPUT_DIR/", "data/", ".venv/", "dist/")
 
 
-def blocks(document: Path, language: str, *, runnable: bool) -> list[str]:
-    """The fenced blocks of a document in a language."""
+def blocks(document: Path, language: str, *, mark: str = "") -> list[str]:
+    """The fenced blocks of a document in a language, after a line with this mark."""
     fenced = BLOCK.findall(document.read_text(encoding="utf-8"))
-    return [text for mark, kind, text in fenced if kind == language and bool(mark) == runnable]
+    return [text for found, kind, text in fenced if kind == language and found == (mark and f"<!-- {mark} -->\n")]
 
 
 RUNNABLE = [
     pytest.param(text, id=f"{document.name}-{number}")
     for document in DOCUMENTS
-    for number, text in enumerate(blocks(document, "bash", runnable=True))
+    for number, text in enumerate(blocks(document, "bash", mark="runnable"))
+]
+WHOLE_PAGES = [
+    pytest.param("\n".join(texts), id=document.name)
+    for document in DOCUMENTS
+    if (texts := blocks(document, "bash", mark="runnable: page"))
 ]
 
 
@@ -139,6 +146,12 @@ def test_bash_makes_the_same_words_of_a_block(text: str, tmp_path: Path) -> None
     assert done.stdout.splitlines() == [word for words in commands_of(text) for word in (*words, "end of the command")]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("text", WHOLE_PAGES)
+def test_the_commands_of_a_page_run_one_after_the_other(text: str, checkout: Path) -> None:
+    through_bash(smaller(text), checkout)
+
+
 @pytest.mark.slow  # an interpreter takes 3 s of CPU time, and the blocks start twenty-odd
 @pytest.mark.parametrize("text", RUNNABLE)
 def test_the_runnable_commands_run_in_bash(text: str, checkout: Path) -> None:
@@ -147,17 +160,17 @@ def test_the_runnable_commands_run_in_bash(text: str, checkout: Path) -> None:
 
 
 def test_there_are_runnable_commands() -> None:
-    assert len(blocks(ROOT / "docs" / "getting-started.md", "bash", runnable=True)) == 4
+    assert len(blocks(ROOT / "docs" / "start" / "getting-started.md", "bash", mark="runnable")) == 4
 
 
 @PAGES
 def test_every_command_parses(document: Path) -> None:
-    for text in blocks(document, "bash", runnable=False) + blocks(document, "bash", runnable=True):
+    for text in [text for mark in ("", "runnable", "runnable: page") for text in blocks(document, "bash", mark=mark)]:
         assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0, text
 
 
 def test_the_first_two_commands_are_quickstart_and_test() -> None:
-    lines = [line.split("#")[0].strip() for line in blocks(README, "bash", runnable=False)[0].splitlines()]
+    lines = [line.split("#")[0].strip() for line in blocks(README, "bash")[0].splitlines()]
     assert lines == ["make quickstart", "make test"]
 
 
@@ -216,7 +229,7 @@ def test_every_file_named_exists(document: Path) -> None:
 
 
 def test_every_name_in_the_tree_exists() -> None:
-    (tree,) = blocks(ROOT / "docs" / "design.md", "text", runnable=False)
+    (tree,) = blocks(ROOT / "docs" / "explain" / "design.md", "text")
     folder = ""
     for line in tree.splitlines():
         name = line.split()[0]

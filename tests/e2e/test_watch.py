@@ -182,7 +182,7 @@ def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
 
 
 def test_the_batch_script_of_the_docs_passes_a_signal_on_and_ends_as_the_launcher_does(tmp_path: Path) -> None:
-    docs = (PROGRAM.parent / "docs" / "watching.md").read_text()
+    docs = (PROGRAM.parent / "docs" / "guides" / "watching.md").read_text()
     (script,) = [block for block in re.findall(r"```bash\n(.*?)```", docs, re.DOTALL) if "trap" in block]
     rank = "trap 'echo saved; exit' USR2; echo training; while :; do sleep 0.05; done"
     launcher = tmp_path / "torchrun"

@@ -126,6 +126,15 @@ def test_triton_refuses_a_tensor_on_a_cpu(name: str, monkeypatch: pytest.MonkeyP
         call()
 
 
+def test_squared_relu_is_the_square_of_relu() -> None:
+    x = torch.linspace(-2, 2, 24).view(3, 8).t().requires_grad_()
+    dy = torch.linspace(-1, 1, 24).view(8, 3)
+    (expected,) = torch.autograd.grad(torch.relu(x).square(), x, dy)
+    y = ops.squared_relu(x)
+    torch.testing.assert_close(y, torch.relu(x).square(), rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], expected, rtol=1e-7, atol=0)
+
+
 def test_geglu_takes_the_halves_of_a_wider_tensor() -> None:
     both = torch.randn(3, 8, requires_grad=True)
     gate, up = both.chunk(2, -1)

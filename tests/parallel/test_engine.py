@@ -319,6 +319,11 @@ def test_a_wrong_configuration_is_refused(parallel: dict[str, Any], said: str) -
     assert said in str(refused.value)
 
 
+def test_equal_bits_are_refused_where_ranks_divide_sequences() -> None:
+    with pytest.raises(ConfigError, match="reproducible with cp 2: layers of your own"):
+        engine_of([linear("a"), linear("b")], parallel={"cp": 2}, reproducible=True)
+
+
 def test_layers_that_mix_positions_are_refused_by_name_where_ranks_divide_sequences() -> None:
     with pytest.raises(ConfigError) as refused:
         engine_of(odd_layers(), parallel={"cp": 2})

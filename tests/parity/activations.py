@@ -1,6 +1,6 @@
 """What a transformer block keeps for backward: counted from the storages that autograd saves, and by formula.
 
-docs/memory.md derives the formula, term by term.
+docs/guides/memory.md derives the formula, term by term.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def remembered(train: Callable[..., Outcome | None], tmp_path_factory: pytest.Te
     def cached(layout: Layout, changes: tuple[tuple[str, Any], ...]) -> Outcome:
         tp, pp, dp = layout
         directory: Path = tmp_path_factory.mktemp("run")
-        outcome = run_distributed(train, tp * pp * dp, layout, str(directory), dict(changes), timeout=180)[0]
+        options = dict(changes)
+        ranks = tp * pp * dp * options.get("cp", 1)
+        outcome = run_distributed(train, ranks, layout, str(directory), options, timeout=180)[0]
         assert isinstance(outcome, Outcome)
         return outcome
 

@@ -63,13 +63,23 @@ def from_gpt2(name: str, value: Tensor, heads: int) -> Tensor:
     return (by_head(value, heads) if ".qkv." in name else value).detach().clone(memory_format=torch.contiguous_format)
 
 
-def plain_torch(directory: Path, **changes: object) -> Outcome:
-    """Train as tests.parity.runs.train does, from the same initial weights."""
+def plain_torch(
+    directory: Path, *, dtype: torch.dtype = torch.float32, rounded_to: torch.dtype = torch.float32, **changes: object
+) -> Outcome:
+    """Train as tests.parity.runs.train does, from the same initial weights.
+
+    Args:
+        directory: for the configuration; nothing is written.
+        dtype: in which everything is computed.
+        rounded_to: dtype whose numbers the initial weights are.
+        changes: by field name.
+    """
     config = make_config((1, 1, 1), directory, **changes)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
     initial = {name: p.spec.unpadded(p).detach().clone() for name, p in trainer.parameters.items()}
     names, heads = gpt2_names(config.model.num_layers), config.model.num_attention_heads
-    twin = _twin(config)
+    initial = {name: value.to(rounded_to).to(dtype) for name, value in initial.items()}
+    twin = _twin(config).to(dtype)
     named = {name.removeprefix("transformer."): p for name, p in twin.named_parameters()}
     assert initial.keys() == names.keys()
     with torch.no_grad():

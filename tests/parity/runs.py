@@ -20,12 +20,14 @@ from torch import Tensor
 from megacore.config import (
     SECTIONS,
     AdamWConfig,
+    AverageConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     ExpertsConfig,
     LoggingConfig,
     ModelConfig,
+    MupConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -101,10 +103,14 @@ def agree(found: Outcome, expected: Outcome) -> None:
 
 
 def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradients", "initial", "final")) -> None:
+    """Equal to the bit: losses, norms, tensors of these kinds, and the optimizer's state where both have it."""
     assert found.losses == expected.losses
     assert list(map(repr, found.norms)) == list(map(repr, expected.norms))  # that of a skipped step is NaN
-    for kind in kinds:
-        one, other = getattr(found, kind), getattr(expected, kind)
+    compared = {kind: (getattr(found, kind), getattr(expected, kind)) for kind in kinds}
+    if found.moments and expected.moments:
+        assert found.moments.keys() == expected.moments.keys()
+        compared |= {kind: (moments, expected.moments[kind]) for kind, moments in found.moments.items()}
+    for kind, (one, other) in compared.items():
         assert one.keys() == other.keys()
         assert not [name for name, value in other.items() if not torch.equal(one[name], value)], kind
 
@@ -173,6 +179,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
             eval_interval=0,
             output_dir=str(output_dir),
         ),
+        "mup": MupConfig(),
+        "average": AverageConfig(),
         "rampup": RampupConfig(),
         "checkpoint": CheckpointConfig(),
         "start": StartConfig(),
@@ -209,7 +217,7 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     if config.training.reproducible:
         compute_reproducibly()
     mesh = build_mesh(config.parallel)
-    outcome = train_on(mesh, config)
+    outcome = train_on(mesh, config, moments=config.training.reproducible)
     return outcome if rank == 0 else None
 
 
@@ -230,19 +238,19 @@ def outcome_of(trainer: Trainer, *, moments: bool = False) -> Outcome:
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)
-    return Outcome(losses, norms, gradients, initial, final, _moments(trainer, mesh) if moments else {})
+    return Outcome(losses, norms, gradients, initial, final, moments_of(trainer) if moments else {})
 
 
-def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
+def moments_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """The optimizer's state, where it keeps any."""
     optimizer = trainer.update.optimizer
 
     def take(kind: str, owned: LocalSegment) -> Tensor:
-        value = owned.state(optimizer, kind)
+        value = optimizer.values(owned, kind)
         assert value is not None
         return value
 
-    return {kind.name: gather(trainer, mesh, partial(take, kind.name)) for kind in optimizer.kinds}
+    return {kind.name: gather(trainer, trainer.mesh, partial(take, kind.name)) for kind in optimizer.kinds}
 
 
 def gather(

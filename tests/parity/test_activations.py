@@ -1,4 +1,4 @@
-"""What a block keeps for backward is what docs/memory.md derives, and no more than the published formulas allow."""
+"""What a block keeps for backward is what docs/guides/memory.md derives, and at most what published formulas allow."""
 
 from __future__ import annotations
 
@@ -99,9 +99,13 @@ FAMILIES: list[dict[str, Any]] = [
     LIGHT | {"activation": "swiglu", "normalization": "RMSNorm"} | ROPE,
     LIGHT | {"activation": "geglu", "parallel_residual": True},
     LIGHT | {"activation": "relu"},
+    LIGHT | {"activation": "relu2"},
     {"position_embedding_type": "alibi"},
     {"window_size": 16},
     {"attention": "fused-softmax"},
+    {"attn_logit_softcapping": 5.0},
+    {"attn_logit_softcapping": 5.0, "attention": "fused-softmax"},
+    {"parallel_residual": True, "shared_parallel_norm": True},
     {"attention": "fused-softmax", "attention_dropout": 0.1},
     GROUPED | ROPE | {"activation": "swiglu", "normalization": "RMSNorm", "hidden_dropout": 0.0},
 ]

@@ -256,7 +256,7 @@ def train_cases(
         config = make_config(layout, directory, **changes)
         if config.training.reproducible:
             compute_reproducibly()
-        outcomes.append(train_on(build_mesh(config.parallel), config))
+        outcomes.append(train_on(build_mesh(config.parallel), config, moments=config.training.reproducible))
     return outcomes if rank == 0 else []
 
 
@@ -376,7 +376,7 @@ def test_reproducible_runs_have_the_same_bits_on_every_ep(
 
 @pytest.mark.slow
 def test_reproducible_runs_have_the_same_bits_where_ranks_route_parts_of_a_sequence(tmp_path: Path) -> None:
-    changes = EXACT | MODELS["sigmoid"] | {"sequence_parallel": True, "etp": 1}
+    changes = EXACT | MODELS["sigmoid"] | {"sequence_parallel": True, "etp": 1, "reproducible_blocks": 1}
     one = run_distributed(train_cases, 2, str(tmp_path), [((2, 1, 1), changes), ((2, 1, 1), changes | {"ep": 2})])[0]
     bitwise(*one)
     cases = [((2, 1, 2), changes | {"ep": ep, "zero_stage": 1}) for ep in (1, 2, 4)]
@@ -394,11 +394,11 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
     balance, choices, choose = trainer.train_steps.balance, list[Tensor](), moe.choose
     assert balance is not None
 
-    def watched(logits: Tensor, experts: Any, bias: Tensor, chosen: Tensor | None) -> moe.Choice:
-        choices.append(choose(logits, experts, bias, chosen).indices)
+    def watched(logits: Tensor, experts: Any, bias: Tensor, chosen: Tensor | None, *others: Any) -> moe.Choice:
+        choices.append(choose(logits, experts, bias, chosen, *others).indices)
         preferred = (logits.detach().softmax(-1) + bias).sort(-1, descending=True).values
         gaps[0] = min(gaps[0], float((preferred[..., 1] - preferred[..., 2]).min()))
-        return choose(logits, experts, bias, chosen)
+        return choose(logits, experts, bias, chosen, *others)
 
     expected, gaps = torch.zeros(4), [1.0]
     for _ in range(2):
@@ -411,6 +411,8 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
         for indices in choices[::2]:
             counts += torch.tensor([int((indices == expert).sum()) for expert in range(4)])
         assert counts.sum() == 8 * 16 * 2
+        (load,) = balance.loads().values()
+        assert torch.equal(load, counts)
         expected += 0.01 * (counts.double().mean() - counts).sign().float()
         (found,) = balance.buffers().values()
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedExperts, ResolvedModel
+from megacore.layers.capacity import capacity_of
 from megacore.layers.context import BuildContext
 from megacore.layers.moe import MoE, Router, choose
 from megacore.parallel.experts import ExpertRanks
@@ -333,6 +334,19 @@ def test_noise_belongs_to_a_position_of_a_sample() -> None:
     assert many.min() >= 0 and many.max() < 1 and len(many.unique()) > 0.99 * len(many)
     counts = torch.histc(many, bins=10, min=0.0, max=1.0)
     assert ((counts - 10_000).abs() < 5 * 100).all()  # five standard deviations
+
+
+@pytest.mark.parametrize(
+    ("factor", "chosen", "experts", "length", "capacity"),
+    [(0.8, 3, 4, 40, 24), (0.8, 6, 8, 40, 24), (1.25, 2, 8, 4096, 1280), (0.8, 3, 4, 41, 25), (1e308, 2, 8, 8, None)],
+)
+def test_a_capacity_is_the_factor_times_the_mean_rounded_up(
+    factor: float, chosen: int, experts: int, length: int, capacity: int | None
+) -> None:
+    """0.8 x 3 x 40 / 4 is 24, though the product of the numbers as a computer has them is above it."""
+    fields: dict[str, Any] = {"moe_expert_capacity_factor": factor, "moe_router_topk": chosen, "num_experts": experts}
+    found = capacity_of(experts_of(model_with(**fields)), length)
+    assert found == capacity or (capacity is None and found >= length)
 
 
 def test_neither_noise_nor_capacity_are_there_in_evaluation() -> None:

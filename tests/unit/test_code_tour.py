@@ -1,4 +1,4 @@
-"""docs/code-tour.md is true: its anchors point at what they name, and an editor can follow every call on the way."""
+"""docs/explain/code-tour.md is true: its anchors point at what they name, and an editor can follow every call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 from tests.unit.packaging_builds import ROOT
 
-ANCHOR = re.compile(r"^\d+\. \[`(?P<path>[\w/.]+)`\]\(\.\./(?P=path)#L(?P<line>\d+)\) `(?P<symbol>[\w.]+)`")
-STOPS = [match for line in (ROOT / "docs/code-tour.md").read_text().splitlines() if (match := ANCHOR.match(line))]
+ANCHOR = re.compile(r"^\d+\. \[`(?P<path>[\w/.]+)`\]\(\.\./\.\./(?P=path)#L(?P<line>\d+)\) `(?P<symbol>[\w.]+)`")
+STOPS = [
+    match for line in (ROOT / "docs/explain/code-tour.md").read_text().splitlines() if (match := ANCHOR.match(line))
+]
 FILES = [stop["path"] for stop in STOPS]
 # What a batch passes through besides, and what is called there.
 BESIDE = ["megacore/train/task.py", "megacore/train/bert_task.py", "megacore/train/plain_task.py"]
@@ -34,7 +36,9 @@ def test_the_tour_has_ten_files_at_most() -> None:
 
 @pytest.mark.parametrize("stop", STOPS, ids=FILES)
 def test_an_anchor_points_at_what_it_names(stop: re.Match[str]) -> None:
-    assert definition(stop["path"], stop["symbol"]).lineno == int(stop["line"]), "update the line in docs/code-tour.md"
+    assert definition(stop["path"], stop["symbol"]).lineno == int(stop["line"]), (
+        "update the line in docs/explain/code-tour.md"
+    )
 
 
 def stored_callables(tree: ast.Module) -> Iterator[str]:

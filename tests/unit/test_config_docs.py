@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_reference_in_the_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    assert flag_reference.main(["--check", str(ROOT / "docs" / "configuration.md")]) == 0, capsys.readouterr().out
+    assert flag_reference.main(["--check", str(ROOT / "docs" / "reference" / "configuration.md")]) == 0, (
+        capsys.readouterr().out
+    )
 
 
 def test_an_old_reference_is_found_and_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,14 +34,14 @@ def test_an_old_reference_is_found_and_renewed(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_documentation_names_every_table_of_a_file() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     sentence = re.search(r"A file has the tables ([^:]*), and its keys", page)
     assert sentence is not None
     assert re.findall(r"`\[(\w+)\]`", sentence[1]) == list(sections_of(BertConfig))
 
 
 def test_the_page_for_megatron_users_covers_every_flag() -> None:
-    page = (ROOT / "docs" / "coming-from-megatron.md").read_text()
+    page = (ROOT / "docs" / "guides" / "coming-from-megatron.md").read_text()
     named = set(re.findall(r"--[a-zA-Z][a-zA-Z0-9-]+", page))
     ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
     dropped = megatron_flags.REPLACED.keys() | megatron_flags.NOT_YET

@@ -68,7 +68,9 @@ def test_beyond_a_node_keys_travel_while_attention_is_computed(monkeypatch: pyte
         ),
         ("--cp 2 --attention-dropout 0.1", "--attention-dropout 0.1 is not possible with --cp 2"),
         ("--cp 2 --attention fused-softmax", "use --attention sdpa, or --cp 1"),
-        ("--cp 2 --reproducible", "--reproducible is not possible with --cp 2"),
+        ("--cp 2 --reproducible --reproducible-blocks 1", "--reproducible-blocks is 1: use --cp 1, or leave"),
+        ("--cp 2 --reproducible --cp-comm ring", "--cp-comm ring adds up parts of attention"),
+        ("--cp 4 --reproducible --num-attention-heads 12 --hidden-size 96", "4 blocks, which 2 x --cp 4 and --tp 1"),
         (
             "--cp 8 --cp-comm ulysses --num-attention-heads 12",
             "divides the 12 query heads and 12 key heads of a tp rank",
@@ -94,8 +96,10 @@ def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse)
 
 @pytest.mark.usefixtures("ranks")
 def test_every_problem_is_named_at_once(refuse: Refuse) -> None:
-    flags = "--cp 2 --seq-length 33 --attention-dropout 0.1 --attention fused-softmax --reproducible"
-    assert len(problems(refuse(*GOOD, *flags.split()))) == 4
+    flags = "--cp 2 --seq-length 33 --attention-dropout 0.1 --attention fused-softmax"
+    assert len(problems(refuse(*GOOD, *flags.split()))) == 3
+    flags = "--cp 2 --seq-length 33 --cp-comm ring --reproducible --reproducible-blocks 3"
+    assert len(problems(refuse(*GOOD, *flags.split()))) == 3  # positions, how they are exchanged, and the blocks
 
 
 def test_degrees_of_one_are_not_named_where_there_are_none(refuse: Refuse) -> None:

@@ -9,9 +9,7 @@ import pytest
 from megacore.config import Config
 from megacore.config.bert import BertConfig
 from megacore.config.cli import load_toml, parse_config, save_toml
-from megacore.config.expert_rules import refuse_experts
 from megacore.config.experts import ARCHITECTURE_OF_EXPERTS
-from megacore.errors import ConfigError
 from tests.unit.refusals import GOOD, Refuse, alone, parse, problems, refuse
 
 __all__ = ["alone", "refuse"]
@@ -53,7 +51,7 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
     ("flags", "expected"),
     [
         ("--ep 3", "--ep 3 must divide --num-experts 8: use --ep 1, 2, 4 or 8, or --num-experts 6 or 9"),
-        ("--ep 8 --pp 2", "--ep 8 must divide the 4 ranks of a stage (--dp 4): use --ep 1, 2 or 4"),
+        ("--ep 8 --pp 2", "--ep 8 must divide the 4 ranks of a stage (--dp 4): use --ep 1, 2 or 4, or a larger"),
         (
             "--ep 8 --tp 2",
             "--ep 8 x --etp 2 = 16 must divide the 8 ranks of a stage (--dp 4 x --tp 2): use --ep 1, 2 or 4",
@@ -96,13 +94,20 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
         ),
         ("--moe-router-load-balancing-type aux_loss", "use seq_aux_loss or global_aux_loss"),
         ("--moe-pad-expert-input-to-capacity", "only the tokens that there are are sent and computed"),
-        ("--reproducible --cp 2", "--reproducible is not possible with --cp 2"),
+        ("--reproducible --cp 2 --ep 2", "between which --ep 2 would divide them: use --ep 1, or --cp 1"),
+        ("--reproducible --tp 2 --etp 1", "use --etp 2, or --reproducible-blocks 1"),
+        ("--compile --recompute full --moe-router-enable-expert-bias", "use --recompute light, leave --compile out"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse) -> None:
     given = [word for word in EXPERTS if not ("--no-disable" in flags and word == "--disable-bias-linear")]
     found = problems(refuse(*given, *flags.split()))
     assert any(expected in problem for problem in found), found
+
+
+def test_one_process_has_no_ranks_to_divide_experts_over(refuse: Refuse) -> None:
+    said = "--ep 2 must divide the only rank of a stage: use --ep 1, or a larger --dp"
+    assert problems(refuse(*EXPERTS, "--ep", "2")) == [said]
 
 
 @pytest.mark.usefixtures("ranks")
@@ -149,9 +154,6 @@ def test_a_file_has_a_table_of_experts(tmp_path: Path) -> None:
     assert read.resolve(1).model == config.model
 
 
-def test_what_does_not_know_experts_refuses_them() -> None:
-    refuse_experts(parse(*GOOD), "this")
-    with pytest.raises(ConfigError, match="this is not available with --num-experts 8 yet"):
-        refuse_experts(parse(*EXPERTS), "this")
+def test_the_architecture_is_what_the_model_computes() -> None:
     assert {"num_experts", "moe_router_topk"} <= set(ARCHITECTURE_OF_EXPERTS)
     assert "moe_aux_loss_coeff" not in ARCHITECTURE_OF_EXPERTS

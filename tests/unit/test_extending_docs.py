@@ -1,4 +1,4 @@
-"""What docs/extending.md shows works as it stands there, and what it asks for is asked for by a test."""
+"""What docs/extend/extending.md shows works as it stands there, and what it asks for is asked for by a test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.parity.runs import make_config, make_trainer
 from tests.unit import architecture_rules as rules
 from tests.unit.architecture_rules import Source
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "extending.md"
 
 
 def code(name: str) -> str:
@@ -68,7 +68,7 @@ def add_entry(registry: str, file: Path) -> None:
 @pytest.fixture(scope="module")
 def with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository to which the page's steps for a dimension are applied."""
-    root, copy = PAGE.parents[1], tmp_path_factory.mktemp("copies")
+    root, copy = PAGE.parents[2], tmp_path_factory.mktemp("copies")
     for package in ("megacore", "kernels"):
         shutil.copytree(root / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pretrain_gpt.py", copy)
@@ -139,7 +139,7 @@ def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_copies:
 @pytest.fixture
 def with_signum(tmp_path: Path) -> Path:
     """A copy of the repository to which the page's steps are applied as they stand there."""
-    shutil.copytree(PAGE.parents[1] / "megacore", tmp_path / "megacore", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PAGE.parents[2] / "megacore", tmp_path / "megacore", ignore=shutil.ignore_patterns("__pycache__"))
     config, optim = tmp_path / "megacore" / "config", tmp_path / "megacore" / "optim"
     before("OPTIMIZERS", code("settings") + "\n\n", config / "optimizers.py")
     add_entry("OPTIMIZERS", config / "optimizers.py")
@@ -178,7 +178,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_as_in(program: str, config: ResolvedConfig) -> Mesh:
     """What `train` of the page's program does, with the names that pretrain_gpt.py has."""
     mesh = build_mesh(config.parallel)
-    names = runpy.run_path(str(PAGE.parents[1] / "pretrain_gpt.py"), run_name="pretrain_gpt")
+    names = runpy.run_path(str(PAGE.parents[2] / "pretrain_gpt.py"), run_name="pretrain_gpt")
     definitions(program, **names)["train"](config, mesh)
     return mesh
 
@@ -233,7 +233,7 @@ def test_what_the_page_adds_keeps_the_rules(with_signum: Path) -> None:
     files = [*with_signum.rglob("*.py")]
     sources = [Source(file.relative_to(with_signum).as_posix(), file.read_text(encoding="utf-8")) for file in files]
     train = code("with a sink")
-    entry = (PAGE.parents[1] / "pretrain_gpt.py").read_text(encoding="utf-8")
+    entry = (PAGE.parents[2] / "pretrain_gpt.py").read_text(encoding="utf-8")
     sources.append(Source("pretrain_gpt.py", entry[: entry.index("def train(")] + train))
     for rule in (rules.undocumented, rules.late_imports, rules.early_torch, rules.upward_imports):
         assert [line for line in rule(sources) if re.search(r"signum|^pretrain_gpt|^megacore/config", line)] == []

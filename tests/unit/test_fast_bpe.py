@@ -64,6 +64,28 @@ def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
         assert ids.tolist() == tokenizer.encode(text), text
 
 
+@pytest.mark.parametrize("pattern", [None, LLAMA3])
+def test_a_long_text_is_encoded_in_parts(
+    pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr(fast_bpe, "_PROBED", ())  # what is proven elsewhere
+    tokenizer = changed(trained, pattern)
+    fast = fast_encoder(tokenizer)
+    assert fast is not None
+    assert fast.divides
+    text = " ".join([*TEXTS, Path(__file__).read_text(), "no<|endoftext|> place "] * 2)
+    monkeypatch.setattr(fast_bpe, "_WHOLE", 40)
+    assert len(list(fast_bpe._parts(text, 40))) > 50
+    assert fast.encode(text).tolist() == tokenizer.encode(text)
+    added = tokenizers.AddedToken("<mask>", lstrip=True, special=True)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.add_special_tokens([added])  # it takes the spaces before it
+    strips = fast_encoder(JsonTokenizer(backend))
+    assert strips is not None
+    assert not strips.divides
+
+
 def test_what_is_no_plain_byte_level_bpe_has_no_fast_encoder(trained: Tokenizer) -> None:
     assert fast_encoder(train_tokenizer(TEXTS * 5, "unigram", 330)) is None
     assert fast_encoder(changed(trained, normalizer=normalizers.Lowercase())) is None
@@ -82,6 +104,8 @@ def test_a_vocabulary_whose_ids_are_not_in_the_order_of_its_merges_has_none() ->
 
 class Wrong:
     """Says that it does not agree, as where the first texts of an input show it."""
+
+    divides = False
 
     def agrees(self, texts: list[str]) -> bool:
         assert texts == ["some text", "more"]
@@ -124,6 +148,8 @@ def test_repeated_documents_are_left_out(workers: int, trained: Tokenizer, tmp_p
 
 class Arrays:
     """Gives arrays, as tiktoken does."""
+
+    divides = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

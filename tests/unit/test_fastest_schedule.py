@@ -59,7 +59,7 @@ def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
 
 
 def test_on_a_cpu_w1_is_fastest_with_zero_bubble() -> None:
-    """As measured (docs/measured.md)."""
+    """As measured (docs/reports/measured.md)."""
     config = planned(f"{W1} --pp 2")
     assert schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))[0] == ("zero-bubble", 1)
 

@@ -29,16 +29,23 @@ _LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_
 _DEEPSEEK = {**_REST, **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _DEEPSEEK |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 16, "max_position_embeddings": 32}
 SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "topk_group": 1}}
-SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma"), SMALL["llama"])
+SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma", "gemma2"), SMALL["llama"])
 SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
+SMALL |= {"falcon": {k: v for k, v in _REST.items() if k != "num_key_value_heads"}, "gptj": SMALL["gpt2"]}
+SMALL["gptj"] = SMALL["gptj"] | {"rotary_dim": 2}
+SMALL |= {"opt": {**SMALL["falcon"], "ffn_dim": 16}}
 SMALL |= {"gemma3_text": SMALL["llama"], "gpt_bigcode": SMALL["gpt2"]}
 SMALL |= {"mpt": {"n_layers": 2, "d_model": 8, "n_heads": 2, "max_seq_len": 16, "vocab_size": 11}}
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
 del SMALL["gpt_neox"]["num_key_value_heads"]
 SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
+SMALL |= {"roberta": SMALL["bert"]}
 
 
-def read(model_type: str, **changes: Any) -> ResolvedModel:
+_FACTORS = {"type": "longrope", "short_factor": [1.0, 2], "long_factor": [1.5, 4.0]}
+
+
+def read(model_type: str, /, **changes: Any) -> ResolvedModel:
     values = {"model_type": model_type, **SMALL[model_type], **changes}
     return family_of(values, "config.json").to_model(values, "config.json")
 
@@ -62,7 +69,12 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
             {"quantization_config": {"bits": 4}},
             "quantization_config is {'bits': 4}, but megacore has only None",
         ),
-        ("gpt2", {"auto_map": {"AutoModel": "m.M"}}, "auto_map is .*, but megacore has only None or {}"),
+        (
+            "gpt2",
+            {"auto_map": {"AutoModel": "m.M"}},
+            "auto_map is .*, but megacore has only None or {}; .* --ignore-config-field auto_map$",
+        ),
+        ("gpt2", {"model_type": "gpt3"}, "model_type is 'gpt3', .* or roberta$"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true with pretraining_tp 2"),
         ("gpt2", {"new": 1}, "new is a field .* --ignore-config-field new$"),
         ("qwen2", {"use_mrope": True}, "use_mrope is a field that megacore does not know"),
@@ -72,7 +84,7 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("llama", {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1}}, "rope_beta_fast 1 must be above"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "truncate": 1}}, "rope_scaling.truncate is '1', not true"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "attention_factor": 0}}, "attention_factor is 0"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is 'None', not a list"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is 'None', not a number"),
         (
             "llama",
@@ -101,6 +113,7 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is 'None'"),
         ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("deepseek_v3", {"num_experts_per_tok": 1, "topk_group": 1}, "num_experts_per_tok is 1"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
         ("deepseek_v3", {"head_dim": 8}, "head_dim is 8"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim 5 is rotated in pairs"),
@@ -117,6 +130,8 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("bert", {"type_vocab_size": 3}, "type_vocab_size is 3"),
         ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("bert", {"is_decoder": True}, "is_decoder is True"),
+        ("roberta", {"type_vocab_size": 3}, "type_vocab_size is '3', but megacore has only 1 or 2"),
+        ("roberta", {"pad_token_id": None}, "pad_token_id is 'None', not a row of the position table"),
         (
             "modernbert",
             {"layer_types": ["sliding_attention", "full_attention"]},
@@ -170,6 +185,17 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
         ("smollm3", {"no_rope_layers": [1, 1]}, {"attention_pattern": None, "window_size": None}),
         ("granite", {"attention_multiplier": 0.5}, {"attention_multiplier": 0.5}),
         ("phi3", {"partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
+        (
+            "phi3",
+            {"rope_scaling": _FACTORS, "max_position_embeddings": 8192, "original_max_position_embeddings": 1024},
+            {
+                "rope_scaling": "longrope",
+                "rope_scaling_factor": 8.0,
+                "rope_original_max_positions": 1024,
+                "rope_short_factors": "1.0,2.0",
+                "rope_long_factors": "1.5,4.0",
+            },
+        ),
         ("stablelm", {}, {"rotary_percent": 0.25} | {"add_qkv_bias": False}),
         ("gemma", {"hidden_size": 64}, {"embedding_multiplier": 8.0, "layernorm_1p": True}),
         (
@@ -177,7 +203,15 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
             {"sliding_window_pattern": 2, "rope_theta": 1e5, "rope_local_base_freq": 5e3, "sliding_window": 9},
             {"attention_pattern": "w,f", "rotary_base": 1e5, "window_rotary_base": 5e3, "window_size": 9},
         ),
+        ("gemma2", {}, {"attention_pattern": "w,f", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None, "norm_placement": "both"}),
         ("gpt_bigcode", {}, {"num_query_groups": 1}),
+        ("stablelm", {"use_parallel_residual": True}, {"parallel_residual": True, "shared_parallel_norm": True}),
+        ("opt", {}, {"position_offset": 2, "activation": "relu"}),
+        ("falcon", {}, {"num_query_groups": 1, "shared_parallel_norm": True}),
+        ("falcon", {"new_decoder_architecture": True}, {"num_query_groups": 2, "shared_parallel_norm": False}),
+        ("falcon", {"multi_query": False, "parallel_attn": False}, {"parallel_residual": False}),
+        ("gptj", {}, {"rotary_percent": 0.5, "add_output_layer_bias": True, "qkv_bias": False, "mlp_bias": True}),
     ],
 )
 def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -192,10 +226,24 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
         ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers has 3 entries for 2 layers"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("olmo2", {"attention_bias": True}, "attention_bias is True"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type is 'longrope', but megacore has"),
-        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is True"),
+        ("phi3", {"rope_scaling": {"type": "su", "long_factor": "1"}}, "rope_scaling.long_factor is '1', not a list"),
+        (
+            "phi3",
+            {"rope_scaling": {**_FACTORS, "short_factor": [1.0]}},
+            "rope_short_factors has 1 number for 2 rotated",
+        ),
+        ("phi3", {"rope_scaling": {**_FACTORS, "short_factor": [1.0, 0]}}, "'0.0' is not above 0"),
+        ("phi3", {"rope_scaling": {**_FACTORS, "factor": 0.5}}, "factor 0.5 must be at least 1"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+        ("opt", {"word_embed_proj_dim": 4}, "word_embed_proj_dim is 4"),
+        ("falcon", {"alibi": True}, "alibi is true: transformers rounds"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is False"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is 'None', not a number of dimensions of a head"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0 must be above 0"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ("mpt", {"n_heads": 6, "d_model": 12}, "n_heads is 6, no power of two"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is 'True'"),
     ],

@@ -15,8 +15,8 @@ from megacore.plan.outline import gpt_outline
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hub_configs.json").read_text())
 REFUSED = {
-    "google/gemma-2-2b": "model_type is 'gemma2'",
-    "microsoft/Phi-3-mini-128k-instruct": "rope_scaling.rope_type is 'longrope'",
+    # Whose lists are cut off in this file: of 48 numbers the first one is there.
+    "microsoft/Phi-3-mini-128k-instruct": "rope_short_factors has 1 number for 48 rotated pairs of dimensions",
 }
 # In billions, as their pages say, with the embedding counted once where it is tied.
 SIZES = {
@@ -33,6 +33,7 @@ SIZES = {
     "stabilityai/stablelm-2-1_6b": 1.644,
     "bigcode/starcoderbase-1b": 1.137,
     "mosaicml/mpt-7b": 6.649,
+    "google/gemma-2-2b": 2.614,
     "google/gemma-3-1b-pt": 1.000,
     "HuggingFaceTB/SmolLM3-3B": 3.075,
 }

@@ -40,11 +40,19 @@ def torchs(scheduler: Any, **options: Any) -> tuple[list[float], list[float]]:
     return [rate for rate, _ in found], [value for _, value in found]
 
 
-def test_1cycle_is_torchs_with_its_momentum() -> None:
-    options = {"max_lr": 0.1, "total_steps": STEPS + 1, "pct_start": 12 / (STEPS + 1), "final_div_factor": 1e9}
+@pytest.mark.parametrize(("style", "theirs"), [("cosine", "cos"), ("linear", "linear")])
+def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
+    options: dict[str, Any] = {
+        "max_lr": 0.1,
+        "total_steps": STEPS + 1,
+        "pct_start": 12 / (STEPS + 1),
+        "final_div_factor": 1e9,
+    }
+    options["anneal_strategy"] = theirs
     # torch ends one step later than it counts: its last of T steps is number T - 1 from 0.
     expected, momenta = torchs(torch.optim.lr_scheduler.OneCycleLR, **options, max_momentum=0.95)
     changes: dict[str, Any] = {"lr_decay_style": "1cycle", "lr_warmup_iters": 12, "lr_decay_iters": STEPS + 1}
+    changes["lr_cycle_style"] = style
     assert rates(**changes) == pytest.approx(expected, rel=1e-6, abs=1e-11)
     config = OptimizerConfig(lr=0.1, **changes)
     found = [momentum(step, config, usual=0.95, train_iters=STEPS) for step in range(1, STEPS + 1)]
@@ -53,6 +61,17 @@ def test_1cycle_is_torchs_with_its_momentum() -> None:
 
 def test_other_styles_leave_the_momentum() -> None:
     assert momentum(3, OptimizerConfig(), usual=0.9, train_iters=STEPS) == 0.9
+
+
+def test_plain_sgd_stays_so(tmp_path: Path) -> None:
+    """A momentum would need state that plain SGD neither counts nor saves."""
+    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "optimizer": "sgd", "sgd_momentum": 0.0}
+    config = make_config((1, 1, 1), tmp_path, **changes, train_iters=4, lr_warmup_iters=2, num_layers=1)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
+    for _ in range(3):
+        trainer.train_step(next(trainer.batches))
+    optimizer = trainer.update.optimizer
+    assert optimizer.kinds == () and not any(optimizer.state.values())
 
 
 @pytest.mark.parametrize(("factor", "warmup"), [(1, 0), (2, 0), (2, 5)])
@@ -164,3 +183,13 @@ def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.C
     assert draw_lr.main(["--lr", "0.5"]) == 2
     assert "--train-iters is missing" in capsys.readouterr().err
     assert parse(*GOOD).optimizer.lr_decay_style == "cosine"
+
+
+def test_a_picture_follows_the_samples_of_a_ramp(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--train-iters 10 --global-batch-size 8 --rampup-batch-size 2 2 12 --lr-warmup-iters 2 --lr 0.4 --min-lr 0"
+    assert draw_lr.main([*flags.split(), "--lr-decay-style", "linear"]) == 0
+    found = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[1:]]
+    positions = [total / 8 for total in (2, 4, 8, 14, 22, 30, 38, 46, 54, 62)]
+    # In full batches; the decay ends at 62 // 8.
+    expected = [0.2 * at if at < 2 else max(0.0, 0.4 * (7 - at) / 5) for at in positions]
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-12)

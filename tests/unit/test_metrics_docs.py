@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that a run writes, and no other; bert.md has nothing that it lacks."""
+"""docs/reference/metrics.md names every metric that a run writes, and no other; bert.md has nothing that it lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megacore.parallel.mesh import Mesh
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import make_config, make_trainer
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 SHORT: dict[str, Any] = {"train_iters": 1, "eval_interval": 1, "eval_iters": 1, "num_layers": 1}
 
 

@@ -149,6 +149,14 @@ def test_a_pattern_of_attention_repeats(text: str, kinds: str, shortest: str) ->
     assert pattern_of(kinds) == shortest
 
 
+_LONGROPE: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rope_scaling": "longrope",
+    "rope_original_max_positions": 16,
+    "rope_long_factors": ",".join(["1.5"] * 32),
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -158,6 +166,16 @@ def test_a_pattern_of_attention_repeats(text: str, kinds: str, shortest: str) ->
         ({"attention_pattern": "f,n"}, "has blocks without rotary positions, and --position-embedding-type learned"),
         ({"window_rotary_base": 5.0}, "--window-rotary-base 5 has no effect with no --attention-pattern"),
         ({"norm_placement": "after", "parallel_residual": True}, "is not possible with --parallel-residual"),
+        ({"shared_parallel_norm": True}, "--shared-parallel-norm has no effect with no --parallel-residual"),
+        (
+            {"position_offset": 2, "position_embedding_type": "rope"},
+            "--position-offset 2 has no effect with --position-",
+        ),
+        ({**_LONGROPE, "rope_short_factors": "1,x"}, "--rope-short-factors: 'x' is not a number: give 32 numbers"),
+        ({**_LONGROPE, "rope_short_factors": "1,2"}, "--rope-short-factors has 2 numbers for 32 rotated pairs of dim"),
+        ({**_LONGROPE, "rope_long_factors": None}, "longrope needs --rope-long-factors: give 32 numbers"),
+        ({"rope_long_factors": "1"}, "--rope-long-factors 1 has no effect with --position-embedding-type learned"),
+        ({"attn_logit_softcapping": -1.0}, "--attn-logit-softcapping -1 must be above 0"),
         ({"add_mlp_bias": True}, "--add-mlp-bias has no effect without --disable-bias-linear"),
     ],
     ids=str,

@@ -54,11 +54,15 @@ def test_the_wheel_holds_the_package_with_its_kernels_and_nothing_else(built: tu
     _, wheel = built
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name.split("/")[0] for name in names} == {"megacore", f"megacore-{megacore.__version__}.dist-info"}
+    programs = {"pretrain_bert.py", "pretrain_gpt.py"}
+    top = {"megacore", f"megacore-{megacore.__version__}.dist-info", *programs}
+    assert {name.split("/")[0] for name in names} == top
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megacore").rglob("*.py")}
-    kernels = {f"megacore/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
-    assert kernels
-    assert {name for name in names if name.endswith(".py")} == (sources - {"megacore/kernels/__init__.py"}) | kernels
+    for folder in ("kernels", "tools"):  # which megacore.kernels and megacore.tools stand for
+        of_folder = {f"megacore/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+        assert of_folder
+        sources = (sources - {f"megacore/{folder}/__init__.py"}) | of_folder
+    assert {name for name in names if name.endswith(".py")} == sources | programs
     assert "megacore/py.typed" in names
 
 
@@ -71,6 +75,21 @@ def test_the_sdist_holds_what_building_and_testing_need(built: tuple[Path, Path]
 
 def test_the_wheel_imports_where_nothing_else_of_the_project_is(wheel_site: Path, tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(wheel_site)!r}); import megacore.errors, megacore.kernels.availability"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
+
+
+def test_every_console_script_is_a_program_of_the_wheel(wheel_site: Path, tmp_path: Path) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options.entry_points"]["console_scripts"].splitlines()
+    scripts = [line.split(" = ")[1].split(":") for line in lines if line]
+    assert ["pretrain_gpt", "run"] in scripts
+    code = (
+        f"import importlib, sys; sys.path.insert(0, {str(wheel_site)!r})\n"
+        f"for module, name in {scripts!r}:\n"
+        "    program = importlib.import_module(module)\n"
+        "    assert callable(getattr(program, name)) and program.__file__.startswith(sys.path[0]), module\n"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
 
 

@@ -235,7 +235,9 @@ def test_a_file_of_ones_own_is_drawn_like_the_built_in_one(tmp_path: Path) -> No
 
 
 COMMANDS = re.findall(
-    r"^python tools/draw_schedule.py (.*docs/pictures/.*)$", (ROOT / "docs/schedules.md").read_text(), re.MULTILINE
+    r"^python tools/draw_schedule.py (.*docs/pictures/.*)$",
+    (ROOT / "docs/explain/schedules.md").read_text(),
+    re.MULTILINE,
 )
 
 
@@ -248,14 +250,14 @@ def test_the_pictures_of_the_documentation_are_current(command: str, tmp_path: P
 
 def test_the_terminal_of_the_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(plain("1f1b", 4, 8)) == 0
-    assert f"```text\n{capsys.readouterr().out}```\n" in (ROOT / "docs/schedules.md").read_text()
+    assert f"```text\n{capsys.readouterr().out}```\n" in (ROOT / "docs/explain/schedules.md").read_text()
 
 
 def test_every_picture_of_the_documentation_has_its_command_and_its_place() -> None:
     pictures = sorted(path.name for path in (ROOT / "docs/pictures").iterdir() if path.name != "trace.svg")
     assert sorted(command.split("/")[-1] for command in COMMANDS) == pictures
-    text = (ROOT / "docs/schedules.md").read_text()
-    assert all(f"](pictures/{name})" in text for name in [*pictures, "trace.svg"])
+    text = (ROOT / "docs/explain/schedules.md").read_text()
+    assert all(f"](../pictures/{name})" in text for name in [*pictures, "trace.svg"])
 
 
 # ---- refusals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import tomllib
@@ -124,7 +125,11 @@ def test_every_shipped_configuration_is_accepted(path: Path) -> None:
         given = tomllib.load(file)
     argv = ["--config", str(path), "--mock-data", "--vocab-size", "4096"]
     kind = BertConfig if "bert" in given else Config
-    config = parse_config(argv, prog="x", description="x", kind=kind)
+    of_name = re.search(r"-(\d+)gpu", path.name)
+    world_size = None if of_name is None else int(of_name[1])
+    config = parse_config(
+        argv, prog="x", description="x", kind=kind, planned=world_size is not None, world_size=world_size
+    )
     for table, values in given.items():
         for key, value in values.items():
             assert getattr(getattr(config, table), key) == value, f"{table}.{key}"

@@ -172,6 +172,29 @@ def test_flops_of_the_operators_are_those_of_the_formula(tp: int, changes: dict[
     assert sum(event.flops for event in events.two if isinstance(event, Launch)) == 2 * expected
 
 
+MIXTURE: dict[str, Any] = {
+    **LLAMA, "num_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_size": 32, "moe_first_dense_layers": 1,
+}  # fmt: skip
+
+
+def test_experts_multiply_and_send_the_rows_of_the_tokens_that_use_them() -> None:
+    """dp 2, ep 2: a rank sends half of its rows, tokens x k x h in bf16, four times per block, and reduces its experts
+    with nobody. The router's product is in fp32."""
+    config, events = step_of(1, 2, ep=2, **MIXTURE)
+    sequences, length = config.training.micro_batch_size, config.data.seq_length
+    flops = sum(event.flops for event in events.one if isinstance(event, Launch))
+    assert flops == sequences * flops_per_sequence(config.model, length)
+    rows = [t for t in events.one if isinstance(t, Transfer) and t.pattern == "all-to-all" and t.bytes > 1024]
+    assert [t.bytes for t in rows] == 4 * [2.0 * sequences * length * 2 * config.model.hidden_size]
+    assert {(t.role, t.ranks) for t in rows} == {("replicas", 2)}  # the ranks of both are the same
+    _, alone = step_of(1, 2, **MIXTURE)
+    reduced = [
+        sum(t.bytes for t in one if isinstance(t, Transfer) and t.pattern == "all-reduce")
+        for one in (alone.one, events.one)
+    ]
+    assert reduced[0] - reduced[1] == pytest.approx(4 * 3 * 8 * 64 * 64, rel=0.01)
+
+
 def test_recomputation_adds_the_forward_of_the_blocks() -> None:
     """But for the last product: nothing that backward reads comes after it."""
     config, plain = step_of(**LLAMA)

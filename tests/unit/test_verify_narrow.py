@@ -75,7 +75,9 @@ def test_every_preset_narrows_to_a_valid_model(preset: str, layout: str, monkeyp
     words = layout.split()
     dividing = "--cp" if "ulysses" in words else "--tp"
     ranks = int(words[words.index(dividing) + 1]) if dividing in words else 1
-    if int(shape["num_attention_heads"]) % ranks or int(shape["num_layers"]) < 5:
+    groups = int(shape.get("num_query_groups", shape["num_attention_heads"]))
+    divides = int(shape["num_attention_heads"]) % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+    if not divides or int(shape["num_layers"]) < 5:
         pytest.skip("the layout is refused for this preset")
     check(resolved(f"{layout} --preset {preset}", monkeypatch))
 

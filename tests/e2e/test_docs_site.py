@@ -1,0 +1,81 @@
+"""The documentation builds as a site without a warning, and every link and image of the site leads somewhere.
+
+Needs the extra `docs`, which `make docs` installs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.patience import patience
+from tests.unit.packaging_builds import ROOT, copy_of_tree
+
+NEEDED = ("mkdocs", "material", "mkdocstrings")
+
+
+class Page(HTMLParser):
+    """What a page links to, and the anchors that it has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Collect href, src and id."""
+        for name, value in attributes:
+            if name in ("href", "src") and value:
+                self.links.add(value)
+            elif name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra `docs` is not installed"
+)
+def test_the_site_builds_without_a_warning_and_has_no_dead_link(tmp_path: Path) -> None:
+    tree = copy_of_tree(tmp_path / "tree")
+    command = [sys.executable, "tools/build_docs.py"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=patience(120), check=False)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"WARNING|ERROR", done.stderr), done.stderr
+    site = tree / "build" / "site"
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    named = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    named |= {path.relative_to(ROOT).with_name("index.html") for path in (ROOT / "examples").rglob("README.md")}
+    assert named <= {path.relative_to(site) for path in pages}
+    dead = [
+        f"{path.relative_to(site)}: {link}"
+        for path, page in pages.items()
+        for link in page.links
+        if is_dead(path, link, pages)
+    ]
+    assert dead == []
+    assert not any(re.search(r"https?://", link) for page in pages.values() for link in page.links if is_loaded(link))
+
+
+def is_dead(path: Path, link: str, pages: dict[Path, Page]) -> bool:
+    """Whether a link of a page leads to no file of the site, or to a section that its page does not have."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc or path.name == "404.html":  # whose links are relative to the server's root
+        return False
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    target = target / "index.html" if target.is_dir() else target
+    if not target.exists():
+        return True
+    return bool(parts.fragment) and target in pages and unquote(parts.fragment) not in pages[target].anchors
+
+
+def is_loaded(link: str) -> bool:
+    """Whether a browser loads it with the page: the site must not need another one."""
+    return link.endswith((".js", ".css", ".woff2", ".png", ".svg"))
