@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.config.sections import SplitShares
+from megacore.config.data import SplitShares
 from megacore.data.gpt.build import split_documents
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.indexed.reader import IndexedDataset

@@ -1,16 +1,17 @@
 """Common to every test: one torch thread, nothing inherited from what started the tests that a child could notice (the
-ranks of a job, an ignored SIGINT), `gpu` tests only where there is a GPU."""
+ranks of a job, an ignored SIGINT), nothing left by one file to the next, `gpu` tests only where there is a GPU."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.patience import factor
+from tests.patience import MARGIN, factor
 
 # The ranks of a job in which the tests happen to be started must not leak into what they start.
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -62,9 +63,35 @@ LONGEST = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_a_file_is_left_to_the_next() -> Iterator[None]:
+    """Which files run before a file, in the same process, changes nothing: torch's settings and the environment are put
+    back."""
+    environment, folder = dict(os.environ), Path.cwd()
+    dtype, threads, has_gradients = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    precision, is_deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(has_gradients)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(is_deterministic)
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder)
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_are_the_same_in_every_run() -> None:
+    """Whatever ran before, and if the test runs alone."""
+    torch.manual_seed(1)
+
+
 def pytest_report_header() -> str:
     """What the machine does to the tests' timeouts."""
-    return f"timeouts: {factor():.2g} times as long as on a quiet machine (tests/patience.py)"
+    return f"timeouts: {MARGIN * factor():.2g} times as long as things take on a quiet machine (tests/patience.py)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

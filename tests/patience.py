@@ -7,6 +7,10 @@ times how much busier this machine has become since.
     subprocess.run(command, timeout=patience(60))
     until(lambda: path.exists(), 30, "no file")
     assert elapsed < patience(2)
+
+What a test really waits for (how long a rank is to be slow, when a hang is to be reported) is `scaled`, without the
+margin that a timeout has. The margin is for what no measurement at the start foresees: a disk that stalls, a neighbour
+on the same host, a quota of processor time that only several processes exhaust.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from dataclasses import dataclass
 
 # Seconds of `_work` on one quiet core of the machine for which the tests state their timeouts (2.6 GHz, Python 3.11).
 REFERENCE = 0.03
+# By how much a timeout exceeds what the measurements ask for.
+MARGIN = 3.0
 # Time between two looks of `until`, in seconds.
 INTERVAL = 0.02
 
@@ -38,11 +44,21 @@ class Machine:
 
 def patience(seconds: float) -> float:
     """The timeout in seconds for what takes at most `seconds` on a quiet machine of the reference speed."""
+    return MARGIN * scaled(seconds)
+
+
+def scaled(seconds: float) -> float:
+    """A duration of `seconds` on a quiet machine of the reference speed, which a test lets pass."""
     return seconds * factor()
 
 
+def scaled_minutes(minutes: float) -> float:
+    """The same of a flag in minutes, such as --hang-timeout-minutes."""
+    return round(scaled(minutes), 6)
+
+
 def factor() -> float:
-    """By how much the timeouts are longer now than stated; at least 1."""
+    """By how much everything takes longer now than stated; at least 1."""
     machine = measured()
     # The slowness holds the load of the start; the load of now counts where it is higher.
     return max(1.0, machine.slowness) * max(1.0, _load() / max(1.0, machine.load))

@@ -20,7 +20,7 @@ from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.fields import Range
 from megacore.config.numbers import parse_float, parse_int
-from megacore.config.sections import MAX_SEED
+from megacore.config.training import MAX_SEED
 from megacore.errors import UserError
 from megacore.inference.generate import Sampling, generate
 from megacore.inference.trained import model_of, tokenizer_of

@@ -14,11 +14,11 @@ from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
+from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.experts import differing_experts
 from megacore.config.fields import Section, field_infos, flag
 from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
-from megacore.config.sections import AUTO, OR_AUTO
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.tokenizers.same_ids import same_ids
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer

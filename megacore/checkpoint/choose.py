@@ -15,7 +15,7 @@ from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import read_together, verified_together
 from megacore.checkpoint.manifest import checkpoints_of, read_manifest
 from megacore.config import ResolvedConfig
-from megacore.config.sections import AUTO
+from megacore.config.checkpoint import AUTO
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group

@@ -24,7 +24,7 @@ from megacore.config.fields import flag_and_value
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.help import DRY_RUN_FLAGS
 from megacore.config.messages import did_you_mean, one_of
-from megacore.config.sections import AUTO_SCHEDULE
+from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError

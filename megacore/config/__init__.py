@@ -1,12 +1,15 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizer.py, optimizers.py, watch.py,
-spikes.py, average.py, mup.py and bert.py its sections, validation.py what must hold between them. cli.py turns a
+schema.py holds the whole (`Config`, `ResolvedConfig`), and the modules that it imports hold its sections: model.py the
+section of the model, parallel.py that of parallelism. validation.py checks what must hold between them. cli.py turns a
 command line into a configuration.
 """
 
 from megacore.config.average import AverageConfig
+from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.data import DataConfig
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
+from megacore.config.logging import LoggingConfig
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
@@ -20,21 +23,13 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
+from megacore.config.parallel import ParallelConfig, ResolvedParallel
+from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.rampup import RampupConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
-from megacore.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ResolvedParallel,
-    ResolvedPrecision,
-    ResolvedTraining,
-    TrainingConfig,
-)
 from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
+from megacore.config.training import ResolvedTraining, TrainingConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 

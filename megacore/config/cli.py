@@ -21,6 +21,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config import megatron_flags
+from megacore.config.checkpoint import AUTO
 from megacore.config.deepspeed import read_deepspeed
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.config.dimensions import degree_fields
@@ -35,7 +36,6 @@ from megacore.config.numbers import parse_int
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
-from megacore.config.sections import AUTO
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megacore.config.data import DataConfig
 from megacore.config.megatron_values import ForeignFlag, Shape, Translation
-from megacore.config.sections import DataConfig
 
 MIB = 1 << 20
 BYTES_OF_GRADIENT = 4

@@ -2,7 +2,12 @@
 
 A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range and its
 aliases in its annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), so that the
-help text, the reference in docs/reference/configuration.md and the check at launch come from one definition.
+help text, the reference in docs/reference/configuration.md and the check at launch come from one definition. A section
+checks its own fields in `constraints()`. Upper bounds of sizes are far beyond any use: they refuse a typing error
+before it becomes a list or a tensor of that size.
+
+The string under a field is its help text. It says first what the flag does; where a default depends on other flags, it
+ends with "Default: ...".
 
 A resolved section (`ResolvedModel`) is a subclass that narrows the types of fields which are known after resolution:
 `vocab_size: int` instead of `int | None`. Range, aliases and help text are those of the section it narrows.

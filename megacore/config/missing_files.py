@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TypeGuard
 
+from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.messages import one_of
 from megacore.config.schema import Config
-from megacore.config.sections import AUTO, OR_AUTO
 from megacore.files import unreadable
 
 # What a run writes into its output directory beside the checkpoints' directories.

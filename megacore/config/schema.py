@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from megacore.config.average import AverageConfig
+from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.data import DataConfig
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
+from megacore.config.logging import LoggingConfig
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
@@ -34,22 +37,14 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
+from megacore.config.parallel import ParallelConfig, ResolvedParallel
 from megacore.config.parameter_groups import ParameterGroups
+from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.rampup import BatchSizes, RampupConfig
-from megacore.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ResolvedParallel,
-    ResolvedPrecision,
-    ResolvedTraining,
-    TrainingConfig,
-)
 from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
+from megacore.config.training import ResolvedTraining, TrainingConfig
 from megacore.config.watch import WatchConfig
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from megacore.config.checkpoint import AUTO
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
@@ -17,11 +18,11 @@ from megacore.config.messages import counted, divisors, nearest_multiples, numbe
 from megacore.config.mup import mup_problems
 from megacore.config.nodes import torchrun_flags
 from megacore.config.optimizers import OptimizerSettings
+from megacore.config.parallel import ParallelConfig
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.rampup import ramp_problems
 from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import Config, sections_of
-from megacore.config.sections import AUTO, ParallelConfig
 
 
 def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:

@@ -43,6 +43,7 @@ def _size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
 
 
 _KNOWN: Mapping[str, Any] = {
+    "builtins.getattr": Inert,  # by which some versions of Python (3.11.2) store a member of an enumeration
     f"{_METADATA}.Metadata": Record,
     f"{_METADATA}.TensorStorageMetadata": _Tensor,
     f"{_METADATA}.BytesStorageMetadata": Record,

@@ -1,10 +1,12 @@
-"""Which weights and moments are not finite, of all ranks, in the order in which the forward uses them.
+"""Which weights, moments and gradients are not finite, of all ranks, in the order in which the forward uses them.
 
-For the launch, for saves, and after a step in which something was not finite: it reads all of the state.
+Weights and moments: for the launch, for saves, and after a step in which something was not finite; all of the state is
+read. Gradients: in such a step.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import Slices
-from megacore.zero.data_parallel import DataParallel, LocalSegment
+from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
 
 WEIGHT = "weight"
 ROUNDED = "rounded weight"
@@ -143,3 +145,101 @@ def _counts(tensors: Sequence[Tensor]) -> list[int]:
         for number in (number for number, is_finite in zip(here, finite, strict=True) if not is_finite):
             counts[number] = int(torch.count_nonzero(~tensors[number].isfinite()))
     return counts
+
+
+# ---- gradients
+
+
+class _Source(NamedTuple):
+    """A gradient that is not finite on a rank: the number of its stage, and of its parameter on the rank."""
+
+    stage: int
+    position: int
+    name: str
+
+
+class Culprit(NamedTuple):
+    """The parameter and the rank of a gradient that is not finite, and all ranks that have one."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank}"
+
+
+class _LargestEntry(NamedTuple):
+    """The largest gradient entry of a rank, and its parameter."""
+
+    value: float
+    name: str
+
+
+class _RankReport(NamedTuple):
+    """What a rank knows of a step that is not finite."""
+
+    first: _Source | None
+    largest: _LargestEntry
+
+
+def non_finite_gradient(data_parallel: DataParallel, mesh: Mesh) -> Culprit | None:
+    """The gradient that was not finite first in the last backward, whose norms are recorded; of all ranks, which call
+    this together.
+
+    Args:
+        data_parallel: holds the gradients.
+        mesh: this rank's groups.
+    """
+    source = _source_of(data_parallel.non_finite_gradient(), mesh)
+    return _first_of(all_gather_objects(source, mesh.world))
+
+
+def describe_source(data_parallel: DataParallel, mesh: Mesh, *, loss_is_finite: bool, scaled: bool) -> str:
+    """The first value of the last backward that is not finite, over all ranks, in words; all ranks call this together.
+
+    Args:
+        data_parallel: holds the gradients, summed over replicas.
+        mesh: this rank's groups.
+        loss_is_finite: whether the loss of all ranks is.
+        scaled: whether the gradients have a loss scale as a factor.
+    """
+    options, first = data_parallel.options, _source_of(data_parallel.non_finite_gradient(), mesh)
+    reports = all_gather_objects(_RankReport(first, _largest_entry(data_parallel)), mesh.world)
+    value, name = max(report.largest for report in reports)
+    if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
+        scale = " with the loss scale" if scaled else ""
+        return f"the sum of squared gradients in fp32 (largest entry{scale} {value:.3g}, of {name})"
+    source = _first_of([report.first for report in reports])
+    if source is None:
+        return f"the gradient of {name}, summed over ranks," if loss_is_finite else "the loss"
+    limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
+    gradient = f"the gradient of {source}{limit}"
+    return gradient if loss_is_finite else f"the loss (and {gradient})"
+
+
+def _largest_entry(data_parallel: DataParallel) -> _LargestEntry:
+    """The largest entry of the summed gradients on this rank; infinite for NaN."""
+    names, largest = [], []
+    for local in data_parallel.segments:
+        if (gradient := local.gradient) is not None:
+            names.append(local.spec.name)
+            largest.append(gradient.abs().max().float())
+    values = torch.stack(largest).tolist() if largest else []  # one copy to the host
+    finite_or_inf = (value if math.isfinite(value) else math.inf for value in values)
+    return max([_LargestEntry(0.0, ""), *map(_LargestEntry, finite_or_inf, names)])
+
+
+def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
+    if local is None:
+        return None
+    return _Source(local.chunk * mesh.pipeline.size + mesh.pipeline.rank, local.position, local.name)
+
+
+def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
+    """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
+    ranked = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
+    if not ranked:
+        return None
+    source, negative_rank = max(ranked, key=lambda pair: (pair[0][:2], pair[1]))
+    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in ranked))

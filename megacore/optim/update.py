@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +25,22 @@ from megacore.config.messages import counted
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.lr_schedules import momentum, weight_decay
-from megacore.optim.nonfinite import Copies, NonFinite, copies_of, non_finite_state
+from megacore.optim.nonfinite import (
+    Copies,
+    Culprit,
+    NonFinite,
+    copies_of,
+    describe_source,
+    non_finite_gradient,
+    non_finite_state,
+)
 from megacore.optim.offload import all_threads, host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
 from megacore.optim.spikes import SpikeGuard
 from megacore.optim.weight_average import WeightAverage
-from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_job_, all_reduce_tied_
+from megacore.parallel.collectives import all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
+from megacore.zero.data_parallel import DataParallel, LocalSegment
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
 
 _ROW = 4096
@@ -64,39 +71,6 @@ class Outcome:
     stop: str | None = None
     spike: str | None = None
     clip_limit: float = math.inf
-
-
-class _Source(NamedTuple):
-    """A gradient that is not finite on a rank: the number of its stage, and of its parameter on the rank."""
-
-    stage: int
-    position: int
-    name: str
-
-
-class Culprit(NamedTuple):
-    """The parameter and the rank of a gradient that is not finite, and all ranks that have one."""
-
-    name: str
-    rank: int
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} on rank {self.rank}"
-
-
-class _LargestEntry(NamedTuple):
-    """The largest gradient entry of a rank, and its parameter."""
-
-    value: float
-    name: str
-
-
-class _RankReport(NamedTuple):
-    """What a rank knows of a step that is not finite."""
-
-    first: _Source | None
-    largest: _LargestEntry
 
 
 class WeightUpdate:
@@ -331,7 +305,8 @@ class WeightUpdate:
         """
         self.skipped_steps += 1
         loss_is_finite = bool(total.loss.isfinite().all())
-        where = self._source(loss_is_finite)
+        scaled = self.scaler.scale != 1.0
+        where = describe_source(self.data_parallel, self.mesh, loss_is_finite=loss_is_finite, scaled=scaled)
         if self.scaler.dynamic and loss_is_finite and total.weights.isfinite():
             before = self.scaler.scale
             self.scaler.overflow(where)
@@ -340,8 +315,7 @@ class WeightUpdate:
         self._bad_steps += 1
         stop = None
         if self._bad_steps >= self._max_bad_steps:
-            scaled = loss_is_finite and self.scaler.scale != 1.0
-            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if scaled else ""
+            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if loss_is_finite and scaled else ""
             wider = " --precision bf16," if self._fp16 else ""
             stop = (
                 f"{where} was not finite for {counted(self._bad_steps, 'step')} in a row "
@@ -364,49 +338,7 @@ class WeightUpdate:
         this together."""
         self.data_parallel.finish()
         self.data_parallel.record_norms(self._summed_further)
-        source = _source_of(self.data_parallel.non_finite_gradient(), self.mesh)
-        return _first_of(all_gather_objects(source, self.mesh.world))
-
-    def _source(self, loss_is_finite: bool) -> str:
-        """Names the first value of the backward, over all ranks, that is not finite."""
-        options, first = self.data_parallel.options, _source_of(self.data_parallel.non_finite_gradient(), self.mesh)
-        reports = all_gather_objects(_RankReport(first, self._largest()), self.mesh.world)
-        value, name = max(report.largest for report in reports)
-        if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
-            scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""
-            return f"the sum of squared gradients in fp32 (largest entry{scaled} {value:.3g}, of {name})"
-        source = _first_of([report.first for report in reports])
-        if source is None:
-            return f"the gradient of {name}, summed over ranks," if loss_is_finite else "the loss"
-        limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
-        gradient = f"the gradient of {source}{limit}"
-        return gradient if loss_is_finite else f"the loss (and {gradient})"
-
-    def _largest(self) -> _LargestEntry:
-        """The largest entry of the summed gradients on this rank; infinite for NaN."""
-        names, largest = [], []
-        for local in self.data_parallel.segments:
-            if (gradient := local.gradient) is not None:
-                names.append(local.spec.name)
-                largest.append(gradient.abs().max().float())
-        values = torch.stack(largest).tolist() if largest else []  # one copy to the host
-        finite_or_inf = (value if math.isfinite(value) else math.inf for value in values)
-        return max([_LargestEntry(0.0, ""), *map(_LargestEntry, finite_or_inf, names)])
-
-
-def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
-    if local is None:
-        return None
-    return _Source(local.chunk * mesh.pipeline.size + mesh.pipeline.rank, local.position, local.name)
-
-
-def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
-    """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
-    ranked = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
-    if not ranked:
-        return None
-    source, negative_rank = max(ranked, key=lambda pair: (pair[0][:2], pair[1]))
-    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in ranked))
+        return non_finite_gradient(self.data_parallel, self.mesh)
 
 
 # ---- sums over all ranks: the gradient norm, the loss and the votes of a step

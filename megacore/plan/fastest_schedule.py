@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.config.sections import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
+from megacore.config.parallel import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_time

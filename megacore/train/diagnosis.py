@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from megacore.config.messages import ranks_in_words
 from megacore.data.gpt.blend import KnowsDocuments
-from megacore.optim.nonfinite import NonFinite, describe_non_finite
+from megacore.optim.nonfinite import Culprit, NonFinite, describe_non_finite
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline.stage import tensors_of
 
 if TYPE_CHECKING:
-    from megacore.optim.update import Culprit
     from megacore.train.step import BatchWeight, TrainStep
 
 _LARGE = {"fp16": 1e3, "bf16": 1e12, "fp32": 1e12}

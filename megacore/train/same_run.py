@@ -23,10 +23,10 @@ import torch
 import megacore
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.config import ResolvedConfig, sections_of
+from megacore.config.checkpoint import AUTO
 from megacore.config.dimensions import degrees_of, describe_rank
 from megacore.config.fields import field_infos, flag
 from megacore.config.messages import ranks_in_words
-from megacore.config.sections import AUTO
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megacore.config.sections import CheckpointConfig
+from megacore.config.checkpoint import CheckpointConfig
 
 ENDING = (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM)
 _SAVE = signal.SIGUSR1

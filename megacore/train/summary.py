@@ -11,8 +11,8 @@ from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
+from megacore.config.parallel import ChosenSchedule
 from megacore.config.reproducible import canonical_blocks
-from megacore.config.sections import ChosenSchedule
 from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh

@@ -389,6 +389,12 @@ def test_a_batch_that_is_only_fetched_is_trained_on_after_a_resume(tmp_path: Pat
 
 
 def timed(rank: int, world_size: int) -> None:
+    """Host and accelerator are compared until nothing comes between the looks at their two clocks."""
+    assert any(is_timed_right() for _ in range(50))
+
+
+def is_timed_right() -> bool:
+    """Measure a step; whether its times are those of the host's clock."""
     timer, action = ActionTimer(torch.device("pretend", 0)), Action(Op.FORWARD, 0, 0)
     x = torch.ones(4, device="pretend")
     with timer.measure(action):  # in no step: not noted
@@ -405,10 +411,10 @@ def timed(rank: int, world_size: int) -> None:
     found = timer.read()
     assert [(action.kind, action.actions) for action in found.actions] == [("compute", (action,))] * 2
     first, second = found.actions
-    assert before - 0.005 <= found.start <= first.start <= first.end <= second.start <= second.end <= found.end
-    assert found.end <= after + 0.005
+    assert found.start <= first.start <= first.end <= second.start <= second.end <= found.end
     assert found.busy_seconds == pytest.approx(sum(t.end - t.start for t in found.actions))
     assert found.busy_seconds >= 0.039
+    return before - 0.005 <= found.start and found.end <= after + 0.005
 
 
 def test_an_accelerators_actions_are_timed_without_waiting_for_it() -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,18 @@ BERT_PROGRAM = ROOT / "pretrain_bert.py"
 TORCHRUN = Path(__file__).with_name("warm_torchrun.py")
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds processes in /proc")
+
+
+def free_port() -> int:
+    """A port on which nobody listens, for who must know it before anybody does.
+
+    It is none of those that the system gives to connections: another process would be given it meanwhile.
+    """
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 def words(**values: object) -> list[str]:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from tests.patience import patience
+
 SCRIPTS = Path(__file__).parent / "scripts"
 PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py")
 SMALL: Mapping[str, str] = {
@@ -83,7 +85,7 @@ def run(script: str, arguments: Sequence[str], folder: Path) -> Launch:
         path.write_text(_STUB.format(python=sys.executable, notes=str(notes)))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", str(SCRIPTS / script), *arguments], env=environment, check=True, timeout=60)
+    subprocess.run(["bash", str(SCRIPTS / script), *arguments], env=environment, check=True, timeout=patience(60))
     (words,) = (json.loads(line) for line in notes.read_text().splitlines())
     at = next(index for index, word in enumerate(words) if Path(word).name in PROGRAMS)
     given = {word.replace("_", "-"): value for word, value in pairwise(words[:at])}

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.hanging import HANG
 from tests.e2e.hosts import Denied, Hosts, wait_for_step
 from tests.e2e.launching import PROGRAM, Job, alone, needs_proc, small_run
-from tests.patience import patience, until
+from tests.patience import scaled, scaled_minutes, until
 from tests.unit import data_bytes
 
 pytestmark = [needs_proc, pytest.mark.slow]
@@ -139,14 +139,14 @@ def test_an_output_directory_that_is_not_shared_is_refused_by_name(tmp_path: Pat
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_is_cut_off_is_reported_and_both_sides_end(tmp_path: Path, hosts: MakeHosts, victim: int) -> None:
     network = hosts(2)
-    minutes = 0.1
+    minutes = scaled_minutes(0.1)
     given = {"pp": 2, "hang_timeout_minutes": minutes, **ENDLESS}
     flags = small_run(tmp_path / "out", **given)
     with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
         wait_for_step(jobs[0], 3, START)
         network.cut(victim)
         cut = time.monotonic()
-        limit = 60 * minutes + OUT_OF_REACH + 5
+        limit = 6 + OUT_OF_REACH + 5
         for number, job in enumerate(jobs):
             until(lambda job=job: "hang at step" in job.said(), limit, f"host {number} reports nothing")  # type: ignore[misc]
         assert time.monotonic() - cut > 60 * minutes
@@ -165,7 +165,7 @@ def test_a_slow_host_is_reported(tmp_path: Path, hosts: MakeHosts, monkeypatch: 
     network = hosts(2)
     plan = [{"rank": rank, "at": "step", "call": 1, "fault": "slow"} for rank in (2, 3)]
     monkeypatch.setenv(HANG, json.dumps(plan))
-    monkeypatch.setenv("SLOW", str(patience(0.2)))
+    monkeypatch.setenv("SLOW", str(scaled(0.2)))
     flags = small_run(tmp_path / "out", **{**ENDLESS, "dp": 4, "log_interval": 8})
     with network.torchrun(tmp_path / "logs", 2, HANGING, *flags, nodes=range(2)) as jobs:
         until(lambda: "slow: rank" in jobs[0].said("stdout") + jobs[1].said("stdout"), START, "no report")
@@ -176,7 +176,7 @@ def test_a_slow_host_is_reported(tmp_path: Path, hosts: MakeHosts, monkeypatch: 
 def test_a_slow_network_only_takes_time(tmp_path: Path, hosts: MakeHosts) -> None:
     network = hosts(2)
     network.limit(1, megabits=20)
-    flags = small_run(tmp_path / "out", **SAME, dp=2, hang_timeout_minutes=0.02)
+    flags = small_run(tmp_path / "out", **SAME, dp=2, hang_timeout_minutes=scaled_minutes(0.02))
     with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
         assert all_end(jobs) == [0, 0], said_by(jobs)
     assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME)

@@ -15,7 +15,7 @@ import pytest
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.lock import WriterLock
 from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
-from tests.patience import until
+from tests.patience import patience, until
 from tests.warm import start
 
 pytestmark = needs_proc
@@ -40,14 +40,34 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+# The training script, which is killed as soon as this checkpoint is there.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import pretrain_gpt
+from megacore.train.trainer import Trainer
+
+checkpoint, step = Path(sys.argv.pop(1)), Trainer.train_step
+def killed(self, batch):
+    if checkpoint.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, batch)
+Trainer.train_step = killed
+pretrain_gpt.main(sys.argv[1:])
+"""
+
+
 def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
     flags, output = small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True), Path(os.devnull)
-    for least in (5, 17):
-        run = start(PROGRAM, *flags, stdout=output, stderr=output, environment=environment())
-        until(lambda: newest(tmp_path) >= least or run.poll() is not None, PATIENCE, "no checkpoint")  # noqa: B023
-        run.kill()
-        run.wait()
-    assert 17 <= newest(tmp_path) < STEPS
+    for least in (6, 18):
+        words = (tmp_path / f"step_{least:08d}", *flags)
+        run = start(tmp_path / "killed.py", *words, stdout=output, stderr=output, environment=environment())
+        try:
+            assert run.wait(patience(PATIENCE)) == -signal.SIGKILL
+        finally:
+            run.kill_all()
+        assert least <= newest(tmp_path) < STEPS
     done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
     assert done.returncode == 0
     assert f"step {newest(tmp_path)}/{STEPS} | saved" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.data.indexed.writer import IndexedWriter
 from megacore.train import same_run
 from megacore.train.same_run import differences, facts
-from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, alone, environment, free_port, needs_proc, small_run, under_torchrun
 from tests.parity.runs import make_config
 from tests.patience import patience
 from tests.warm import start
@@ -56,10 +55,7 @@ def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> No
 
 def test_without_torchrun_a_refusal_is_said_once(tmp_path: Path) -> None:
     """Rank 0 serves the store in which the ranks agree on who speaks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
+    port, started = free_port(), []
     for rank, seed in enumerate((1, 2)):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         flags = small_run(tmp_path / "out", dp=2, global_batch_size=2, seed=seed)

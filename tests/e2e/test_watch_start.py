@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,14 @@ from typing import Any
 import pytest
 
 from tests.e2e.hanging import HANG
-from tests.e2e.launching import PROGRAM, TORCHRUN, environment, needs_proc, small_run, words
+from tests.e2e.launching import PROGRAM, TORCHRUN, environment, free_port, needs_proc, small_run, words
 from tests.e2e.test_failures import START
-from tests.patience import patience, until
+from tests.patience import patience, scaled_minutes, until
 from tests.warm import Started, start
 
 pytestmark = needs_proc
 HANGING = Path(__file__).with_name("hanging.py")
 MINUTES = 0.004
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -46,7 +39,7 @@ def rank_of(
     tmp_path: Path, rank: int, port: int, *, minutes: float = MINUTES, **variables: object
 ) -> contextlib.AbstractContextManager[Started]:
     """A rank of two, started by hand as Slurm does."""
-    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=minutes)
+    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=scaled_minutes(minutes))
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     script = HANGING if HANG in variables else PROGRAM
@@ -111,7 +104,7 @@ def test_a_rank_that_cannot_reach_the_master_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_on_another_node_is_named(tmp_path: Path, victim: int) -> None:
     """Two torchrun agents on one machine: their watchers share no directory, only the launcher's store."""
     fault = {HANG: json.dumps({"rank": victim, "at": "data", "call": 9, "fault": "sleep"})}
-    given = {"dp": 2, "train_iters": 1_000_000, "hang_timeout_minutes": 0.05}
+    given = {"dp": 2, "train_iters": 1_000_000, "hang_timeout_minutes": scaled_minutes(0.05)}
     agents = words(nnodes=2, nproc_per_node=1, master_addr="127.0.0.1", master_port=free_port())
     with contextlib.ExitStack() as nodes:
         launchers = []

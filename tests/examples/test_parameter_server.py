@@ -7,7 +7,6 @@ import io
 import multiprocessing
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import parameter_server
 from client import KeysLost, ParameterClient
@@ -25,6 +25,7 @@ from hash_ring import HashRing
 from server import ASYNCHRONOUS, Server, serve
 from tasks import MODELS, Lines, accuracy, load
 from tests.distributed import run_distributed, start_server
+from tests.patience import patience
 from training import Plan, train_alone, work
 
 SECRET, SERVERS, WORKERS, KEYS = b"secret", 3, 2, 200
@@ -118,16 +119,27 @@ def hosted(plan: Plan) -> Iterator[tuple[list[ForkServerProcess], list[Any], dic
 
 
 def test_a_server_is_killed_and_nothing_is_lost() -> None:
+    """Worker 0 is at its sixth step then, and worker 1 waits for it at a server."""
     train, _ = lines()
+    has_come, is_killed = threading.Event(), threading.Event()
     plan = Plan(MODELS["logistic"], steps=12, workers=WORKERS)
     with hosted(plan) as (processes, pipes, addresses):
         clients = [ParameterClient(addresses, SECRET, worker=w, keys=plan.keys) for w in range(WORKERS)]
+        pull = clients[0].pull
+
+        def pull_after_the_kill() -> Tensor:
+            if clients[0].clock == 5:
+                has_come.set()
+                is_killed.wait(patience(60))
+            return pull()
+
+        clients[0].pull = pull_after_the_kill  # type: ignore[method-assign]
         threads = [threading.Thread(target=work, args=(clients[w], plan, train, w)) for w in range(WORKERS)]
         for thread in threads:
             thread.start()
-        while clients[0].clock < 5:
-            time.sleep(0.001)
+        assert has_come.wait(patience(60))
         processes[1].kill()
+        is_killed.set()
         for thread in threads:
             thread.join()
         values = clients[0].pull()

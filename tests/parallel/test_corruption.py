@@ -30,6 +30,7 @@ from megacore.checkpoint.manifest import find_checkpoint, sealed
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE, Mesh
 from tests.parity.runs import VOCAB, make_config, make_trainer
+from tests.patience import patience
 
 FLIPS = 200
 
@@ -68,7 +69,7 @@ def refused(directory: Path, file: Path) -> None:
     choice = choose_checkpoint(make_config((1, 1, 1), directory.parent, load="auto"), ALONE)
     assert choice.directory == directory.with_name("step_00000001")
     assert choice.refused == (problem,)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < patience(2)
 
 
 def test_a_whole_checkpoint_is_taken(newest: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_json_bomb_is_refused(newest: Path, bomb: str, is_sealed: bool) -> Non
     del content
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     refused(newest, newest / "manifest.json")
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < patience(2)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from megacore.config import ParallelConfig, WatchConfig
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import RankFailed, run_distributed
-from tests.patience import until
+from tests.patience import scaled_minutes, until
 
-CALL, MINUTES = 4, 0.02
+CALL = 4
 
 
 class Halts(nn.Module):
@@ -34,23 +34,23 @@ class Halts(nn.Module):
         return self.linear(x)
 
 
-def train(rank: int, world_size: int, output_dir: str) -> None:
+def train(rank: int, world_size: int, output_dir: str, minutes: float) -> None:
     engine = PipelineEngine(
         [Layer("in", nn.Linear, 4, 4), Layer("halts", Halts)],
         loss=F.mse_loss,
         train_iters=10,
         parallel=ParallelConfig(pp=2, dp=2, device="cpu"),
         output_dir=output_dir,
-        watch=WatchConfig(hang_timeout_minutes=MINUTES),
+        watch=WatchConfig(hang_timeout_minutes=minutes),
     )
-    time.sleep(2.0 * 60.0 * MINUTES)  # in its own code a program takes as long as it likes
+    time.sleep(2.0 * 60.0 * minutes)  # in its own code a program takes as long as it likes
     while True:
         engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 4)))
 
 
 def test_a_rank_that_hangs_in_the_engine_is_named_and_ends_all(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="SIGTERM"):
-        run_distributed(train, 4, str(tmp_path))
+        run_distributed(train, 4, str(tmp_path), scaled_minutes(0.02))
     until(lambda: any(tmp_path.glob("hang-*.json")), 5, "no report")
     report = json.loads(next(tmp_path.glob("hang-*.json")).read_text())
     verdict = report["verdict"]

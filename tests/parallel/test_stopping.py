@@ -32,6 +32,7 @@ from megacore.train.metrics import StepTimes
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer
+from tests.patience import patience
 
 ALONE_MESH = Mesh(device=torch.device("cpu"))
 
@@ -169,7 +170,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     for number in range(1, 6):
         trainer.train_step(next(trainer.batches))
         ready = threading.Event()
-        monkeypatch.setattr(save_module, "write_tensors", lambda *given: (ready.wait(10), write(*given))[1])  # noqa: B023
+        monkeypatch.setattr(save_module, "write_tensors", lambda *given: (ready.wait(patience(10)), write(*given))[1])  # noqa: B023
         entries = list(trainer.state().entries())
         expected = {(kind, spec.name): tensor.clone() for kind, spec, tensor in entries}
         trainer.saving.save(trainer.state())
@@ -228,7 +229,7 @@ def test_a_full_disk_stops_all_ranks_or_none_as_the_run_is_set(tmp_path: Path, a
     assert [t[:2] for t in told] == [(6, None)] * 2
     assert step_of(published(tmp_path / "warn")[0]) == 6
     assert all(whole(path, ALONE) is None for path in published(tmp_path / "warn"))
-    assert max(t[2] for t in told) < 30.0
+    assert max(t[2] for t in told) < patience(30)
 
 
 def test_the_last_save_is_never_only_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

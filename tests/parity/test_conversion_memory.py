@@ -13,6 +13,7 @@ import torch
 
 from megacore.checkpoint.tensor_file import TensorWriter
 from tests.e2e.launching import ROOT, words
+from tests.patience import patience
 
 # Imports what a conversion imports, then converts there and back, and says how far memory rose above that.
 PROGRAM = """
@@ -63,7 +64,7 @@ def peak(*arguments: str) -> tuple[int, int]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -53,7 +53,7 @@ DISTRIBUTED = {
 }
 DEVICE_SEAM = "megacore/parallel/mesh.py"
 CUDA_NAMES = {
-    **dict.fromkeys(("megacore/config/sections.py", "tools/generate.py"), "the value that --device takes"),
+    **dict.fromkeys(("megacore/config/parallel.py", "tools/generate.py"), "the value that --device takes"),
     "tools/kernel_report.py": "the compiler's name for what it compiles to",
 }
 # Who may load a pickle: with torch's restricted loader (weights_only=True), or with an unpickler that makes only what

@@ -73,7 +73,7 @@ def with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(root / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pretrain_gpt.py", copy)
     config = copy / "megacore" / "config"
-    before("    schedule:", textwrap.indent(code("degree"), "    "), config / "sections.py")
+    before("    schedule:", textwrap.indent(code("degree"), "    "), config / "parallel.py")
     (row,) = re.findall(r"add the row `([^`]+)` to `DIMENSIONS`", PAGE.read_text(encoding="utf-8"))
     before('    Dimension("tp"', f"    {row},\n", config / "dimensions.py")
     return copy

@@ -9,7 +9,7 @@ import pytest
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
-from megacore.config.sections import ChosenSchedule
+from megacore.config.parallel import ChosenSchedule
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
 from megacore.plan.memory import plan_memory

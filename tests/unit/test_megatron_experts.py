@@ -11,41 +11,35 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
+from megacore.config import ExpertsConfig, ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.megatron_config import model_of
-from megacore.convert.plan import buffer_shapes, model_shapes
 from megacore.errors import CheckpointError
-from tests.unit.test_megatron_files import (
-    HEADS,
+from tests.unit.megatron_files import (
     HIDDEN,
+    LAYERS,
+    LLAMA_ARGS,
     POSITIONS,
-    VOCAB,
     columns,
     convert_megatron,
-    padded,
+    core_attention,
+    core_embedding,
+    core_head,
+    core_layers,
+    core_mlp,
+    gated,
+    llama,
     refused,
     require_tensors,
     rows,
+    save,
+    save_common,
     state,
+    tensors_of,
 )
 
-EXPERTS, LAYERS = 4, 4
-DENSE = ModelConfig(
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    num_attention_heads=HEADS,
-    ffn_hidden_size=24,
-    max_position_embeddings=POSITIONS,
-    vocab_size=VOCAB,
-    hidden_dropout=0.1,
-    attention_dropout=0.1,
-    normalization="RMSNorm",
-    activation="swiglu",
-    position_embedding_type="rope",
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-).resolve(seq_length=POSITIONS)
+EXPERTS = 4
+DENSE = llama().resolve(seq_length=POSITIONS)
 SECTION = ExpertsConfig(
     num_experts=EXPERTS,
     moe_ffn_hidden_size=8,
@@ -61,15 +55,8 @@ SECTION = ExpertsConfig(
 )
 MODEL: ResolvedModel = dataclasses.replace(DENSE, experts=SECTION.resolve(24))
 ARGS: dict[str, Any] = {
+    **LLAMA_ARGS,
     "num_layers": LAYERS,
-    "ffn_hidden_size": 24,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "rotary_base": 10_000,
-    "untie_embeddings_and_output_weights": True,
-    "vocab_size": VOCAB,
     "num_experts": EXPERTS,
     "moe_ffn_hidden_size": 8,
     "moe_router_topk": 2,
@@ -85,15 +72,6 @@ ARGS: dict[str, Any] = {
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_grouped_gemm": True,
 }
-
-
-def tensors_of(config: ResolvedModel) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    return {name: torch.randn(shape) for name, shape in (model_shapes(config) | buffer_shapes(config)).items()}
-
-
-def gated(values: dict[str, Tensor], mlp: str, tp: int, rank: int) -> Tensor:
-    return torch.cat([rows(values[f"{mlp}.{one}.weight"], tp, rank) for one in ("gate", "up")])
 
 
 def of_experts(values: dict[str, Tensor], mlp: str, tp: int, rank: int, numbers: range, form: str) -> dict[str, Tensor]:
@@ -118,20 +96,11 @@ def of_experts(values: dict[str, Tensor], mlp: str, tp: int, rank: int, numbers:
 
 def block(values: dict[str, Tensor], i: int, tp: int, rank: int) -> dict[str, Tensor]:
     """All of a block but its experts."""
-    ours, mlp = f"blocks.{i}", f"blocks.{i}.mlp"
-    found = {
-        "self_attention.linear_qkv.layer_norm_weight": values[f"{ours}.attention_norm.weight"],
-        "self_attention.linear_qkv.weight": rows(values[f"{ours}.attention.qkv.weight"], tp, rank),
-        "self_attention.linear_proj.weight": columns(values[f"{ours}.attention.output.weight"], tp, rank),
-    }
+    mlp, found = f"blocks.{i}.mlp", core_attention(values, i, tp, rank)
     if f"{mlp}.router.weight" not in values:
-        return found | {
-            "mlp.linear_fc1.layer_norm_weight": values[f"{ours}.mlp_norm.weight"],
-            "mlp.linear_fc1.weight": gated(values, mlp, tp, rank),
-            "mlp.linear_fc2.weight": columns(values[f"{mlp}.down.weight"], tp, rank),
-        }
+        return found | core_mlp(values, i, tp, rank)
     return found | {
-        "pre_mlp_layernorm.weight": values[f"{ours}.mlp_norm.weight"],
+        "pre_mlp_layernorm.weight": values[f"blocks.{i}.mlp_norm.weight"],
         "mlp.router.weight": values[f"{mlp}.router.weight"],
         "mlp.router.expert_bias": values[f"{mlp}.router.bias"],
         "mlp.shared_experts.linear_fc1.weight": gated(values, f"{mlp}.shared.mlp", tp, rank),
@@ -147,26 +116,20 @@ def write(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, ep: int, f
     for stage in range(pp):
         for of_experts_rank in range(ep):
             for rank in range(tp):
-                model: dict[str, Any] = {}
-                if stage == 0:
-                    embedding = padded(values["embedding.tokens.weight"])
-                    model["embedding.word_embeddings.weight"] = rows(embedding, tp, rank)
-                if stage == pp - 1:
-                    model["output_layer.weight"] = rows(padded(values["head.weight"]), tp, rank)
-                    model["decoder.final_layernorm.weight"] = values["head.norm.weight"]
-                for local in range(layers):
-                    i = stage * layers + local
+                blocks = []
+                for i in range(stage * layers, (stage + 1) * layers):
                     tensors = block(values, i, tp, rank)
                     if "mlp.router.weight" in tensors:
                         numbers = range(of_experts_rank * held, (of_experts_rank + 1) * held)
                         tensors |= of_experts(values, f"blocks.{i}.mlp", tp, rank, numbers, form)
                         tensors["mlp.experts.linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
-                    model |= {f"decoder.layers.{local}.{name}": value for name, value in tensors.items()}
-                name = [f"{n:03d}" for n, size in ((stage, pp), (of_experts_rank, ep)) if size > 1]
-                save_as = "_".join([f"mp_rank_{rank:02d}", *name])
-                (path / save_as).mkdir(parents=True)
-                everything = state({"model": model}, 3.0, **{**ARGS, **sizes, **args})
-                torch.save(everything, path / save_as / "model_optim_rng.pt")
+                    blocks.append(tensors)
+                model = core_layers(blocks)
+                model |= core_embedding(values, tp, rank) if stage == 0 else {}
+                model |= core_head(values, tp, rank) if stage == pp - 1 else {}
+                made = state({"model": model}, 3.0, **{**ARGS, **sizes, **args})
+                expert_rank = of_experts_rank if ep > 1 else None
+                save(path, rank, stage if pp > 1 else None, made, expert_rank=expert_rank)
 
 
 @pytest.mark.parametrize(
@@ -212,20 +175,11 @@ def test_experts_of_the_torch_dist_format(stacked: bool, tmp_path: Path) -> None
                 matrices = [each[f"mlp.experts.linear_fc{fc}.weight{number}"] for number in range(EXPERTS)]
                 tensors[f"mlp.experts.experts.linear_fc{fc}.weight"] = torch.stack(matrices)
         layers.append(tensors)
-    model = {
-        "embedding.word_embeddings.weight": padded(values["embedding.tokens.weight"]),
-        "output_layer.weight": padded(values["head.weight"]),
-        "decoder.final_layernorm.weight": values["head.norm.weight"],
-    }
-    if stacked:
-        model |= {f"decoder.layers.{name}": torch.stack([layer[name] for layer in layers]) for name in layers[0]}
-    else:
-        model |= {f"decoder.layers.{i}.{name}": value for i, one in enumerate(layers) for name, value in one.items()}
+    model = core_embedding(values) | core_layers(layers, stacked=stacked) | core_head(values)
     source = tmp_path / "megatron"
     dcp.save(model, checkpoint_id=source, no_dist=True)
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
-    args = state({}, 3.0, **{**ARGS, **sizes, **({"moe_layer_freq": 1} if stacked else {})})["args"]
-    torch.save({"args": args, "iteration": 7, "checkpoint_version": 3.0}, source / "common.pt")
+    save_common(source, **{**ARGS, **sizes, **({"moe_layer_freq": 1} if stacked else {})})
     assert convert_megatron(source, tmp_path / "out") == 0
     require_tensors(tmp_path / "out", values)
     assert CheckpointTensors(tmp_path / "out").config == config

@@ -12,148 +12,41 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import MANIFEST_NAME
-from megacore.config import ModelConfig, ResolvedModel
+from megacore.config import ResolvedModel
 from megacore.convert import megatron_config
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.megatron_config import model_of
-from megacore.convert.plan import model_shapes, whole_config
+from megacore.convert.plan import whole_config
 from megacore.errors import CheckpointError
 from tests.e2e.launching import words
+from tests.unit.megatron_files import (
+    GPT,
+    GROUPED,
+    GROUPED_ARGS,
+    HIDDEN,
+    POSITIONS,
+    VOCAB,
+    convert_megatron,
+    core_attention,
+    core_embedding,
+    core_head,
+    core_layers,
+    core_mlp,
+    llama,
+    padded,
+    refused,
+    require_tensors,
+    save,
+    state,
+    tensors_of,
+    write_legacy,
+)
 from tools.convert_checkpoint import main as convert
-
-VOCAB, PADDED, HIDDEN, HEADS, LAYERS, POSITIONS = 21, 24, 16, 4, 4, 12
-ARGS = {
-    "num_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "ffn_hidden_size": 4 * HIDDEN,
-    "kv_channels": HIDDEN // HEADS,
-    "max_position_embeddings": POSITIONS,
-    "layernorm_epsilon": 1e-5,
-    "padded_vocab_size": PADDED,
-}
-GPT = ModelConfig(
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    num_attention_heads=HEADS,
-    max_position_embeddings=POSITIONS,
-    vocab_size=VOCAB,
-    hidden_dropout=0.1,  # Megatron-LM's defaults
-    attention_dropout=0.1,
-).resolve(seq_length=POSITIONS)
-
-
-def tensors_of(config: ResolvedModel) -> dict[str, Tensor]:
-    """Known tensors of a model."""
-    torch.manual_seed(0)
-    return {name: torch.randn(shape) for name, shape in model_shapes(config).items()}
-
-
-def convert_megatron(source: Path, target: Path, **flags: Any) -> int:
-    return convert([*words(input=source, output=target, **flags), "--from", "megatron", "--to", "megacore"])
-
-
-def require_tensors(path: Path, expected: dict[str, Tensor]) -> None:
-    found = CheckpointTensors(path)
-    assert found.shapes.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(found.read(name), value)] == []
-
-
-# ---- writing as Megatron-LM does -------------------------------------------------------------------------------------
-
-
-def rows(value: Tensor, tp: int, rank: int) -> Tensor:
-    size = value.shape[0] // tp
-    return value[rank * size : (rank + 1) * size].clone()
-
-
-def columns(value: Tensor, tp: int, rank: int) -> Tensor:
-    size = value.shape[1] // tp
-    return value[:, rank * size : (rank + 1) * size].clone()
-
-
-def old_order(value: Tensor, version: float, heads: int) -> Tensor:
-    """[head][q, k, v][d] as it stood in earlier versions, written out one row at a time."""
-    d = value.shape[0] // heads // 3
-    result = torch.empty_like(value)
-    for head in range(heads):
-        for kind in range(3):
-            for i in range(d):
-                there = (kind * heads + head) * d + i if version == 0 else (head * d + i) * 3 + kind
-                result[there] = value[(head * 3 + kind) * d + i]
-    return result
-
-
-def padded(value: Tensor) -> Tensor:
-    return torch.cat([value, torch.full((PADDED - VOCAB, HIDDEN), 7.0)])
-
-
-def save(path: Path, rank: int, stage: int | None, state: dict[str, Any]) -> None:
-    name = f"mp_rank_{rank:02d}" + ("" if stage is None else f"_{stage:03d}")
-    (path / name).mkdir(parents=True)
-    torch.save(state, path / name / "model_optim_rng.pt")
-
-
-def state(model: dict[str, Any], version: float | None, **args: Any) -> dict[str, Any]:
-    everything = {**ARGS, **args}
-    made = {"args": argparse.Namespace(**everything), "iteration": 7, "optimizer": {"state": {0: torch.ones(2)}}}
-    made["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.zeros(8, dtype=torch.uint8)}]
-    return made | ({} if version is None else {"checkpoint_version": version}) | model
-
-
-def legacy_blocks(values: dict[str, Tensor], numbers: range, tp: int, rank: int, version: float) -> dict[str, Tensor]:
-    found = {}
-    for local, i in enumerate(numbers):
-        block, theirs = f"blocks.{i}", f"layers.{local}"
-        names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        names |= {"attention.output": "self_attention.dense", "mlp.down": "mlp.dense_4h_to_h"}
-        names |= {"attention.qkv": "self_attention.query_key_value", "mlp.up": "mlp.dense_h_to_4h"}
-        for ours, name in names.items():
-            for kind in ("weight", "bias"):
-                value = values[f"{block}.{ours}.{kind}"]
-                if ours in ("attention.output", "mlp.down"):
-                    value = columns(value, tp, rank) if kind == "weight" else value
-                elif ours == "attention.qkv":
-                    value = rows(value, tp, rank)
-                    value = old_order(value, version, HEADS // tp) if version < 2 else value
-                elif ours == "mlp.up":
-                    value = rows(value, tp, rank)
-                found[f"{theirs}.{name}.{kind}"] = value
-    return found
-
-
-def write_legacy(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, version: float, chunks: int = 1) -> None:
-    """The nested tables of Megatron-LM's own GPT, with any number of virtual stages."""
-    each = LAYERS // (pp * chunks)
-    for stage in range(pp):
-        for rank in range(tp):
-            models = []
-            for chunk in range(chunks):
-                first = (chunk * pp + stage) * each
-                encoder = legacy_blocks(values, range(first, first + each), tp, rank, version)
-                model: dict[str, Any] = {"language_model": {"encoder": encoder}}
-                embedding = rows(padded(values["embedding.tokens.weight"]), tp, rank)
-                if stage == 0 and chunk == 0:
-                    model["language_model"]["embedding"] = {
-                        "word_embeddings": {"weight": embedding},
-                        "position_embeddings": {"weight": values["embedding.positions"]},
-                    }
-                if stage == pp - 1 and chunk == chunks - 1:
-                    encoder["final_layernorm.weight"] = values["head.norm.weight"]
-                    encoder["final_layernorm.bias"] = values["head.norm.bias"]
-                    if pp > 1:
-                        model["word_embeddings_for_head"] = {"weight": embedding}
-                models.append(model)
-            table = {"model": models[0]} if chunks == 1 else {f"model{i}": model for i, model in enumerate(models)}
-            sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-            save(path, rank, stage if pp > 1 else None, state(table, None if version == 0 else version, **sizes))
-
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
@@ -182,58 +75,13 @@ def test_without_a_vocabulary_the_padding_stays(tmp_path: Path) -> None:
 
 def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
     """Flat names, grouped queries, a gated MLP whose two halves every rank stacks, norms fused into projections."""
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=2,
-        ffn_hidden_size=24,
-        max_position_embeddings=POSITIONS,
-        vocab_size=VOCAB,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        normalization="RMSNorm",
-        activation="swiglu",
-        position_embedding_type="rope",
-        rotary_base=500_000.0,
-        disable_bias_linear=True,
-        untie_embeddings_and_output_weights=True,
-    ).resolve(seq_length=POSITIONS)
+    config = llama(num_layers=2, **GROUPED).resolve(seq_length=POSITIONS)
     values, tp = tensors_of(config), 2
-    args = {
-        "num_layers": 2,
-        "ffn_hidden_size": 24,
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
-        "rotary_base": 500_000,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "untie_embeddings_and_output_weights": True,
-        "vocab_size": VOCAB,
-    }
     for rank in range(tp):
-        model: dict[str, Any] = {
-            "embedding.word_embeddings.weight": rows(padded(values["embedding.tokens.weight"]), tp, rank),
-            "output_layer.weight": rows(padded(values["head.weight"]), tp, rank),
-            "decoder.final_layernorm.weight": values["head.norm.weight"],
-            "decoder.final_layernorm._extra_state": None,
-        }
-        for i in range(2):
-            ours, theirs = f"blocks.{i}", f"decoder.layers.{i}"
-            gate, up = (rows(values[f"{ours}.mlp.{one}.weight"], tp, rank) for one in ("gate", "up"))
-            model |= {
-                f"{theirs}.self_attention.linear_qkv.layer_norm_weight": values[f"{ours}.attention_norm.weight"],
-                f"{theirs}.self_attention.linear_qkv.weight": rows(values[f"{ours}.attention.qkv.weight"], tp, rank),
-                f"{theirs}.self_attention.linear_proj.weight": columns(
-                    values[f"{ours}.attention.output.weight"], tp, rank
-                ),
-                f"{theirs}.mlp.linear_fc1.layer_norm_weight": values[f"{ours}.mlp_norm.weight"],
-                f"{theirs}.mlp.linear_fc1.weight": torch.cat([gate, up]),
-                f"{theirs}.mlp.linear_fc2.weight": columns(values[f"{ours}.mlp.down.weight"], tp, rank),
-            }
-        save(tmp_path / "megatron", rank, None, state({"model": model}, 3.0, **args))
+        blocks = [core_attention(values, i, tp, rank) | core_mlp(values, i, tp, rank) for i in range(2)]
+        model = core_embedding(values, tp, rank) | core_layers(blocks) | core_head(values, tp, rank)
+        made = {"model": {**model, "decoder.final_layernorm._extra_state": None}}
+        save(tmp_path / "megatron", rank, None, state(made, 3.0, **GROUPED_ARGS, num_layers=2))
     assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
     require_tensors(tmp_path / "out", values)
     assert CheckpointTensors(tmp_path / "out").config == config
@@ -241,25 +89,15 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
 
 # ---- to Megatron-LM --------------------------------------------------------------------------------------------------
 
-LLAMA = ModelConfig(
-    num_layers=4,
-    hidden_size=HIDDEN,
-    num_attention_heads=HEADS,
-    num_query_groups=2,
-    ffn_hidden_size=24,
-    max_position_embeddings=POSITIONS,
-    vocab_size=VOCAB,
-    normalization="RMSNorm",
-    activation="swiglu",
-    position_embedding_type="rope",
-    rotary_base=500_000.0,
+LLAMA = llama(
+    **GROUPED,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
     rope_scaling="llama3",
     rope_scaling_factor=8.0,
     rope_original_max_positions=8192,
-    disable_bias_linear=True,
     add_qkv_bias=True,
     qk_layernorm=True,
-    untie_embeddings_and_output_weights=True,
     make_vocab_size_divisible_by=8,
 ).resolve(seq_length=POSITIONS)
 
@@ -399,15 +237,6 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.marker),)
-
-
-def refused(source: Path, target: Path, capsys: pytest.CaptureFixture[str], **flags: Any) -> str:
-    assert convert_megatron(source, target, **flags) == 2
-    assert not target.exists()
-    said = capsys.readouterr().err
-    assert said.startswith("convert_checkpoint.py: error: ")
-    assert "Traceback" not in said
-    return said
 
 
 @pytest.mark.parametrize("place", ["args", "model", "optimizer", "whole"])

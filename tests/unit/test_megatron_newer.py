@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megacore.convert.checkpoint_tensors import CheckpointTensors
-from tests.unit.test_megatron_files import (
+from tests.unit.megatron_files import (
     GPT,
     PADDED,
     VOCAB,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import patience as module
-from tests.patience import Machine, patience, until
+from tests.patience import MARGIN, Machine, patience, scaled, scaled_minutes, until
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ def test_timeouts_scale_with_speed_and_load(
 ) -> None:
     monkeypatch.setattr(module, "measured", lambda: Machine(slowness=slowness, load=load_before))
     monkeypatch.setattr(module, "_load", lambda: load_now)
-    assert patience(10.0) == expected
+    assert scaled(10.0) == expected
+    assert patience(10.0) == MARGIN * expected
+    assert scaled_minutes(10.0 / 60.0) == pytest.approx(expected / 60.0, abs=1e-6)
 
 
 def test_the_machine_is_measured_once() -> None:

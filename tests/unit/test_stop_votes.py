@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.sections import CheckpointConfig
+from megacore.config.checkpoint import CheckpointConfig
 from megacore.train.stopping import Decision, StopRequests
 from tests.unit.packaging_builds import ROOT
 

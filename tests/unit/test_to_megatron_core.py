@@ -13,7 +13,8 @@ import torch
 
 from megacore.convert.check import _our_logits
 from megacore.convert.checkpoint_tensors import CheckpointTensors
-from tests.unit.test_megatron_files import GPT, LLAMA, VOCAB, checkpoint_of, to_megatron
+from tests.unit.megatron_files import GPT, VOCAB
+from tests.unit.test_megatron_files import LLAMA, checkpoint_of, to_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = """

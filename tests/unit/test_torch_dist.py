@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,75 +9,37 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megacore.config import ModelConfig, ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.dcp_files import open_dcp
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
-from tests.unit.test_megatron_files import ARGS, HEADS, HIDDEN, POSITIONS, VOCAB, padded, require_tensors, tensors_of
+from tests.unit.megatron_files import (
+    GROUPED,
+    GROUPED_ARGS,
+    POSITIONS,
+    core_attention,
+    core_embedding,
+    core_head,
+    core_layers,
+    core_mlp,
+    llama,
+    require_tensors,
+    save_common,
+    tensors_of,
+)
 from tools.convert_checkpoint import main as convert
 
-LLAMA = ModelConfig(
-    num_layers=4,
-    hidden_size=HIDDEN,
-    num_attention_heads=HEADS,
-    num_query_groups=2,
-    ffn_hidden_size=24,
-    max_position_embeddings=POSITIONS,
-    vocab_size=VOCAB,
-    hidden_dropout=0.1,
-    attention_dropout=0.1,
-    normalization="RMSNorm",
-    activation="swiglu",
-    position_embedding_type="rope",
-    rotary_base=500_000.0,
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-).resolve(seq_length=POSITIONS)
-FLAGS = {
-    "ffn_hidden_size": 24,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "rotary_base": 500_000,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "untie_embeddings_and_output_weights": True,
-    "vocab_size": VOCAB,
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
-}
+LLAMA = llama(**GROUPED).resolve(seq_length=POSITIONS)
 
 
 def core_tensors(values: dict[str, Tensor], *, stacked: bool) -> dict[str, Tensor]:
     """By the names of Megatron core; layers along the first dimension, or each with its number."""
-    layers: dict[str, list[Tensor]] = {}
-    for i in range(LLAMA.num_layers):
-        block = f"blocks.{i}"
-        named = {
-            "self_attention.linear_qkv.layer_norm_weight": values[f"{block}.attention_norm.weight"],
-            "self_attention.linear_qkv.weight": values[f"{block}.attention.qkv.weight"],
-            "self_attention.linear_proj.weight": values[f"{block}.attention.output.weight"],
-            "mlp.linear_fc1.layer_norm_weight": values[f"{block}.mlp_norm.weight"],
-            "mlp.linear_fc1.weight": torch.cat([values[f"{block}.mlp.{one}.weight"] for one in ("gate", "up")]),
-            "mlp.linear_fc2.weight": values[f"{block}.mlp.down.weight"],
-        }
-        for name, value in named.items():
-            layers.setdefault(name, []).append(value)
-    found = {
-        "embedding.word_embeddings.weight": padded(values["embedding.tokens.weight"]),
-        "output_layer.weight": padded(values["head.weight"]),
-        "decoder.final_layernorm.weight": values["head.norm.weight"],
-    }
-    for name, each in layers.items():
-        if stacked:
-            found[f"decoder.layers.{name}"] = torch.stack(each)
-        else:
-            found |= {f"decoder.layers.{i}.{name}": value for i, value in enumerate(each)}
-    return found
+    blocks = [core_attention(values, i, 1, 0) | core_mlp(values, i, 1, 0) for i in range(LLAMA.num_layers)]
+    return core_embedding(values) | core_head(values) | core_layers(blocks, stacked=stacked)
 
 
 def save(rank: int, ranks: int, tensors: dict[str, Tensor], target: str) -> None:
@@ -91,15 +52,12 @@ def save(rank: int, ranks: int, tensors: dict[str, Tensor], target: str) -> None
     state |= {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3), "rng_state/shard_0": torch.zeros(2)}
     dcp.save(state, checkpoint_id=target)
     if rank == 0:
-        args = argparse.Namespace(**ARGS, **{name: value for name, value in FLAGS.items() if name not in ARGS})
-        args.ffn_hidden_size = 24
-        torch.save({"args": args, "iteration": 7, "checkpoint_version": 3.0}, Path(target) / "common.pt")
+        save_common(Path(target), **GROUPED_ARGS, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 
 
 @pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_llama_of_torch_dist_is_read_whatever_divided_it(stacked: bool, tmp_path: Path) -> None:
-    config: ResolvedModel = LLAMA
-    values = tensors_of(config)
+    values = tensors_of(LLAMA)
     source = tmp_path / "megatron" / "iter_0000007"
     run_distributed(save, 2, core_tensors(values, stacked=stacked), str(source))
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("7")
@@ -107,7 +65,7 @@ def test_a_llama_of_torch_dist_is_read_whatever_divided_it(stacked: bool, tmp_pa
     flags = words(input=tmp_path / "megatron", output=tmp_path / "out")
     assert convert([*flags, "--from", name, "--to", "megacore"]) == 0
     require_tensors(tmp_path / "out", values)
-    assert CheckpointTensors(tmp_path / "out").config == config
+    assert CheckpointTensors(tmp_path / "out").config == LLAMA
 
 
 def test_without_flags_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +73,19 @@ def test_without_flags_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     flags = words(input=tmp_path / "megatron", output=tmp_path / "out")
     assert convert([*flags, "--from", "torch_dist", "--to", "megacore"]) == 2
     assert "common.pt is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["by value", "by name"])
+def test_an_index_that_any_version_of_python_wrote_is_read(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.2 pickles a member of an enumeration as `getattr(kind, name)`, others as `kind(value)`."""
+
+    def reduced(member: Any, _: Any) -> tuple[Any, ...]:
+        return (type(member), (member.value,)) if form == "by value" else (getattr, (type(member), member.name))
+
+    monkeypatch.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    value = torch.arange(6.0).view(2, 3)
+    dcp.save({"weight": value}, checkpoint_id=tmp_path, no_dist=True)
+    assert (b"getattr" in (tmp_path / ".metadata").read_bytes()) == (form == "by name")
+    assert torch.equal(open_dcp(tmp_path)["weight"].read(), value)

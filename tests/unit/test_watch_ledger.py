@@ -66,11 +66,13 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
 
 
-def test_the_first_step_counts_until_there_is_another(ledger: Ledger) -> None:
+def test_the_first_step_counts_until_there_is_another(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a duration the second step would have the floor, however long the steps are."""
-    for number, seconds in ((1, 0.05), (2, 0.0)):
+    now = time.monotonic()
+    monkeypatch.setattr("megacore.watch.ledger.monotonic", lambda: now)
+    for number, seconds in ((1, 0.0625), (2, 0.0)):
         ledger.begin_step(number)
-        time.sleep(seconds)
+        now += seconds
         ledger.end_step()
         assert read(ledger).median_step >= seconds
     assert read(ledger).median_step < 0.05

@@ -93,7 +93,7 @@ def test_a_store_that_does_not_answer_holds_nothing_up(
 
     class Cut:
         def check(self, keys: list[str]) -> bool:
-            return back.wait(10) and False
+            return back.wait(patience(10)) and False
 
     second._store = Cut()
     began = time.perf_counter()

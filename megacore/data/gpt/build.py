@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megacore.config import Config, ResolvedConfig
-from megacore.config.sections import SplitShares
+from megacore.config.data import SplitShares
 from megacore.data.gpt import megatron_order
 from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset

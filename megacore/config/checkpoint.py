@@ -1,0 +1,57 @@
+"""The section of checkpoints: what a run starts from, what it saves and keeps, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megacore.config.fields import Flag, Range, Section
+
+AUTO = "auto"
+"""The value of `--load` that selects the newest checkpoint of the output directory, or a fresh start without one."""
+OR_AUTO = f"or --load {AUTO}, which starts from the beginning if --output-dir has no checkpoint"
+"""The way out for who gives --load on the first start too, as Megatron-LM's scripts do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """What a run loads, saves and keeps, and when it ends."""
+
+    load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
+    """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
+    intact checkpoint. auto: the newest intact checkpoint in --output-dir, or a fresh start if there is none. Default: a
+    fresh start."""
+    init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
+    flag that contradicts it is refused. Default: weights drawn from --seed."""
+    ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
+    """Fields of the config.json of --init-from-hf to leave out, for fields that do not change what the model computes.
+    Default: none."""
+    save_interval: Annotated[int | None, Range(1)] = None
+    """Number of steps between checkpoints. Default: only at the end of the run."""
+    keep_last: Annotated[int | None, Range(1)] = None
+    """Number of newest checkpoints to keep. Older ones are deleted after a newer one is published. Default: keep
+    all."""
+    keep_every: Annotated[int | None, Range(1)] = None
+    """Keeps every checkpoint whose step is a multiple of this, in addition to --keep-last, which it needs. Default:
+    keep only those of --keep-last."""
+    async_save: bool = False
+    """Saves in the background. Training waits only while the state is copied to host memory."""
+    on_save_error: Literal["stop", "warn"] = "stop"
+    """What to do when a checkpoint or a line of metrics.jsonl cannot be written. stop: all ranks stop. warn: log a
+    warning and continue, except for the last checkpoint of the run."""
+    exit_interval: Annotated[int | None, Range(1)] = None
+    """Saves and ends the run at the first step that is a multiple of this. Default: end at --train-iters."""
+    exit_duration_minutes: Annotated[float | None, Range(above=0), Flag(("--exit-duration-in-mins",))] = None
+    """Saves and ends the run after the first step that finishes this many minutes after its start. Default: no
+    limit."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.init_from_hf is None:
+            yield from self.without_effect(("ignore_config_field",), wrong, "no --init-from-hf", "--init-from-hf")
+        if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
+            yield (
+                f"--keep-every {self.keep_every} has no effect without --keep-last, because every checkpoint is kept: "
+                "leave it out, or use --keep-last"
+            )

@@ -1,0 +1,179 @@
+"""The section of the training data: datasets and their shares, tokenizer, samples, packing, loading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from megacore.config.fields import Flag, Range, Section
+from megacore.config.numbers import parse_float
+
+
+class SplitShares(NamedTuple):
+    """The shares of training, validation and test, which sum to 1."""
+
+    train: float
+    valid: float
+    test: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """The training data, its split, and how it is loaded."""
+
+    data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
+    """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
+    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights."""
+    train_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
+    """The training data instead of --data-path, in the same notation. --split does not divide it."""
+    valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
+    """The validation data beside --train-data-path. Without it there is no evaluation."""
+    split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
+    """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
+    sample_order: Literal["megacore", "megatron"] = "megacore"
+    """The order of samples. megacore: a longer run continues the order of a shorter one. megatron: that of Megatron-LM,
+    sample by sample, which depends on the number of samples of the run."""
+    tokenizer: Annotated[
+        str | None, Flag(("--tokenizer-model", "--vocab-file", "--tokenizer-name-or-path"), metavar="PATH")
+    ] = None
+    """Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers directory),
+    or a SentencePiece .model file. Default: no tokenizer; --vocab-size must be given."""
+    merge_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    """GPT-2's merges.txt, where --tokenizer is GPT-2's vocab.json. (BERT's vocab.txt needs no other file.) Default: the
+    file beside vocab.json whose name has merges.txt instead."""
+    seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
+    """Number of tokens in a sample."""
+    mock_data: bool = False
+    """Trains on generated tokens instead of a dataset. Needs --vocab-size or --tokenizer."""
+    num_workers: Annotated[int, Range(0, 64)] = 0
+    """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
+    data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Directory for the cached sample indices. Default: a directory named cache beside each dataset."""
+    packing: Literal["none", "concat", "best-fit"] = "concat"
+    """How documents become samples. concat: one stream of documents is cut into samples. none: each sample is one
+    document, padded, or cut if it is longer. best-fit: samples hold whole documents, chosen so that little padding is
+    left (best-fit decreasing); a document longer than --seq-length is split."""
+    reset_position_ids: bool | None = None
+    """Restarts positions at each document of a sample. Default: on with --packing best-fit, off with concat."""
+    reset_attention_mask: bool | None = None
+    """Restricts attention to the document of each token. Default: on with --packing best-fit, off with concat."""
+    eod_mask_loss: bool = False
+    """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
+    --tokenizer."""
+
+    @property
+    def beside_tokens(self) -> tuple[str, ...]:
+        """What the layers get beside the tokens: the documents, where attention stays within each, and the positions,
+        where they restart. A sample of --packing none is one document, and causal attention sees no padding after
+        it."""
+        packed = self.packing == "best-fit"
+        resets = {"documents": self.reset_attention_mask, "positions": self.reset_position_ids}
+        if self.packing == "none":
+            return ()
+        return tuple(name for name, flag in resets.items() if (packed if flag is None else flag))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether training and validation data are separate datasets, which --split does not divide."""
+        return bool(self.train_data_path)
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Every dataset of the run, each once.
+
+        Raises:
+            ValueError: as by `blend`.
+        """
+        return tuple(dict.fromkeys(prefix for stream in (0, 1) for prefix in self.blend(stream)[0]))
+
+    def blend(self, stream: int = 0) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+        """The prefixes of a stream's datasets, and their weights or None.
+
+        Args:
+            stream: 0 for training, 1 for validation.
+
+        Raises:
+            ValueError: weights and prefixes do not alternate, or a weight is not a positive number.
+        """
+        name = ("train_data_path", "valid_data_path")[stream] if self.is_split else "data_path"
+        path, flag = getattr(self, name), "--" + name.replace("_", "-")
+        if len(path) < 2 or _as_number(path[0]) is None:
+            return path, None
+        weights = [_as_number(w) for w in path[::2]]
+        if len(path) % 2 or None in weights:
+            raise ValueError(
+                f"{flag} {' '.join(path)} mixes weights and prefixes: "
+                "use WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes only"
+            )
+        positive = tuple(w for w in weights if w is not None and math.isfinite(w) and w > 0)
+        if len(positive) < len(weights):
+            raise ValueError(
+                f"{flag} {' '.join(path)} has a weight that is not above 0: "
+                "leave that dataset out, or give it a positive weight"
+            )
+        return path[1::2], positive
+
+    def split_shares(self) -> SplitShares:
+        """The shares of --split.
+
+        Raises:
+            ValueError: --split is not one to three non-negative numbers, or its first number is 0.
+        """
+        numbers = [_as_number(part) for part in self.split.strip("'\"").split(",")]  # as a script may quote it
+        shares = [s for s in numbers if s is not None and math.isfinite(s) and s >= 0]
+        if len(shares) != len(numbers) or len(shares) > 3:
+            raise ValueError(
+                f"--split {self.split} must be one to three numbers of 0 or more, separated by commas: "
+                "use, for example, 949,50,1"
+            )
+        if shares[0] <= 0:
+            raise ValueError(
+                f"--split {self.split} leaves nothing to train on: make the first number positive, for example 949,50,1"
+            )
+        return SplitShares(*(s / sum(shares) for s in [*shares, 0.0, 0.0][:3]))
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        paths = {"data_path", "train_data_path", "valid_data_path"}
+        for names, parse in ((paths, self.prefixes), ({"split"}, self.split_shares)):
+            try:
+                if not names & wrong:
+                    parse()
+            except ValueError as error:
+                yield str(error)
+        if not wrong & paths:
+            yield from self._paths()
+        if self.mock_data and self.data_path:
+            yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
+        has_data = self.mock_data or self.data_path or self.train_data_path
+        if not has_data and not wrong & {"data_path", "train_data_path", "mock_data"}:
+            yield "--data-path is missing: use the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
+        if self.packing == "none" and "packing" not in wrong:
+            resets = ("reset_position_ids", "reset_attention_mask")
+            yield from self.without_effect(resets, wrong, "--packing none, whose samples are one document", "another")
+            if self.mock_data and "mock_data" not in wrong:
+                yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
+        if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
+            yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
+        if self.merge_file is not None and self.tokenizer is None and not wrong & {"merge_file", "tokenizer"}:
+            yield "--merge-file has no effect without the vocab.json that it belongs to: use --tokenizer vocab.json"
+        if self.sample_order == "megatron" and self.packing != "concat" and not wrong & {"sample_order", "packing"}:
+            yield (
+                f"--sample-order megatron is that of --packing concat, not of --packing {self.packing}: leave one of "
+                "them out"
+            )
+
+    def _paths(self) -> Iterator[str]:
+        """What is wrong with separate training and validation data."""
+        if self.train_data_path and (self.data_path or self.mock_data):
+            other = "--data-path" if self.data_path else "--mock-data"
+            yield f"--train-data-path and {other} exclude each other: leave one of them out"
+        if self.valid_data_path and not self.train_data_path:
+            yield "--valid-data-path needs --train-data-path: use both, or --data-path with --split"
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return parse_float(text.strip())
+    except ValueError:
+        return None

@@ -1,0 +1,164 @@
+"""The section of parallelism: degrees, schedule, division of layers, ZeRO and communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from megacore.config.dimensions import degrees_of
+from megacore.config.fields import Flag, Range, Section
+
+AUTO_SCHEDULE = "auto"
+"""The value of `--schedule` before a schedule is chosen."""
+
+ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How --tp x --cp x --pp x --dp ranks share the work."""
+
+    former_defaults: ClassVar[Mapping[str, Any]] = {"pipeline_balance": "parameters", "schedule": "1f1b"}
+
+    tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
+    """Tensor-parallel degree: number of ranks that share the weights of each layer. They are neighbouring ranks."""
+    pp: Annotated[int, Range(1), Flag(("--pipeline-model-parallel-size",))] = 1
+    """Pipeline-parallel degree: number of ranks that the layers are divided over. At most --num-layers."""
+    dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
+    """Data-parallel degree: number of model replicas that share the batch. Default: the number of processes divided by
+    --tp x --cp x --pp."""
+    cp: Annotated[int, Range(1), Flag(("--context-parallel-size",))] = 1
+    """Context-parallel degree: number of ranks that share each sequence, for sequences whose activations do not fit on
+    one. Every rank holds the weights, and --seq-length / --cp positions. 2 x --cp must divide --seq-length."""
+    cp_comm: Literal["auto", "allgather", "ring", "ulysses"] = "auto"
+    """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
+    a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
+    shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
+    auto: ulysses where it sends the least and --tp x --cp is at most 8, else ring; for pretrain_bert.py, whose
+    attention is not causal, allgather."""
+    ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
+    """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
+    ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
+    etp: Annotated[int | None, Range(1), Flag(("--expert-tensor-parallel-size",))] = None
+    """Number of tensor-parallel ranks that split each expert: --tp, or 1, which needs --sequence-parallel where --tp is
+    above 1. Default: --tp."""
+    schedule: ScheduleName = "auto"
+    """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
+    forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
+    stages per rank, which divides the bubble by that number. zero-bubble: weight gradients fill the bubble, which
+    shrinks to about a third (ZB-H1)."""
+    virtual_stages: Annotated[int, Range(1, 10_000)] = 1
+    """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more."""
+    schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Reads the pipeline schedule from a CSV file instead of --schedule. The file has one row per rank and one
+    computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
+    pipeline_balance: Literal["time", "parameters", "flops", "uniform"] = "time"
+    """What the division of layers into stages balances: predicted time, parameters (for memory), floating-point
+    operations, or the number of layers (uniform)."""
+    pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
+    """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
+    transformer block, H the head. Default: balanced as --pipeline-balance says."""
+    zero_stage: Annotated[int, Range(0, 3)] = 0
+    """ZeRO stage, 0 to 3: what the --dp x --cp ranks shard. 0: nothing. 1: optimizer state and master weights.
+    2: gradients too. 3: parameters too. The results are the same for every stage."""
+    zero_shard_size: Annotated[int | None, Range(2)] = None
+    """Number of neighbouring --dp x --cp ranks that shard with --zero-stage 1 and above, such as those of a node. Other
+    ranks hold copies of the shards, and gradients are summed over the copies once per step. Default: all of them."""
+    sequence_parallel: bool | None = None
+    """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
+    divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
+    offload_optimizer: bool = False
+    """ZeRO-Offload: master weights and optimizer moments stay in host memory and are updated there. The device keeps
+    parameters and gradients."""
+    bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
+    """Size in MiB of the buckets in which gradients are reduced and parameters gathered over --dp. A bucket is never
+    larger than a quarter of a stage. With more than 16 ranks buckets grow, so that each rank's share keeps 1 MiB, or
+    1/16 of this size if that is less."""
+    overlap_grad_reduce: bool = True
+    """Reduces gradients over --dp during backward."""
+    overlap_param_gather: bool = True
+    """Gathers updated parameters during the next forward, with --zero-stage 1 or 2."""
+    device: str = "auto"
+    """Device to compute on: auto, cpu, cuda, or torch's name of another accelerator. auto: cuda if available, else cpu.
+    The backend is NCCL on cuda and gloo on cpu."""
+    distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
+    """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks that split each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    def sequence_unit(self, *, sequence_parallel: bool) -> int:
+        """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with
+        sequence parallelism the --tp ranks divide what it holds."""
+        pieces = self.tp if sequence_parallel else 1
+        return pieces if self.cp == 1 else self.cp * math.lcm(2, pieces)
+
+    @property
+    def schedule_name(self) -> ScheduleName:
+        """The schedule; 1F1B, which needs the least memory, until one is chosen."""
+        return "1f1b" if self.schedule == AUTO_SCHEDULE else self.schedule
+
+    @property
+    def may_split_backward(self) -> bool:
+        """Whether the schedule may compute the gradients of inputs and of weights separately."""
+        return self.schedule == "zero-bubble" or self.schedule_csv is not None
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.zero_stage == 0 and "zero_stage" not in wrong:
+            yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", "--zero-stage 1, 2 or 3")
+        if self.cp == 1:
+            yield from self.without_effect(("cp_comm",), wrong, "--cp 1", "--cp 2 or more")
+        if self.schedule_csv is not None:
+            file = f"--schedule-csv {self.schedule_csv}"
+            yield from self.without_effect(("schedule",), wrong, file, "it without a file")
+        if self.pipeline_layout is not None:
+            layout = f"--pipeline-layout {self.pipeline_layout}"
+            yield from self.without_effect(("pipeline_balance",), wrong, layout, "it without a layout")
+        if not wrong & {"pp", "schedule", "virtual_stages", "schedule_csv"}:
+            yield from self._virtual_stages()
+
+    def _virtual_stages(self) -> Iterator[str]:
+        schedule, virtual, from_file = self.schedule, self.virtual_stages, self.schedule_csv is not None
+        if schedule == "interleaved" and virtual == 1 and not from_file:
+            yield (
+                "--schedule interleaved needs several stages per rank: use --virtual-stages 2 or more, "
+                "or --schedule 1f1b"
+            )
+        if schedule != "interleaved" and virtual > 1 and not from_file:
+            yield (
+                f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
+                "leave it out, or use --schedule interleaved"
+            )
+        if self.pp == 1 and virtual > 1:
+            yield f"--virtual-stages {virtual} needs a pipeline: use --pp 2 or more, or leave --virtual-stages out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedParallel(ParallelConfig):
+    """The parallel section of a run whose number of processes is known."""
+
+    dp: int = field()
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The number of ranks along each dimension of the mesh, by name, outermost first."""
+        return degrees_of(partial(getattr, self))
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return math.prod(self.degrees.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenSchedule(ResolvedParallel):
+    """The parallel section of a run with --schedule auto, after the choice. A file keeps auto, because another layout
+    may need another schedule."""
+
+    def as_written(self) -> dict[str, Any]:
+        return super().as_written() | {"schedule": AUTO_SCHEDULE, "virtual_stages": 1}

@@ -1,0 +1,112 @@
+"""The section of number formats, and of the loss scale of fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from typing import Annotated, Literal
+
+from megacore.config.fields import Flag, Range, Section
+from megacore.config.messages import number
+
+# Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
+_LOSS_SCALES = Range(1e-37, 1e38)
+_FORMER_INITIAL_SCALE = 65536.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """Number formats, and the loss scale of fp16."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of parameters and activations. auto: bf16 on accelerators with fast bf16 products, else fp32.
+    Master weights and optimizer moments are always fp32. Gradients are accumulated in --grad-reduce-dtype."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which gradients are accumulated and reduced. bf16 halves their memory and traffic, and rounds
+    each sum over microbatches and ranks to 8 bits."""
+    loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
+    initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    """First value of the dynamic loss scale of --precision fp16. Default: 65536 times the number of microbatches in a
+    global batch, rounded up to a power of two, so that the mean loss of each microbatch is scaled by 65536 or more."""
+    min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
+    """Smallest value of the dynamic loss scale. The run stops at an overflow that would halve it further."""
+    loss_scale_window: Annotated[int, Range(1)] = 1000
+    """Number of consecutive steps without overflow after which the loss scale doubles."""
+    hysteresis: Annotated[int, Range(1)] = 2
+    """Number of overflows at which the dynamic loss scale first halves. After that each overflow halves it, until it
+    doubles again (--loss-scale-window); then counting restarts."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if "precision" in wrong:
+            return
+        if self.precision != "fp16":
+            scale = ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
+            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
+        elif self.loss_scale is not None and "loss_scale" not in wrong:
+            dynamic = ("min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
+            fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
+            yield from self.without_effect(dynamic, wrong, fixed, "a dynamic loss scale, without --loss-scale")
+            return
+        if self.initial_loss_scale is not None and self.initial_loss_scale < self.min_loss_scale:
+            yield (
+                f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
+                f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
+            )
+
+    def _initial_scale_if_set(self) -> tuple[str, ...]:
+        """The field of the first loss scale, unless it is the former default, which every config.toml of 0.1.0 has."""
+        return () if self.initial_loss_scale == _FORMER_INITIAL_SCALE else ("initial_loss_scale",)
+
+    def resolve(self, microbatches: int) -> ResolvedPrecision:
+        """This section with the number format, and with the first value of a dynamic loss scale; other loss scales have
+        none.
+
+        The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
+        its mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
+
+        Args:
+            microbatches: the number of microbatches in a global batch, over all replicas.
+        """
+        if self.precision == "auto":
+            return self.resolved_as(UndecidedPrecision, precision="fp32")
+        if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:
+            return self.resolved_as(ResolvedPrecision)
+        scale = 65536.0 * (1 << (microbatches - 1).bit_length())
+        return self.resolved_as(ResolvedPrecision, initial_loss_scale=max(scale, self.min_loss_scale))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResolvedPrecision(PrecisionConfig):
+    """The precision section of a run whose number format is known. Two are equal if their settings are."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = field()
+
+    @property
+    def has_dynamic_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where gradients are not scaled."""
+        if self.has_dynamic_scale and self.initial_loss_scale is not None:  # `resolve` has filled it in
+            return self.initial_loss_scale
+        return 1.0 if self.loss_scale is None else self.loss_scale
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ResolvedPrecision) and astuple(self) == astuple(other)
+
+    __hash__ = PrecisionConfig.__hash__
+
+    def for_device(self, *, bf16: bool) -> ResolvedPrecision:
+        """This section on a device that computes bf16 fast, or not: an explicit --precision stays as it is."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UndecidedPrecision(ResolvedPrecision):
+    """The section of a run with --precision auto before its device is known. Until then it is fp32."""
+
+    def for_device(self, *, bf16: bool) -> ResolvedPrecision:
+        return self.resolved_as(ResolvedPrecision, precision="bf16" if bf16 else "fp32")
