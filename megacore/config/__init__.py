@@ -21,7 +21,7 @@ from megacore.config.optimizers import (
     SGDConfig,
 )
 from megacore.config.rampup import RampupConfig
-from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
+from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -73,4 +73,5 @@ __all__ = [
     "WatchConfig",
     "sections_of",
     "validate",
+    "with_registered",
 ]
