@@ -18,6 +18,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -100,7 +101,7 @@ def _part(part: str, names: Sequence[str]) -> Iterator[str]:
 def _tool(name: str) -> Iterator[str]:
     module = importlib.import_module(f"tools.{name}")
     first, _, rest = str(module.__doc__).partition("\n\n")
-    examples = re.search(r"(?:^ {4}\S.*\n?)+(?:\n?(?:^ {4,}\S.*\n?)+)*", rest, re.MULTILINE)
+    examples = _commands(rest)
     yield f"### {name}"
     yield ""
     yield " ".join(first.split())
@@ -109,16 +110,22 @@ def _tool(name: str) -> Iterator[str]:
         yield f"Installed as `{script}`."
         yield ""
     if examples:
-        yield "```bash"
-        yield from (line.removeprefix("    ").rstrip() for line in examples[0].strip("\n").splitlines())
-        yield "```"
-        yield ""
+        yield from ("```bash", *examples, "```", "")
     options = _options(help_of(name))
     if options:
         yield "```text"
         yield options
         yield "```"
         yield ""
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of the commands of a docstring, with those that continue one."""
+    lines: list[str] = []
+    for line in textwrap.dedent(text).splitlines():
+        if re.match(r" *(python|torchrun) ", line) or (lines and lines[-1].endswith("\\")):
+            lines.append(line.rstrip())
+    return textwrap.dedent("\n".join(lines)).splitlines()
 
 
 def _options(text: str) -> str:
