@@ -12,6 +12,7 @@ input file is refused before that.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,10 +30,19 @@ from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
+    from megacore.parallel.products import Products
+    from megacore.train.callbacks import Callback
+
+    Program = Callable[[ResolvedConfig, Mesh], None]
 
 
-def main(argv: list[str]) -> int:
-    """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
+def main(argv: list[str], *, program: Program | None = None) -> int:
+    """Train as the flags say, or with --dry-run plan the run; returns the exit status.
+
+    Args:
+        argv: the words of the command line.
+        program: what each rank does instead of `train`, for a program of one's own (docs/extend/extending.md).
+    """
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = parse_config(
@@ -49,24 +59,39 @@ def main(argv: list[str]) -> int:
     set_torch_defaults()
     from megacore.train.launch import launch
 
-    return launch(config, train)
+    return launch(config, program or train)
 
 
-def train(config: ResolvedConfig, mesh: Mesh) -> None:
-    """Supply what GPT pretraining consists of, a task and data, and run it on this rank of the mesh."""
+def train(
+    config: ResolvedConfig, mesh: Mesh, *, callbacks: Sequence[Callback] = (), products: Products | None = None
+) -> None:
+    """Supply what GPT pretraining consists of, a task and data, and run it on this rank of the mesh.
+
+    Args:
+        config: resolved.
+        mesh: this rank's groups and device.
+        callbacks: of one's own.
+        products: computes the matrix products of linear layers; None: torch does.
+    """
+    from megacore.parallel.products import TORCH
     from megacore.train.gpt_task import GPTTask
     from megacore.train.trainer import Trainer
 
     source, ignored = config.checkpoint.init_from_hf, ignored_fields(config.checkpoint.ignore_config_field)
-    task = GPTTask(config, mesh, weights=None if source is None else WeightsFromHF(Path(source), ignored))
+    weights = None if source is None else WeightsFromHF(Path(source), ignored)
+    task = GPTTask(config, mesh, weights=weights, products=products or TORCH)
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
-    Trainer(config, mesh, task, train_data, valid_data).run()
+    Trainer(config, mesh, task, train_data, valid_data, callbacks=callbacks).run()
 
 
-def run() -> NoReturn:
-    """Train as the words of the command line say, and end the process."""
+def run(program: Program | None = None) -> NoReturn:
+    """Train as the words of the command line say, and end the process.
+
+    Args:
+        program: what each rank does instead of `train`.
+    """
     prepare_signals()
-    status = main(sys.argv[1:])
+    status = main(sys.argv[1:], program=program)
     from megacore.train.launch import exit_with
 
     exit_with(status)

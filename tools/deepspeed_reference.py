@@ -8,6 +8,7 @@ python tools/deepspeed_reference.py --check docs/guides/coming-from-deepspeed.md
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,6 +16,10 @@ from pathlib import Path
 
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.deepspeed_keys import KEYS
+
+if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from tools.flag_reference import bring_up_to_date
 
 MARKERS = (

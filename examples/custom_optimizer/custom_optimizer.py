@@ -51,7 +51,7 @@ def train(parallel: ParallelConfig, steps: int) -> tuple[list[float], dict[str, 
         mesh=mesh,
         num_microbatches=max(1, MICROBATCHES // mesh.batch.size),
         optimizer=OptimizerConfig(lr=LR, lr_decay_style="constant", weight_decay=WEIGHT_DECAY, clip_grad=0.0),
-        optimizer_settings=SignumConfig(sgd_momentum=MOMENTUM),
+        optimizer_settings=SignumConfig(signum_momentum=MOMENTUM),
         train_iters=steps,
         reproducible=True,  # a sign makes much of a rounding error: with this flag there are none between layouts
     )

@@ -1,27 +1,30 @@
 """Signum (Bernstein et al. 2018, "signSGD", arXiv 1802.04434): steps of equal size along the sign of the momentum.
 
 An optimizer consists of settings, which say what state it keeps, and of an update of flat runs of weights. ZeRO on
-every stage, offload, memory checks and checkpoints follow from these. For a flag of the training programs, the settings
-become a section of the configuration (docs/extend/extending.md). Here they take the section of SGD, which this program
-does not use.
+every stage, offload, memory checks and checkpoints follow from these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
-from megacore.config.optimizers import OPTIMIZERS, SGDConfig, StateKind
+from megacore.config.fields import Range
+from megacore.config.optimizers import OptimizerSettings, StateKind
 from megacore.optim.optimizer import Optimizer
-from megacore.optim.optimizers import OPTIMIZER_CLASSES
+from megacore.optim.optimizers import register_optimizer
 from megacore.zero.data_parallel import LocalRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignumConfig(SGDConfig):
-    """Settings: `sgd_momentum` is Signum's."""
+class SignumConfig(OptimizerSettings):
+    """Settings of --optimizer signum."""
+
+    signum_momentum: Annotated[float, Range(0, below=1)] = 0.9
+    """Decay rate of Signum's momentum."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -35,7 +38,7 @@ class Signum(Optimizer[SignumConfig]):
     @property
     def usual_momentum(self) -> float:
         """1Cycle changes it."""
-        return self.settings.sgd_momentum
+        return self.settings.signum_momentum
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         """Algorithm 2 of the paper, with decoupled weight decay."""
@@ -45,6 +48,5 @@ class Signum(Optimizer[SignumConfig]):
 
 
 def register() -> None:
-    """Make `optimizer_settings=SignumConfig()` mean Signum."""
-    OPTIMIZERS["sgd"] = SignumConfig
-    OPTIMIZER_CLASSES[SignumConfig] = Signum
+    """Make it an optimizer like every other: for the engine, and with flags for the training programs."""
+    register_optimizer("signum", SignumConfig, Signum)

@@ -78,9 +78,13 @@ def read(path: Path, size: int) -> Iterator[Clicks]:
     """Full batches of a file in Criteo's format; what is left at its end is dropped.
 
     Raises:
-        DataError: a line has another number of columns, or a column is no number.
+        DataError: the file cannot be read, a line has another number of columns, or a column is no number.
     """
-    with path.open(encoding="ascii") as file:
+    try:
+        opened = path.open(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}: give a file in Criteo's format") from error
+    with opened as file:
         number = 0
         while len(lines := list(islice(file, size))) == size:
             rows = [_parsed(line, f"{path}, line {number + i + 1}") for i, line in enumerate(lines)]

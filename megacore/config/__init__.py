@@ -26,7 +26,7 @@ from megacore.config.optimizers import (
 from megacore.config.parallel import ParallelConfig, ResolvedParallel
 from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.rampup import RampupConfig
-from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
+from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
 from megacore.config.training import ResolvedTraining, TrainingConfig
@@ -68,4 +68,5 @@ __all__ = [
     "WatchConfig",
     "sections_of",
     "validate",
+    "with_registered",
 ]

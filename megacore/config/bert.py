@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
-from megacore.config.schema import Config, ResolvedConfig
+from megacore.config.schema import Config, ResolvedConfig, with_registered
 
 _WITHOUT_EXPERTS = "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out"
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
@@ -209,7 +209,7 @@ class BertConfig(Config):
         return {f"--bert-style {style}": dict(values) for style, values in _DEFAULTS.items()}
 
     def resolve(self, world_size: int, *, vocab_size: int | None = None) -> ResolvedBertConfig:
-        return ResolvedBertConfig(**self.resolved_sections(world_size, vocab_size))
+        return with_registered(ResolvedBertConfig)(**self.resolved_sections(world_size, vocab_size))
 
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
         return super().resolved_sections(world_size, vocab_size) | {"bert": self.bert.resolve()}

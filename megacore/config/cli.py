@@ -35,7 +35,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
-from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
+from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
@@ -99,7 +99,7 @@ def parse_config(
     Raises:
         SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
     """
-    config_class = cast(type[Config], kind)
+    config_class = with_registered(cast(type[Config], kind))
     process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
     if planned and world_size is not None:
         process = replace(process, world_size=world_size)
@@ -129,6 +129,7 @@ def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[as
     Raises:
         ConfigError: everything in the file that cannot be read, or is invalid for any number of processes.
     """
+    kind = with_registered(kind)
     given = read_toml(path, kind)
     config = _build(kind, _with_defaults(kind, given.values))
     problems = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]

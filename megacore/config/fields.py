@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -167,7 +168,11 @@ def field_docs(section: type) -> Mapping[str, str]:
 
 @functools.cache  # parsing the source takes milliseconds
 def _field_docs(section: type) -> Mapping[str, str]:
-    body = ast.parse(inspect.getsource(_declaring_class(section))).body[0]
+    try:
+        source = textwrap.dedent(inspect.getsource(_declaring_class(section)))
+    except OSError:  # a class of one's own may come from where there is no file
+        return MappingProxyType({})
+    body = ast.parse(source).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):

@@ -128,7 +128,7 @@ def help_text_of(info: FieldInfo, kind: type[Config]) -> HelpText:
         doc = FILES[info.name][1]
     else:
         section = sections_of(kind)[_section_of(info.name, kind)]
-        doc = kind.help_texts.get(info.name, field_docs(section)[info.name])
+        doc = kind.help_texts.get(info.name, field_docs(section).get(info.name, ""))
     meaning, _, default = doc.partition(" Default: ")
     return HelpText(meaning, default.removesuffix(".") or _default_value(info, kind))
 

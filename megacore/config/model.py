@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from megacore.config.activations import ACTIVATIONS
 from megacore.config.experts import ResolvedExperts
-from megacore.config.fields import Flag, Range, Section, flag
+from megacore.config.fields import Choices, Flag, Range, Section, flag
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, divisors, nearest_multiples, one_of
 from megacore.config.rope_factors import parse_factors
@@ -108,7 +109,7 @@ class ModelConfig(Section):
     dimensions, as in OLMoE and OLMo 2."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
-    activation: Literal["gelu", "gelu-exact", "relu", "relu2", "swiglu", "geglu", "geglu-exact"] = "gelu"
+    activation: Annotated[str, Choices(ACTIVATIONS)] = "gelu"
     """Activation of the feed-forward layer. gelu: the tanh approximation, as in GPT-2. gelu-exact: the erf form. relu2:
     the square of ReLU, as in Primer. swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, which adds a
     third matrix."""
@@ -248,7 +249,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate, a third matrix."""
-        return self.activation in ("swiglu", "geglu", "geglu-exact")
+        return self.activation in ACTIVATIONS and ACTIVATIONS[self.activation].gated
 
     @property
     def qkv_bias(self) -> bool:

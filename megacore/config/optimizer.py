@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from megacore.config.fields import Choices, Flag, Range, Section, flag
+from megacore.config.lr_styles import LR_DECAY_STYLES
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
@@ -35,9 +36,7 @@ class OptimizerConfig(Section):
     decoupled_min_lr: Annotated[float | None, Range(0)] = None
     """Learning rate of the token embedding and of the output layer at the end of the decay, with --decoupled-lr. At
     most --decoupled-lr. Default: --min-lr."""
-    lr_decay_style: Literal[
-        "constant", "linear", "cosine", "inverse-square-root", "WSD", "polynomial", "cosine-restarts", "1cycle"
-    ] = "cosine"
+    lr_decay_style: Annotated[str, Choices(LR_DECAY_STYLES)] = "cosine"
     """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
     --lr-wsd-decay-iters steps. polynomial: with --lr-decay-power. cosine-restarts: back to --lr after every
     --lr-restart-iters steps. 1cycle: up and down along --lr-cycle-style, while the momentum goes down and up."""

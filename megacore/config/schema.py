@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_type_hints
 
 from megacore.config.average import AverageConfig
 from megacore.config.checkpoint import CheckpointConfig
@@ -28,6 +28,7 @@ from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
+    OPTIMIZERS,
     AdafactorConfig,
     AdamConfig,
     AdamWConfig,
@@ -159,7 +160,7 @@ class Config:
         Raises:
             ValueError: the size of the vocabulary is not known.
         """
-        return ResolvedConfig(**self.resolved_sections(world_size, vocab_size))
+        return with_registered(ResolvedConfig)(**self.resolved_sections(world_size, vocab_size))
 
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
         """The sections of the resolved configuration by name: the arguments of its constructor."""
@@ -308,6 +309,25 @@ def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
 
 
 _SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
+
+C = TypeVar("C", bound=Config)
+
+
+def with_registered(kind: type[C]) -> type[C]:
+    """A kind of configuration with a section for each optimizer that was registered (`register_optimizer`): a subclass;
+    the kind itself, where there is none."""
+    added = {name: settings for name, settings in OPTIMIZERS.items() if name not in sections_of(kind)}
+    return _with_sections(kind, tuple(added.items())) if added else kind
+
+
+@functools.cache  # one class for a kind and its sections, so that two configurations may be equal
+def _with_sections(kind: type[C], sections: tuple[tuple[str, type[Section]], ...]) -> type[C]:
+    fields = [(name, section, field(default_factory=section)) for name, section in sections]
+    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    made = dataclasses.make_dataclass(
+        kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True
+    )
+    return cast(type[C], made)
 
 
 SECTIONS = sections_of(Config)

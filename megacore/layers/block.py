@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
@@ -66,39 +67,17 @@ class MLP(nn.Module):
             both = joined_columns_parallel(x, [up, gate]) if self.joins and ops.on_accelerator(x) else None
             if both is not None:
                 return ops.swiglu_of_halves, (both,)
-            return self._activate_gate, columns_parallel(x, [gate, up])
+            return ACTIVATION_FUNCTIONS[self.activation], columns_parallel(x, [gate, up])
         if self._takes_bias(x):
             assert up.bias is not None
             return ops.bias_gelu, (up(x, with_bias=False), up.bias)
-        return self._activate, (up(x),)
+        return ACTIVATION_FUNCTIONS[self.activation], (up(x),)
 
     def _takes_bias(self, x: Tensor) -> bool:
         """Whether the activation adds the bias in the same pass. Not where weight gradients are computed apart, for
         which the activation's backward would run twice; compiled code fuses the two anyway."""
         fused = ops.uses_triton(x) and not torch.compiler.is_compiling() and self.activation == "gelu"
         return fused and self.up.bias is not None and not self.up.split_backward
-
-    def _activate(self, x: Tensor) -> Tensor:
-        match self.activation:
-            case "gelu":
-                return ops.gelu(x)
-            case "gelu-exact":
-                return ops.gelu(x, exact=True)
-            case "relu":
-                return torch.relu(x)
-            case "relu2":
-                return ops.squared_relu(x)
-        raise AssertionError(self.activation)
-
-    def _activate_gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        match self.activation:
-            case "swiglu":
-                return ops.swiglu(gate, up)
-            case "geglu":
-                return ops.geglu(gate, up)
-            case "geglu-exact":
-                return ops.geglu(gate, up, exact=True)
-        raise AssertionError(self.activation)
 
 
 class TransformerBlock(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacore import ops
 from megacore.config import ResolvedExperts, ResolvedModel
+from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.block import MLP
 from megacore.layers.capacity import beyond_capacity, capacity_of
 from megacore.layers.context import BuildContext
@@ -41,18 +41,6 @@ from megacore.parallel.experts import (
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sharding import ShardedModule, replicated, separate_term
 from megacore.parallel.tensor import gather_sequence, local_positions, reduce_scatter_sequence
-
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": ops.gelu,
-    "gelu-exact": partial(ops.gelu, exact=True),
-    "relu": torch.relu,
-    "relu2": ops.squared_relu,
-}
-_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": ops.swiglu,
-    "geglu": ops.geglu,
-    "geglu-exact": partial(ops.geglu, exact=True),
-}
 
 
 class Choice(NamedTuple):
@@ -240,7 +228,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[r, h] -> [r, h], a part of the sum where ranks split the experts, unless blocks add the parts"""
         groups = RowGroups(counts)
-        activate: Callable[..., Tensor] = _PLAIN[self.activation] if self.gate is None else _GATED[self.activation]
+        activate = ACTIVATION_FUNCTIONS[self.activation]
         projected = [linear(rows, groups) for linear in (self.gate, self.up) if linear is not None]
         if self.activates_apart:
             of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)

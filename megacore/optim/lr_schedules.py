@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from megacore.config import OptimizerConfig
+from megacore.config.lr_styles import LR_SHAPES
 
 
 def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> float:
@@ -98,11 +99,4 @@ def _cycle(step: float, config: OptimizerConfig) -> tuple[float, float, float]:
 def _remaining(style: str, step: float, begin: float, end: float) -> float:
     """Share of the way from lr to end_lr that is left: 1 at `begin`, 0 at `end`."""
     progress = min(max(step - begin, 0) / max(end - begin, 1), 1.0)
-    if style == "linear":
-        return 1.0 - progress
-    if style == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    if style == "exponential":
-        return 2.0 * 0.5**progress - 1.0
-    assert style == "minus_sqrt", style
-    return 1.0 - math.sqrt(progress)
+    return LR_SHAPES[style](progress)

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from megacore.config import Config
+from megacore.config import Config, sections_of
+from megacore.config.fields import field_infos
+from megacore.config.flags import all_fields
 from megacore.config.optimizers import (
+    OPTIMIZERS,
     AdafactorConfig,
     AdamConfig,
     AdamWConfig,
@@ -38,6 +41,49 @@ OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
     MuonConfig: Muon,
     AdafactorConfig: Adafactor,
 }
+
+
+def register_optimizer(name: str, settings: type[OptimizerSettings], optimizer: type[Optimizer[Any]]) -> None:
+    """Make an optimizer of one's own a value of --optimizer, before flags are read or an engine is made.
+
+    Its settings become the section of that name: the flags of its fields, a table of configuration files, and
+    `--help NAME`. The engine takes an instance of the settings as `optimizer_settings`.
+
+    Args:
+        name: of the optimizer, in lower case.
+        settings: a frozen dataclass that derives from `OptimizerSettings`; every field has a default.
+        optimizer: takes the step for these settings.
+
+    Raises:
+        ValueError: everything that is wrong with the name and the settings.
+    """
+    problems = []
+    if not (name.isidentifier() and name.islower()):
+        problems.append(f"the name {name!r} must be a word of lower-case letters, digits and underscores")
+    if OPTIMIZERS.get(name, settings) is not settings or name in sections_of(Config):
+        problems.append(f"the name {name!r} is taken: use another one")
+    problems += _problems_of_settings(settings)
+    if problems:
+        raise ValueError(f"register_optimizer of {settings.__name__}: " + "; ".join(problems))
+    OPTIMIZERS[name] = settings
+    OPTIMIZER_CLASSES[settings] = optimizer
+
+
+def _problems_of_settings(settings: type[OptimizerSettings]) -> list[str]:
+    """Why settings cannot be a section of the configuration."""
+    if settings.__bases__ != (OptimizerSettings,) or "__dataclass_fields__" not in vars(settings):
+        return ["the settings must be a frozen dataclass whose only base is OptimizerSettings"]
+    own, others = field_infos(settings), set(all_fields(Config))
+    for kind in OPTIMIZERS.values():
+        others |= set() if kind is settings else field_infos(kind).keys()
+    needed = [field for field, info in own.items() if info.required]
+    return [
+        *(
+            f"the field {field} is a flag of another section: give it the optimizer's name"
+            for field in own.keys() & others
+        ),
+        *(f"the field {field} has no default: give it one" for field in needed),
+    ]
 
 
 def build_optimizer(runs: Sequence[LocalRun], config: Config) -> Optimizer[Any]:

@@ -13,6 +13,7 @@ import math
 from typing import Literal
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.activations import ACTIVATIONS
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.reproducible import canonical_blocks
@@ -33,8 +34,6 @@ Operator = Literal[
 projections and its output, `product of the activation` the input of `down`, `routing` what sends tokens to experts;
 `block` its input, if it is recomputed."""
 _ALIGNMENT = 64  # bytes of which a head has a multiple where --reproducible computes the heads of a rank together
-# Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
-_INNER_TENSORS = {"relu": 1, "relu2": 2, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
 
 @once_per_config
@@ -84,7 +83,7 @@ def kept_by_operator(
     if config.parallel.sequence_parallel and (config.training.reproducible or config.parallel.may_split_backward):
         outputs = (2 if share is None else outputs) * t  # gathered, where the gradients of weights are computed apart
     activated = 0 if block.activation == "relu" else 1  # ReLU keeps its output itself
-    of_activation = _INNER_TENSORS[block.activation] - activated
+    of_activation = ACTIVATIONS[block.activation].kept - activated
     if block.activation.startswith("geglu") and (on_cpu or not config.training.compile):
         of_activation += 1  # the activated gate: no kernel computes GeGLU
     attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)

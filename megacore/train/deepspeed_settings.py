@@ -154,7 +154,7 @@ def _of_torch(optimizer: torch.optim.Optimizer, document: Document, problems: li
     if isinstance(optimizer, torch.optim.SGD):
         names = {"sgd_momentum": first["momentum"], "sgd_nesterov": first["nesterov"]}
         return {"optimizer": "sgd", "lr": float(first["lr"]), "weight_decay": decay, **names}
-    problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extend/extending.md)")
+    problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extend/optimizer.md)")
     return {}
 
 

@@ -21,6 +21,7 @@ from megacore.config import (
     TrainingConfig,
     WatchConfig,
     validate,
+    with_registered,
 )
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import field_infos
@@ -107,7 +108,7 @@ def checked_config(
             f"{len(layers)} layers: use {len(layers)} stages or less, or cut the model into more layers"
         )
     elif not problems:
-        config = Config(
+        config = with_registered(Config)(
             model=ModelConfig(
                 num_layers=max(len(layers), 1), vocab_size=1, hidden_size=parallel.tp, num_attention_heads=parallel.tp
             ),
@@ -147,7 +148,10 @@ def _optimizer_of(
     name = next((name for name, kind in OPTIMIZERS.items() if kind is type(settings)), None)
     if name is None:
         kinds = one_of([kind.__name__ for kind in OPTIMIZERS.values()])
-        problems.append(f"optimizer_settings {type(settings).__name__} is of no registered optimizer: use {kinds}")
+        problems.append(
+            f"optimizer_settings {type(settings).__name__} is of no registered optimizer: use {kinds}, or "
+            "register yours (docs/extend/optimizer.md)"
+        )
         return optimizer, {}
     if optimizer.optimizer not in (name, field_infos(OptimizerConfig)["optimizer"].default):
         problems.append(

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
+from megacore.config.activations import ACTIVATIONS
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.model import padded_rows
 from megacore.config.reproducible import canonical_blocks
+from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.attention import SelfAttention
-from megacore.layers.block import MLP
 from megacore.ops import VocabularyShare
 from megacore.optim import update
 from megacore.parallel import collectives, tensor
@@ -200,13 +201,15 @@ def _qkv_order(steps: TrainStep, stack: ExitStack) -> None:
 
 def _gate_order(steps: TrainStep, stack: ExitStack) -> None:
     """Gate and up are halves of one matrix that was cut across both."""
-    activate = MLP._activate_gate
 
-    def of_halves(self: MLP, gate: Tensor, up: Tensor) -> Tensor:
+    def of_halves(activate: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:
         (gate_low, gate_high), (up_low, up_high) = gate.chunk(2, -1), up.chunk(2, -1)
-        return activate(self, torch.cat([gate_low, up_low], -1), torch.cat([gate_high, up_high], -1))
+        return activate(torch.cat([gate_low, up_low], -1), torch.cat([gate_high, up_high], -1))
 
-    stack.enter_context(replaced(MLP, "_activate_gate", of_halves))
+    for name in [name for name, kind in ACTIVATIONS.items() if kind.gated]:
+        activate = ACTIVATION_FUNCTIONS[name]
+        ACTIVATION_FUNCTIONS[name] = partial(of_halves, activate)
+        stack.callback(ACTIVATION_FUNCTIONS.__setitem__, name, activate)
 
 
 # ---- pipeline parallelism

@@ -16,24 +16,25 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from megacore.config import Config, ResolvedConfig, optimizers, sections_of
+from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.fields import field_docs
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.zero.data_parallel import LocalRun
+from tests.pages import files_of, write_files
 from tests.parallel.test_spikes import GUARD, LAST_SAVED, OPTIONS, POISON, SAVE, STEPS, Text
 from tests.parity.runs import make_config, make_trainer
-from tests.unit import architecture_rules as rules
-from tests.unit.architecture_rules import Source
 
-PAGE = Path(__file__).parents[2] / "docs" / "extend" / "extending.md"
+EXTEND = Path(__file__).parents[2] / "docs" / "extend"
+PAGE, SINK = EXTEND / "extending.md", EXTEND / "sink.md"
 
 
 def code(name: str) -> str:
@@ -43,9 +44,9 @@ def code(name: str) -> str:
     return textwrap.dedent(block) + "\n"
 
 
-def definitions(name: str, **known: Any) -> dict[str, Any]:
-    """What the page's block of this name defines."""
-    exec(compile(code(name), f"{PAGE.name}: {name}", "exec"), known)
+def definitions(text: str, **known: Any) -> dict[str, Any]:
+    """What a block of code defines."""
+    exec(compile(text, "a page", "exec"), known)
     return known
 
 
@@ -55,14 +56,6 @@ def before(mark: str, addition: str, file: Path) -> None:
     at = re.search(rf"^{re.escape(mark)}", text, re.MULTILINE)
     assert at, f"no line of {file.name} begins with {mark!r}"
     file.write_text(text[: at.start()] + addition + text[at.start() :], encoding="utf-8")
-
-
-def add_entry(registry: str, file: Path) -> None:
-    """Put the entry that the page names into a dictionary."""
-    (entry,) = re.findall(rf"the entry `([^`]+)` to `{registry}`", PAGE.read_text(encoding="utf-8"))
-    text, count = re.subn(rf"(?m)^({registry}: .* = {{)", rf"\1{entry}, ", file.read_text(encoding="utf-8"))
-    assert count == 1
-    file.write_text(text, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -137,38 +130,6 @@ def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_copies:
 
 
 @pytest.fixture
-def with_signum(tmp_path: Path) -> Path:
-    """A copy of the repository to which the page's steps are applied as they stand there."""
-    shutil.copytree(PAGE.parents[2] / "megacore", tmp_path / "megacore", ignore=shutil.ignore_patterns("__pycache__"))
-    config, optim = tmp_path / "megacore" / "config", tmp_path / "megacore" / "optim"
-    before("OPTIMIZERS", code("settings") + "\n\n", config / "optimizers.py")
-    add_entry("OPTIMIZERS", config / "optimizers.py")
-    imports, section = code("section").split("\n\n")
-    before("from megacore", imports + "\n", config / "schema.py")
-    before("    training: TrainingConfig", textwrap.indent(section, "    "), config / "schema.py")
-    (optim / "signum.py").write_text(code("update"), encoding="utf-8")
-    before("from megacore", code("classes"), optim / "optimizers.py")
-    add_entry("OPTIMIZER_CLASSES", optim / "optimizers.py")
-    return tmp_path
-
-
-def test_the_steps_of_an_optimizer_make_a_flag_and_a_class(with_signum: Path) -> None:
-    program = """
-from megacore.config import Config
-from megacore.config.cli import parse_config
-from megacore.optim.optimizers import OPTIMIZER_CLASSES
-argv = "--mock-data --vocab-size 64 --train-iters 9 --optimizer signum --signum-momentum 0.8".split()
-settings = parse_config(argv, prog="pretrain_gpt.py", description="", kind=Config).optimizer_settings
-print(settings, OPTIMIZER_CLASSES[type(settings)].__module__)
-"""
-    environment = os.environ | {"PYTHONPATH": str(with_signum)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=with_signum, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "SignumConfig(signum_momentum=0.8) megacore.optim.signum\n", done.stderr
-
-
-@pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder from which modules can be imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -176,19 +137,19 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_as_in(program: str, config: ResolvedConfig) -> Mesh:
-    """What `train` of the page's program does, with the names that pretrain_gpt.py has."""
+    """What a program does on a rank of a run: it is `train` with something of the page's."""
     mesh = build_mesh(config.parallel)
-    names = runpy.run_path(str(PAGE.parents[2] / "pretrain_gpt.py"), run_name="pretrain_gpt")
-    definitions(program, **names)["train"](config, mesh)
+    with mock.patch.object(importlib.import_module("pretrain_gpt"), "run", lambda train: train(config, mesh)):
+        definitions(program, __name__="__main__")
     return mesh
 
 
 def test_the_metric_sink_writes_beside_the_files_of_a_run(beside: Path) -> None:
-    (beside / "my_sink.py").write_text(code("sink"), encoding="utf-8")
+    write_files(SINK, beside)
     for _ in range(2):  # the second run begins the file anew
         config = make_config((1, 1, 1), beside / "run", num_layers=1, train_iters=4, eval_interval=2, mock_data=True)
         config = replace(config, logging=replace(config.logging, csv=True))
-        mesh = run_as_in("with a sink", config)
+        mesh = run_as_in(files_of(SINK)["pretrain_with_sink.py"], config)
     lines = [line.split() for line in (beside / "run" / "perplexity.txt").read_text().splitlines()]
     records = [json.loads(line) for line in (beside / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {str(record["step"]): record["eval/loss"] for record in records if "eval/loss" in record}
@@ -207,7 +168,7 @@ def test_the_metric_sink_has_one_line_per_step_after_a_rollback_and_a_resume(tmp
         if resumed:
             changes["load"] = str(tmp_path / f"step_{LAST_SAVED:08d}")
         config = make_config((1, 1, 1), tmp_path, **changes)
-        sink = definitions("sink")["PerplexityFile"]()
+        sink = definitions(files_of(SINK)["my_sink.py"])["PerplexityFile"]()
         run = make_trainer(config, build_mesh(config.parallel), Text(POISON), callbacks=[sink])
         run.run()
         run.saving.finish()
@@ -222,27 +183,19 @@ def test_the_metric_sink_has_one_line_per_step_after_a_rollback_and_a_resume(tmp
 def test_the_products_round_what_they_multiply(beside: Path) -> None:
     (beside / "my_products.py").write_text(code("products"), encoding="utf-8")
     config = make_config((1, 1, 1), beside / "run", num_layers=1, train_iters=1, mock_data=True)
-    run_as_in("with products", config)
+    run_as_in(code("with products"), config)
     products = importlib.import_module("my_products").RoundedProducts()
     x, weight = torch.randn(3, 5), torch.randn(4, 5)
     expected = x.to(torch.bfloat16).float() @ weight.to(torch.bfloat16).float().T
     torch.testing.assert_close(products.output(x, weight, None), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_the_page_adds_keeps_the_rules(with_signum: Path) -> None:
-    files = [*with_signum.rglob("*.py")]
-    sources = [Source(file.relative_to(with_signum).as_posix(), file.read_text(encoding="utf-8")) for file in files]
-    train = code("with a sink")
-    entry = (PAGE.parents[2] / "pretrain_gpt.py").read_text(encoding="utf-8")
-    sources.append(Source("pretrain_gpt.py", entry[: entry.index("def train(")] + train))
-    for rule in (rules.undocumented, rules.late_imports, rules.early_torch, rules.upward_imports):
-        assert [line for line in rule(sources) if re.search(r"signum|^pretrain_gpt|^megacore/config", line)] == []
-
-
-def test_the_optimizer_is_signum(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = definitions("settings", **vars(optimizers))["SignumConfig"]
-    monkeypatch.setattr(optimizers, "SignumConfig", settings, raising=False)
-    signum = definitions("update")["Signum"]
+def test_the_optimizer_is_signum(beside: Path) -> None:
+    write_files(EXTEND / "optimizer.md", beside)
+    with mock.patch.dict(OPTIMIZERS), mock.patch.dict(OPTIMIZER_CLASSES):
+        page = runpy.run_path(str(beside / "signum.py"))
+        assert OPTIMIZERS["signum"] is page["SignumConfig"]
+    signum, settings = page["Signum"], page["SignumConfig"]
     weight = torch.linspace(-1, 1, 5)
     bucket: Any = None
     run = LocalRun(bucket=bucket, shard_slice=slice(5), master=nn.Parameter(weight.clone(), False), is_matrix=True)

@@ -1,0 +1,188 @@
+"""The worked examples of docs/extend/ run as they stand there, and do what the pages say."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacore.config import Config, OptimizerConfig
+from megacore.config.cli import parse_config
+from megacore.config.fields import field_infos
+from megacore.config.lr_styles import register_lr_style
+from megacore.config.optimizers import OptimizerSettings, SGDConfig
+from megacore.data.gpt.build import vocabulary_size
+from megacore.layers.activations import register_activation
+from megacore.optim.lr_schedules import learning_rate
+from megacore.optim.optimizers import OPTIMIZER_CLASSES, register_optimizer
+from megacore.optim.sgd import SGD
+from megacore.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+from tests.pages import ROOT, commands_of, files_of, write_files
+
+PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "extend").glob("*.md")) if files_of(path)}
+SUBJECTS = {
+    "activation", "optimizer", "block", "model-family", "loss", "dataset", "schedule", "sink", "kernel",
+}  # fmt: skip
+STEPS = 10
+
+
+def losses_in(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
+
+
+def in_this_process(rank: int, ranks: int, folder: str, words: list[str]) -> list[float]:
+    """Run a page's program as `python PROGRAM ...` does, without its start and its end."""
+    program, *flags = words
+    output = Path(folder, "run")
+
+    def run(train: Any = None) -> None:
+        argv = [*flags, "--output-dir", str(output)]
+        config = parse_config(argv, prog=program, description="", kind=Config, vocabulary=vocabulary_size)
+        (train or pretrain_gpt.train)(config, build_mesh(config.parallel))
+
+    sys.path.insert(0, folder)
+    pretrain_gpt = importlib.import_module("pretrain_gpt")
+    with mock.patch.object(pretrain_gpt, "run", run):
+        runpy.run_path(str(Path(folder, program)), run_name="__main__")
+    return losses_in(output)
+
+
+def all_trained(rank: int, ranks: int, folder: str) -> dict[str, list[float]]:
+    """The losses of every page's first training, which is in one process."""
+    losses = {}
+    for subject in sorted(SUBJECTS):
+        place = Path(folder, subject)
+        place.mkdir()
+        write_files(PAGES[subject], place)
+        words = next(words for words in commands_of(PAGES[subject]) if words[0] == "python" and "pretrain" in words[1])
+        losses[subject] = in_this_process(rank, ranks, str(place), words[1:])
+    return losses
+
+
+def test_every_subject_has_a_page_with_an_example() -> None:
+    assert PAGES.keys() == SUBJECTS
+    overview = (ROOT / "docs" / "extend" / "extending.md").read_text(encoding="utf-8")
+    assert [subject for subject in SUBJECTS if f"({subject}.md)" not in overview] == []
+
+
+def test_the_examples_train(tmp_path: Path) -> None:
+    (losses,) = run_distributed(all_trained, 1, str(tmp_path), init=False)
+    assert {subject: len(found) for subject, found in losses.items()} == dict.fromkeys(sorted(SUBJECTS), STEPS)
+    assert [subject for subject, found in losses.items() if not found[-1] < found[0]] == []
+    lines = [line.split() for line in (tmp_path / "sink" / "run" / "perplexity.txt").read_text().splitlines()]
+    assert [int(step) for step, _ in lines] == [5, 10]
+    assert all(1 < float(perplexity) < 2 * 512 for _, perplexity in lines)
+
+
+def run_command(words: list[str], folder: Path, output: Path) -> str:
+    """Run a command of a page in a folder, with the programs of this environment; what it prints."""
+    variables = []
+    while words and "=" in words[0]:
+        variables.append(words[0])
+        words = words[1:]
+    launcher = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
+    words = [*launcher, *words[1:]]
+    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    if any("pretrain" in word for word in words):
+        words = [*words, "--output-dir", str(output)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= dict(variable.split("=", 1) for variable in variables)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", sorted(SUBJECTS))
+def test_the_commands_run_and_all_layouts_print_the_same_losses(subject: str, tmp_path: Path) -> None:
+    write_files(PAGES[subject], tmp_path)
+    losses: list[list[float]] = []
+    for number, words in enumerate(commands_of(PAGES[subject])):
+        output = tmp_path / f"run{number}"
+        run_command(words, tmp_path, output)
+        if (output / "metrics.jsonl").exists() and "--schedule-csv" not in words:
+            losses.append(losses_in(output))
+    assert len(losses) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3 if subject == "optimizer" else 2e-5)
+
+
+def formulas(rank: int, ranks: int, folder: str) -> None:
+    """What the pages' functions compute, against plain torch."""
+    sys.path.insert(0, folder)
+    x = torch.linspace(-6, 6, 301)
+    quick = runpy.run_path(str(Path(folder, "quick_gelu.py")))["quick_gelu"]
+    ours = x.clone().requires_grad_()
+    quick(ours).sum().backward()
+    plain = x.double().requires_grad_()
+    (plain * torch.sigmoid(1.702 * plain)).sum().backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=1e-5, atol=1e-6)
+    runpy.run_path(str(Path(folder, "pretrain_cosine2.py")), run_name="cosine2")
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="cosine2", lr_warmup_iters=10)
+    for step in (10, 33, 90, 110, 200):
+        progress = min((step - 10) / 100, 1.0)
+        expected = 0.2 + 0.8 * (0.5 + 0.5 * math.cos(math.pi * progress)) ** 2
+        assert learning_rate(step, config, train_iters=110) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_functions_are_their_formulas(tmp_path: Path) -> None:
+    for subject in ("kernel", "schedule"):
+        write_files(PAGES[subject], tmp_path)
+    run_distributed(formulas, 1, str(tmp_path), init=False)
+
+
+def refusals_of(rank: int, ranks: int, folder: str, command_lines: list[list[str]]) -> list[str]:
+    """What the page's program says to each."""
+    messages = []
+    for flags in command_lines:
+        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            in_this_process(rank, ranks, folder, ["pretrain_signum.py", *flags])
+        messages.append(said.getvalue())
+    return messages
+
+
+def test_flags_of_a_registered_optimizer_are_checked_like_all_others(tmp_path: Path) -> None:
+    write_files(PAGES["optimizer"], tmp_path)
+    flags = ["--preset", "gpt2-tiny", "--mock-data", "--train-iters", "2"]
+    wrong = [*flags, "--optimizer", "signum", "--signum-momentum", "1.5"]
+    idle = [*flags, "--signum-momentum", "0.5"]
+    ((of_wrong, of_idle),) = run_distributed(refusals_of, 1, str(tmp_path), [wrong, idle], init=False)
+    assert "--signum-momentum 1.5 must be at least 0 and below 1" in of_wrong
+    assert "--signum-momentum 0.5 has no effect with --optimizer adamw" in of_idle
+    assert "signum" not in field_infos(OptimizerConfig)["optimizer"].choices, "of another process"
+
+
+class OfSGD(SGDConfig):
+    """Not a section: a subclass of one."""
+
+
+def test_what_cannot_be_registered_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"the name 'sgd' is taken.*whose only base is OptimizerSettings"):
+        register_optimizer("sgd", OfSGD, SGD)
+    with pytest.raises(ValueError, match="must be a word of lower-case letters"):
+        register_optimizer("My-Own", SGDConfig, SGD)
+    with pytest.raises(ValueError, match="the name 'relu' is taken"):
+        register_activation("relu", torch.tanh, kept=1)
+    with pytest.raises(ValueError, match=r"the share left is 0\.0 at 0 and 1\.0 at 1: it must be 1 and 0"):
+        register_lr_style("rising", lambda progress: progress)
+    with pytest.raises(ValueError, match="the name is taken"):
+        register_lr_style("cosine", lambda progress: 1.0 - progress)
+    assert issubclass(SGDConfig, OptimizerSettings)
+    assert OfSGD not in OPTIMIZER_CLASSES

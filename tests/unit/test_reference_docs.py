@@ -1,0 +1,101 @@
+"""The pages of docs/reference/ that are written from the code, or that show how to read what a run has written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacore.commands.plan import plan_tool
+from megacore.data.indexed.writer import IndexedWriter
+from megacore.parallel.mesh import build_mesh
+from tests.parity.runs import make_config, make_trainer
+from tools import tool_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+FORMATS = (REFERENCE / "formats.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints help in another form from Python 3.13 on")
+def test_the_reference_of_tools_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool_reference.main(["--check", str(REFERENCE / "tools.md")]) == 0, capsys.readouterr().out
+
+
+def test_every_tool_is_in_the_reference_or_left_out_for_a_reason() -> None:
+    named = [name for names in tool_reference.PARTS.values() for name in names] + list(tool_reference.UNLISTED)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
+    page = (REFERENCE / "tools.md").read_text(encoding="utf-8")
+    assert [script for script in tool_reference.console_scripts().values() if f"`{script}`" not in page] == []
+    examples = re.findall(r"^### (\w+)\n((?:(?!^###).*\n)*)", page, re.MULTILINE)
+    assert [name for name, text in examples if f"tools/{name}.py" not in text] == []
+
+
+def test_every_name_of_the_api_imports_and_is_documented() -> None:
+    page = (REFERENCE / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| `(megacore[\w.]*)` \| (stable|provisional) \|", page, re.MULTILINE)
+    assert len(names) > 10
+    for name, _ in names:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, name
+
+
+def snippet(name: str) -> dict[str, Any]:
+    """What a block of code of formats.md defines, where megacore cannot be imported."""
+    (text,) = re.findall(rf"<!-- tested: {name} -->\n```python\n(.*?)```", FORMATS, re.DOTALL)
+    assert "megacore" not in text
+    known: dict[str, Any] = {}
+    exec(compile(text, f"formats.md: {name}", "exec"), known)
+    return known
+
+
+def test_the_snippets_read_what_a_run_writes(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path / "run", num_layers=2, train_iters=3, log_interval=1, trace=True)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer.run()
+    weights = trainer.parameters
+    checkpoint = tmp_path / "run" / "step_00000003"
+    read_tensor = snippet("checkpoint")["read_tensor"]
+    for name, parameter in weights.items():
+        whole = parameter.spec.unpadded(parameter.detach()).numpy()
+        assert np.array_equal(read_tensor(checkpoint, name), whole), name
+    losses = snippet("metrics")["losses"](tmp_path / "run")
+    assert list(losses) == [1, 2, 3]
+    assert all(np.isfinite(loss) for loss in losses.values())
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text(encoding="utf-8"))
+    assert {"schedule", "virtual_stages", "microbatches"} <= trace["otherData"].keys()
+    kinds = {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert {"pass", "update", "compute"} <= kinds
+    assert all(
+        {"step", "stage", "microbatch"} <= e["args"].keys() for e in trace["traceEvents"] if e.get("cat") == "compute"
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_the_snippet_reads_a_dataset(tmp_path: Path, dtype: type) -> None:
+    sequences = [[1, 2, 3], [4], [5, 6]]
+    with IndexedWriter(tmp_path / "few", dtype) as writer:
+        for tokens in sequences:
+            writer.add(tokens)
+            writer.end_document()
+        writer.commit()
+    found = snippet("dataset")["read_sequences"](str(tmp_path / "few"))
+    assert [tokens.tolist() for tokens in found] == sequences
+
+
+def test_the_keys_of_a_plan_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "pretrain_gpt.py --preset gpt2-tiny --mock-data --train-iters 9 --tp 2 --cluster laptop --tokens 1e9 --json"
+    assert plan_tool(words.split()) == 0
+    plan = json.loads(capsys.readouterr().out)
+    table = FORMATS[FORMATS.index("## Plans") :]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    shown = {key for row in rows for key in row}
+    assert plan.keys() <= shown
+    assert shown - plan.keys() == {"active_parameters", "ways_out"}
+    assert plan["parameters"].keys() == {"value", "unit", "origin", "low", "high"}

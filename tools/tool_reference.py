@@ -1,0 +1,138 @@
+"""Prints the reference of all tools as Markdown, from their --help.
+
+    python tools/tool_reference.py                                 # print it
+    python tools/tool_reference.py --write docs/reference/tools.md    # bring the document up to date
+    python tools/tool_reference.py --check docs/reference/tools.md    # exit status 1 if it is not
+
+In the document the reference is between two marker lines, and only what is between them is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.flag_reference import bring_up_to_date
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- tools: begin (written by tools/tool_reference.py) -->"
+END = "<!-- tools: end -->"
+PARTS = {
+    "Data": ("train_tokenizer", "preprocess_data", "merge_datasets"),
+    "Before a run": ("plan", "verify", "draw_schedule", "draw_lr"),
+    "After a run": ("generate", "fill_mask", "inspect_checkpoint", "convert_checkpoint", "report"),
+    "Of developers": ("where", "roofline", "mup_check", "flag_reference", "tool_reference"),
+}
+"""Tools by the part of the reference that has them."""
+UNLISTED = {
+    "build_docs": "`make docs`",
+    "deepspeed_reference": "writes the tables of coming-from-deepspeed.md",
+    "kernel_cases": "what kernel_report measures",
+    "kernel_liger": "what kernel_report compares with",
+    "kernel_report": "writes the tables of kernels.md",
+    "quickstart": "`make quickstart`",
+}
+"""Tools that a make target or another tool starts."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints, writes or checks the reference; returns the exit status."""
+    about = "Print the reference of all tools as Markdown."
+    parser = argparse.ArgumentParser(prog="tool_reference.py", description=about)
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", type=Path, metavar="FILE", help="replace the reference in FILE")
+    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE without changing it")
+    options = parser.parse_args(argv)
+    if options.write or options.check:
+        return bring_up_to_date(options.write or options.check, reference(), (BEGIN, END), writes=bool(options.write))
+    print(reference(), end="")
+    return 0
+
+
+def reference() -> str:
+    """All tools, in the parts of `PARTS`."""
+    return "\n".join(line for part, names in PARTS.items() for line in _part(part, names))
+
+
+def console_scripts() -> dict[str, str]:
+    """The console script of each tool that has one, by the tool's name."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = setup["options.entry_points"]["console_scripts"].split("\n")
+    pairs = (line.split(" = ") for line in lines if " = " in line)
+    return {target.split(":")[0].rpartition(".")[2]: name for name, target in pairs}
+
+
+def help_of(name: str) -> str:
+    """What `python tools/NAME.py --help` prints, 100 columns wide."""
+    module = importlib.import_module(f"tools.{name}")
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stdout(said),
+        contextlib.suppress(SystemExit),
+        mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}),
+        mock.patch.object(sys, "argv", [f"tools/{name}.py", "--help"]),
+    ):
+        module.main(["--help"])
+    return said.getvalue()
+
+
+def _part(part: str, names: Sequence[str]) -> Iterator[str]:
+    yield f"## {part}"
+    yield ""
+    for name in names:
+        yield from _tool(name)
+
+
+def _tool(name: str) -> Iterator[str]:
+    module = importlib.import_module(f"tools.{name}")
+    first, _, rest = str(module.__doc__).partition("\n\n")
+    examples = _commands(rest)
+    yield f"### {name}"
+    yield ""
+    yield " ".join(first.split())
+    yield ""
+    if script := console_scripts().get(name):
+        yield f"Installed as `{script}`."
+        yield ""
+    if examples:
+        yield from ("```bash", *examples, "```", "")
+    options = _options(help_of(name))
+    if options:
+        yield "```text"
+        yield options
+        yield "```"
+        yield ""
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of the commands of a docstring, with those that continue one."""
+    lines: list[str] = []
+    for line in textwrap.dedent(text).splitlines():
+        if re.match(r" *(python|torchrun) ", line) or (lines and lines[-1].endswith("\\")):
+            lines.append(line.rstrip())
+    return textwrap.dedent("\n".join(lines)).splitlines()
+
+
+def _options(text: str) -> str:
+    """The part of a help text that lists arguments."""
+    found = re.search(r"^(?:positional arguments|options|[A-Za-z ]+):\n {2}\S", text, re.MULTILINE)
+    return text[found.start() :].rstrip() if found else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
