@@ -297,7 +297,8 @@ class DataConfig(Section):
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
-    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights."""
+    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights. A URL, such as
+    s3://bucket/corpus_text_document, is downloaded once per node (docs/guides/data.md)."""
     train_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """The training data instead of --data-path, in the same notation. --split does not divide it."""
     valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
@@ -322,7 +323,8 @@ class DataConfig(Section):
     num_workers: Annotated[int, Range(0, 64)] = 0
     """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Directory for the cached sample indices. Default: a directory named cache beside each dataset."""
+    """Directory for the cached sample indices, and for the copies of datasets that are URLs. Default: a directory named
+    cache beside each dataset; copies are in ~/.cache/megacore."""
     packing: Literal["none", "concat", "best-fit"] = "concat"
     """How documents become samples. concat: one stream of documents is cut into samples. none: each sample is one
     document, padded, or cut if it is longer. best-fit: samples hold whole documents, chosen so that little padding is
@@ -473,7 +475,7 @@ class TrainingConfig(Section):
     skip_train: bool = False
     """Evaluates once instead of training, and saves no checkpoint: the model of --load, --init-from-hf or
     --pretrained-checkpoint on the validation split."""
-    output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
+    output_dir: Annotated[str, Flag(metavar="DIR")] = "output"
     """Output directory for checkpoints, metrics.jsonl and the resolved config.toml. Created if it does not exist."""
     max_bad_steps: Annotated[int, Range(1)] = 10
     """Stops the run after this many consecutive bad steps. A step is bad if its loss or gradient is not finite; it
@@ -558,10 +560,14 @@ class ResolvedTraining(TrainingConfig):
 class CheckpointConfig(Section):
     """What a run loads, saves and keeps, and when it ends."""
 
-    load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
+    load: Annotated[str | None, Flag(metavar="DIR|URL|auto")] = None
     """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
-    intact checkpoint. auto: the newest intact checkpoint in --output-dir, or a fresh start if there is none. Default: a
-    fresh start."""
+    intact checkpoint. URL: the same in an object store. auto: the newest intact checkpoint of this run, in --output-dir
+    or at the URL of --save, or a fresh start if there is none. Default: a fresh start."""
+    save: Annotated[str | None, Flag(metavar="URL|DIR")] = None
+    """Saves the checkpoints at a URL of an object store, such as s3://bucket/run or gs://bucket/run
+    (docs/guides/checkpoints.md); all else stays in --output-dir. DIR: another name of --output-dir. Default: in
+    --output-dir."""
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
     flag that contradicts it is refused. Default: weights drawn from --seed."""
