@@ -135,6 +135,11 @@ def output_is_closed() -> bool:
     return False
 
 
+def cache_home() -> Path:
+    """Where this user's copies of remote files lie on this node: `$XDG_CACHE_HOME/megacore`, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megacore"
+
+
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
     """Lock an open file or directory for this process, until it is closed or the process ends.
 

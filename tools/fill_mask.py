@@ -25,6 +25,7 @@ from megacore.inference.fill_mask import fill_mask
 from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.bert import bert_layers
 from megacore.parallel.mesh import select_device
+from megacore.remote import Location, usable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fill(args: Namespace) -> None:
-    directory = find_checkpoint(Path(args.checkpoint))
+    directory = find_checkpoint(usable(args.checkpoint))
     config = _config(directory)
     model = config.model
     tokenizer = tokenizer_of(directory, args.tokenizer, model)
@@ -56,7 +57,7 @@ def _fill(args: Namespace) -> None:
             print(f"{probability:.4f}  {tokenizer.decode([token]).strip() or tokenizer.piece(token)}")
 
 
-def _config(directory: Path) -> ResolvedBertConfig:
+def _config(directory: Location) -> ResolvedBertConfig:
     """What the checkpoint's model is."""
     manifest = read_manifest(directory)
     model = section_of(manifest, directory, "model", ResolvedModel)

@@ -26,6 +26,7 @@ from megacore.inference.generate import Sampling, generate
 from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.mesh import select_device
+from megacore.remote import usable
 
 Number = TypeVar("Number", int, float)
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: Namespace) -> None:
-    directory = find_checkpoint(Path(args.checkpoint))
+    directory = find_checkpoint(usable(args.checkpoint))
     manifest = read_manifest(directory)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:

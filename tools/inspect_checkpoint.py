@@ -33,6 +33,7 @@ from megacore.commands.tool import ToolParser, run_tool
 from megacore.config.dimensions import describe_degrees
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE
+from megacore.remote import Location, usable
 from megacore.train.rollback import rollbacks_of
 
 EXIT_DIFFERENT = 1
@@ -57,8 +58,8 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if (args.diff is None) == (args.checkpoint is None):
         parser.error("give either DIR or --diff A B")
     if args.diff is not None:
-        return list(_compare(*(find_checkpoint(Path(name)) for name in args.diff)))
-    path = Path(args.checkpoint)
+        return list(_compare(*(find_checkpoint(usable(name)) for name in args.diff)))
+    path = usable(args.checkpoint)
     if not (path / MANIFEST_NAME).is_file():
         find_checkpoint(path)  # refuses a directory without any
         return _list(path, verify=args.verify)
@@ -72,7 +73,7 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     return []
 
 
-def _damage(directory: Path) -> str | None:
+def _damage(directory: Location) -> str | None:
     """What is wrong with a checkpoint, every byte of which is read."""
     return whole(directory, ALONE, archived=True)
 
@@ -80,7 +81,7 @@ def _damage(directory: Path) -> str | None:
 # ---- listing
 
 
-def _list(run: Path, *, verify: bool) -> list[str]:
+def _list(run: Location, *, verify: bool) -> list[str]:
     pointed, rows, problems = pointed_to(run), [], []
     for directory in published(run):
         problem = _problem(directory, verify=verify)
@@ -100,7 +101,7 @@ def _list(run: Path, *, verify: bool) -> list[str]:
     return problems
 
 
-def _problem(directory: Path, *, verify: bool) -> str | None:
+def _problem(directory: Location, *, verify: bool) -> str | None:
     if verify:
         return _damage(directory)
     try:
@@ -110,7 +111,7 @@ def _problem(directory: Path, *, verify: bool) -> str | None:
     return None
 
 
-def _show(directory: Path, manifest: Manifest) -> None:
+def _show(directory: Location, manifest: Manifest) -> None:
     training, model = manifest.config.get("training", {}), manifest.config.get("model", {})
     print(f"{directory}: step {manifest.step:,}, {manifest.consumed_samples:,} samples, schema {manifest.schema}")
     print(f"  written on  {describe_degrees(manifest.topology)}")
@@ -144,7 +145,7 @@ def _table(heads: list[str], rows: Iterable[list[str]]) -> None:
 # ---- comparing
 
 
-def _compare(first: Path, second: Path) -> Iterator[str]:
+def _compare(first: Location, second: Location) -> Iterator[str]:
     """Prints and yields what differs."""
     for directory in (first, second):
         if (problem := whole(directory, ALONE)) is not None:

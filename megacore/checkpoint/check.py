@@ -23,6 +23,7 @@ from megacore.data.gpt.build import tokenizer_of
 from megacore.data.tokenizers.same_ids import same_ids
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
+from megacore.remote import Location, location
 
 S = TypeVar("S", bound=Section)
 
@@ -50,13 +51,13 @@ def check_load(config: ResolvedConfig) -> None:
     load = config.checkpoint.load
     if (source := config.start.pretrained_checkpoint) is not None:
         try:
-            directory = find_checkpoint(Path(source))
+            directory = find_checkpoint(location(source))
         except CheckpointError as error:
             raise CheckpointError(f"--pretrained-checkpoint {error}") from error
         _check_model(config, f"--pretrained-checkpoint {source}", directory, read_manifest(directory))
     if load is None:
         return
-    run = Path(config.training.output_dir if load == AUTO else load)
+    run = location(config.checkpoint_dir if load == AUTO else load)
     if (run / MANIFEST_NAME).is_file():
         _check_files(run)
         check_settings(config, run, read_manifest(run))
@@ -89,7 +90,8 @@ def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
         Values by field; none without a checkpoint, whose problems `check_load` reports.
     """
     load = given.get("load")
-    run = given.get("output_dir", field_infos(TrainingConfig)["output_dir"].default) if load == AUTO else load
+    default = field_infos(TrainingConfig)["output_dir"].default
+    run = (given.get("save") or given.get("output_dir", default)) if load == AUTO else load
     manifest = _newest(run)
     if manifest is None:
         source = _newest(given.get("pretrained_checkpoint"))
@@ -110,8 +112,8 @@ def _newest(run: Any) -> Manifest | None:
     that is no path."""
     if not isinstance(run, str):
         return None
-    path = Path(run)
-    with contextlib.suppress(CheckpointError):
+    path = location(run)
+    with contextlib.suppress(CheckpointError, OSError, ValueError, ImportError):
         for directory in [path] if (path / MANIFEST_NAME).is_file() else checkpoints_of(path):
             with contextlib.suppress(CheckpointError):
                 return read_manifest(directory)
@@ -136,7 +138,7 @@ def _shape_of(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) -> None:
+def check_settings(config: ResolvedConfig, directory: Location, manifest: Manifest) -> None:
     """Refuse a checkpoint that this run cannot continue from: of another model, optimizer or tokenizer, or finished.
 
     Raises:
@@ -167,7 +169,7 @@ def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) 
         )
 
 
-def _check_model(config: ResolvedConfig, given: str, directory: Path, manifest: Manifest) -> None:
+def _check_model(config: ResolvedConfig, given: str, directory: Location, manifest: Manifest) -> None:
     """Refuse a checkpoint of another model or tokenizer; `given` is the flag that names it, with its value."""
     leave_out = f"leave {given.split()[0]} out"
     if differences := list(_differences(manifest, config)):
@@ -198,7 +200,7 @@ def _with_resets(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **{name: default for name, default in followed.items() if settings[name] is None}}
 
 
-def _check_files(directory: Path) -> None:
+def _check_files(directory: Location) -> None:
     budget, manifest = _READ_BYTES, read_manifest(directory)
     for name, entry in manifest.files.items():
         whole = entry.bytes <= budget
@@ -233,7 +235,7 @@ def samples_of_run(config: ResolvedConfig) -> int:
     of_run = sizes.samples(config.training.train_iters)
     if load is None:
         return of_run + spare
-    manifest = read_manifest(find_checkpoint(Path(load)))
+    manifest = read_manifest(find_checkpoint(location(load)))
     return manifest.consumed_samples + of_run - sizes.samples(manifest.step) + spare
 
 

@@ -7,7 +7,6 @@ candidate. The report names each candidate that they refuse, and the reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megacore.checkpoint.check import check_settings
 from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
@@ -19,6 +18,7 @@ from megacore.config.checkpoint import AUTO
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
+from megacore.remote import Location, location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Choice:
         refused: newer ones that were passed over, or are gone, each with the reason.
     """
 
-    directory: Path | None
+    directory: Location | None
     refused: tuple[str, ...] = ()
 
 
@@ -48,7 +48,7 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     load = config.checkpoint.load
     if load is None:
         return Choice(directory=None)
-    run = Path(config.training.output_dir if load == AUTO else load)
+    run = location(config.checkpoint_dir if load == AUTO else load)
     if load != AUTO and (run / MANIFEST_NAME).is_file():
         return Choice(directory=read_together(run, world)[0])  # loading checks its files
     refused: list[str] = []
@@ -71,7 +71,7 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     )
 
 
-def _candidates(run: Path, world: Group) -> tuple[list[str], tuple[str, ...]]:
+def _candidates(run: Location, world: Group) -> tuple[list[str], tuple[str, ...]]:
     """The names of the run's checkpoints as the first rank sees them, and what it misses there. Only names are shared:
     each rank opens the checkpoint under its path, which may differ between nodes, and `read_together` compares the
     contents."""
@@ -89,7 +89,7 @@ def _candidates(run: Path, world: Group) -> tuple[list[str], tuple[str, ...]]:
     return names, missed
 
 
-def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:
+def whole(directory: Location, world: Group, *, archived: bool = False) -> str | None:
     """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify.
 
     Args:

@@ -12,11 +12,13 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
 from megacore.errors import CheckpointError
+from megacore.files import cache_home, replace_bytes
+from megacore.remote import Location, RemotePath
 
 TOKENIZER_DIRECTORY = "tokenizer"
 
@@ -50,19 +52,22 @@ class Digests:
         return FileEntry(bytes=self._bytes, sha256=self._sha256.hexdigest(), xxh3_128=self._xxh3.hexdigest())
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor of a regular file directly in its directory: no link, no pipe, no device.
+def open_regular(path: Location, *, buffering: int = -1) -> BinaryIO:
+    """A regular file directly in its directory, open for reading: no link, no pipe, no device.
 
     Raises:
         OSError: it is not.
     """
+    if isinstance(path, RemotePath):
+        return path.open()
     if path.parent.name == TOKENIZER_DIRECTORY and path.parent.is_symlink():
         raise OSError(None, "its directory is a symbolic link, and a checkpoint has none", str(path))
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         what = "a symbolic link" if stat.S_ISLNK(mode) else "not a file"
         raise OSError(None, f"is {what}, and a checkpoint has only files", str(path))
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    file: BinaryIO = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=buffering)  # noqa: SIM115
+    return file
 
 
 def describe(path: Path) -> FileEntry:
@@ -73,7 +78,7 @@ def describe(path: Path) -> FileEntry:
 
 
 def verify(
-    path: Path,
+    path: Location,
     expected: FileEntry,
     *,
     content: bool = True,
@@ -98,8 +103,8 @@ def verify(
     if archived or not digests:
         digests.append(("SHA-256", hashlib.sha256(), expected.sha256))
     try:
-        os.close(open_regular(path))
-        size = path.lstat().st_size
+        with open_regular(path, buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
         if content and size == expected.bytes:
             _digest(path, *(digest.update for _, digest, _ in digests), lambda part: on_read(len(part)))
     except OSError as error:
@@ -113,7 +118,7 @@ def verify(
             raise CheckpointError(f"{path} does not have the {name} of its manifest: the file is damaged")
 
 
-def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path | None:
+def verified_tokenizer(directory: Location, files: Mapping[str, FileEntry]) -> Path | None:
     """The directory of a checkpoint's tokenizer, whose files are all as the manifest says.
 
     Args:
@@ -130,10 +135,30 @@ def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path 
     listed = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
     for name in listed:
         verify(directory / name, files[name])
-    return directory / TOKENIZER_DIRECTORY if listed else None
+    if not listed:
+        return None
+    if isinstance(directory, RemotePath):
+        return _copied(directory, {name: files[name] for name in listed})
+    return directory / TOKENIZER_DIRECTORY
 
 
-def refuse_unlisted(directory: Path, names: Iterable[str]) -> None:
+def _copied(directory: RemotePath, files: Mapping[str, FileEntry]) -> Path:
+    """The tokenizer of a checkpoint in an object store, in a directory of this node that is named by its content."""
+    key = hashlib.sha256(repr(sorted((name, entry.sha256) for name, entry in files.items())).encode()).hexdigest()[:32]
+    copy = cache_home() / "tokenizers" / key
+    try:
+        copy.mkdir(parents=True, exist_ok=True)
+        for name, expected in files.items():
+            path = copy / name.rpartition("/")[2]
+            if not path.exists() or describe(path).sha256 != expected.sha256:
+                replace_bytes(path, (directory / name).read_bytes())
+                verify(path, expected, archived=True)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or copy}: {error.strerror}") from None
+    return copy
+
+
+def refuse_unlisted(directory: Location, names: Iterable[str]) -> None:
     """Refuse files beside a checkpoint's tokenizer, which would be read instead of it.
 
     Args:
@@ -154,10 +179,10 @@ def refuse_unlisted(directory: Path, names: Iterable[str]) -> None:
         raise CheckpointError(f"{directory / others[0]} is not among the files of the manifest: remove it")
 
 
-def _digest(path: Path, *updates: Callable[[memoryview], None]) -> None:
+def _digest(path: Location, *updates: Callable[[memoryview], None]) -> None:
     """Pass a file to all of `updates`, part by part, through memory that is reused."""
     memory = memoryview(bytearray(_CHUNK))
-    with open(open_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(memory):
+    with open_regular(path, buffering=0) as file:
+        while count := file.readinto(memory):  # type: ignore[attr-defined]
             for update in updates:
                 update(memory[:count])

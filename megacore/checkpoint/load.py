@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,13 +22,16 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter, Slices
 from megacore.progress import Progress
+from megacore.remote import Location
 
 _HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
 _LARGEST_HEADER = 1 << 26  # of a file whose header has been checked
 _THREADS = 4  # that check files
 
 
-def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE, *, with_optimizer: bool = True) -> Manifest:
+def load_checkpoint(
+    path: Location, state: TrainingState, world: Group = ALONE, *, with_optimizer: bool = True
+) -> Manifest:
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
@@ -66,7 +68,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE, *, w
     return manifest
 
 
-def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
+def read_together(path: Location, world: Group) -> tuple[Location, Manifest]:
     """Find and read a checkpoint's manifest on all ranks; their paths may differ, but not the checkpoint.
 
     Args:
@@ -103,7 +105,7 @@ def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
 
 
 def verified_together(
-    directory: Path,
+    directory: Location,
     manifest: Manifest,
     world: Group,
     *,
@@ -144,7 +146,7 @@ def verified_together(
     return next((text for text in all_gather_objects(problem, world) if text is not None), None)
 
 
-def check_header(path: Path, manifest: Manifest) -> None:
+def check_header(path: Location, manifest: Manifest) -> None:
     """Refuse a shard whose table is not what the manifest says, before anything believes it.
 
     Raises:
@@ -176,7 +178,7 @@ def never_kept(manifest: Manifest) -> set[str]:
 
 @torch.no_grad()
 def load_parameters(
-    path: Path, parameters: Iterable[ShardedParameter], buffers: Mapping[str, Tensor] | None = None
+    path: Location, parameters: Iterable[ShardedParameter], buffers: Mapping[str, Tensor] | None = None
 ) -> Manifest:
     """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`.
 
@@ -201,7 +203,7 @@ def load_parameters(
     return manifest
 
 
-def _require_same_model(manifest: Manifest, parameters: Iterable[ShardedParameter], directory: Path) -> None:
+def _require_same_model(manifest: Manifest, parameters: Iterable[ShardedParameter], directory: Location) -> None:
     problems = []
     stored = manifest.tensors.get(MODEL, {})
     for parameter in parameters:
@@ -225,7 +227,7 @@ class Reader:
         manifest: its.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Location, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from megacore.checkpoint.directory import (
     HEAD,
@@ -32,6 +32,7 @@ from megacore.checkpoint.small_json import without_duplicates
 from megacore.config import Config, ExpertsConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
+from megacore.remote import Location
 
 __all__ = [
     "MANIFEST_NAME",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 S = TypeVar("S", bound=Section)
+L = TypeVar("L", bound=Location)
 
 SCHEMA = 2  # as written where no tensor is cut in several dimensions: older versions read it
 _SCHEMA_OF_BLOCKS = 3
@@ -147,7 +149,7 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
     return "{\n" + ",\n".join(inner) + "\n" + indent[:-1] + "}"
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: L) -> L:
     """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory.
 
     Its manifest decides which was last, not its step: a later run in the same directory may have ended at an earlier
@@ -164,10 +166,10 @@ def find_checkpoint(path: Path) -> Path:
         raise CheckpointError(
             f"{path} holds no checkpoint{lost}: give a step_NNNNNNNN directory or a run's output directory"
         )
-    return checkpoints[0]
+    return cast(L, checkpoints[0])
 
 
-def checkpoints_of(run: Path) -> list[Path]:
+def checkpoints_of(run: Location) -> list[Location]:
     """What `published` finds, for a reader.
 
     Raises:
@@ -182,7 +184,7 @@ def checkpoints_of(run: Path) -> list[Path]:
         ) from None
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Location) -> Manifest:
     """Parse a checkpoint's manifest.
 
     Raises:
@@ -223,14 +225,14 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read as a manifest: {reason}") from None
 
 
-def _missing(directory: Path) -> str:
+def _missing(directory: Location) -> str:
     """What is not there, where a manifest is not."""
-    if directory.is_symlink() and not directory.exists():
+    if isinstance(directory, Path) and directory.is_symlink() and not directory.exists():
         return f"{directory} is a link to {os.readlink(directory)}, which is not there"
     return f"{directory / MANIFEST_NAME} is missing" if directory.exists() else f"{directory} does not exist"
 
 
-def _unsealed(path: Path) -> bytes:
+def _unsealed(path: Location) -> bytes:
     """The text of a manifest that is as it was written, and not too large to parse."""
     size = path.stat().st_size
     if size > MOST_MANIFEST_BYTES:
@@ -251,8 +253,8 @@ def _unsealed(path: Path) -> bytes:
     return text
 
 
-def _read(path: Path) -> bytes:
-    with open(open_regular(path), "rb") as file:
+def _read(path: Location) -> bytes:
+    with open_regular(path) as file:
         return file.read(MOST_MANIFEST_BYTES + 1)
 
 
@@ -405,7 +407,7 @@ def sections_as_dicts(config: Config) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def trained_model(manifest: Manifest, directory: Path) -> ResolvedModel:
+def trained_model(manifest: Manifest, directory: Location) -> ResolvedModel:
     """The model that was trained, with its experts; arguments and errors as for `section_of`."""
     model = section_of(manifest, directory, "model", ResolvedModel)
     if "experts" not in manifest.config:
@@ -414,7 +416,7 @@ def trained_model(manifest: Manifest, directory: Path) -> ResolvedModel:
     return replace(model, experts=experts.resolve(model.ffn_hidden_size))
 
 
-def section_of(manifest: Manifest, directory: Path, name: str, kind: type[S]) -> S:
+def section_of(manifest: Manifest, directory: Location, name: str, kind: type[S]) -> S:
     """A section of the configuration that the model was trained with.
 
     Args:

@@ -4,50 +4,34 @@ A save is a few pieces of work, each done by every rank independently, with an a
 directory, copy the state, write the shards, publish. Whatever exception one rank's part raises becomes the same
 StorageError on all of them: a rank that left a save early would leave the others waiting in a collective. With
 --async-save the last two parts run in a thread, which does not communicate: the ranks agree in their main threads,
-where they meet anyway, so that a slow or failing disk holds up no collective. A directory is complete under its name or
-does not exist, and no existing one is touched.
+where they meet anyway, so that a slow or failing disk holds up no collective. A checkpoint is complete under its name
+or does not exist, and no existing one is touched. runs.py writes it, into a directory or an object store.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.checkpoint import storage
-from megacore.checkpoint.directory import expired, free_name, next_serial, pointed_to, sweep, temporary_name
-from megacore.checkpoint.manifest import (
-    MANIFEST_NAME,
-    TOKENIZER_DIRECTORY,
-    FileEntry,
-    Manifest,
-    Piece,
-    TensorEntry,
-    schema_of,
-    sections_as_dicts,
-)
+from megacore.checkpoint.directory import expired, next_serial, pointed_to
+from megacore.checkpoint.files import FileEntry
+from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of, sections_as_dicts
+from megacore.checkpoint.runs import run_at
 from megacore.checkpoint.state import MODEL, TrainingState
-from megacore.checkpoint.storage import (
-    discard,
-    point_to,
-    publish,
-    retire,
-    seal,
-    write_tensors,
-    write_text,
-)
+from megacore.checkpoint.storage import write_tensors
 from megacore.checkpoint.work import Work, described
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import StorageError
-from megacore.files import sync
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, ReplicaRole
 from megacore.progress import Progress
+from megacore.remote import Location
 
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
 _Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
@@ -65,7 +49,7 @@ class Saved:
     """
 
     step: int
-    path: Path
+    path: Location
     notes: tuple[str, ...] = ()
 
 
@@ -74,8 +58,8 @@ class _Job:
     """A save under way; the same on every rank, but for `work`."""
 
     draft: Manifest
-    temporary: Path
-    final: Path
+    temporary: str
+    final: str
     work: Work
     may_be_complete: bool = False
     is_publishing: bool = False
@@ -90,8 +74,8 @@ class CheckpointSaver:
         loaded: the checkpoint that the run continues from, which is never deleted.
     """
 
-    def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Path | None = None) -> None:
-        self._run, self._config, self._mesh = Path(config.training.output_dir), config, mesh
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Location | None = None) -> None:
+        self._run, self._config, self._mesh = run_at(config.checkpoint_dir), config, mesh
         self._background = config.checkpoint.async_save
         self._tokenizer = tokenizer_of(config)  # the one that the run began with, whatever becomes of its file
         self._protected = () if loaded is None else (loaded,)
@@ -121,13 +105,14 @@ class CheckpointSaver:
         """
         assert self._job is None
         first = self._mesh.world.is_first
-        make = Work((lambda: self._make_directory(state.step)) if first else None, self._run, background=False)
-        temporary, final = (self._run / name for name in self._agreed(make)[0])
+        make = Work((lambda: self._run.begin(state.step)) if first else None, self._run.path, background=False)
+        temporary, final = self._agreed(make)[0]
+        path = self._run.path / temporary
         try:
-            stage = Work(lambda: (*self._stage(state), self._draft(state)), temporary, background=False)
+            stage = Work(lambda: (*self._stage(state), self._draft(state)), path, background=False)
             self._raise_first_of(all_gather_objects(stage.problem, self._mesh.world))
             shards, tables, draft = stage.result
-            work = Work(lambda: _write(temporary, shards, tables), temporary, background=self._background)
+            work = Work(lambda: self._write(temporary, shards, tables), path, background=self._background)
         except BaseException:
             self._discard(temporary)
             raise
@@ -153,9 +138,10 @@ class CheckpointSaver:
             raise
         if job.is_publishing:
             self._job = None
-            return Saved(step=job.draft.step, path=job.final, notes=results[0])
+            return Saved(step=job.draft.step, path=self._run.path / job.final, notes=results[0])
         do = (lambda: self._publish(job, results)) if self._mesh.world.is_first else None
-        job.work, job.is_publishing = Work(do, job.temporary, background=self._background), True
+        path = self._run.path / job.temporary
+        job.work, job.is_publishing = Work(do, path, background=self._background), True
         return None
 
     def finish(self) -> Saved | None:
@@ -175,11 +161,11 @@ class CheckpointSaver:
         if job is not None:
             job.work.join(_PATIENCE_SECONDS)
             if job.work.is_done and (self._mesh.world.is_first or not job.may_be_complete):
-                discard(job.temporary)
+                self._run.discard(job.temporary)
 
-    def _discard(self, temporary: Path) -> None:
+    def _discard(self, temporary: str) -> None:
         if self._mesh.world.is_first:
-            discard(temporary)
+            self._run.discard(temporary)
 
     def _agreed(self, work: Work) -> list[Any]:
         """Every rank's result, or what the first rank with a problem says, on all of them."""
@@ -193,16 +179,6 @@ class CheckpointSaver:
         if failed:
             reason = next((problem for problem in failed if problem), "a rank gave no reason")
             raise StorageError(f"the checkpoint cannot be written: {reason}")
-
-    def _make_directory(self, step: int) -> tuple[str, str]:
-        """The names of a new temporary directory and of what it is to become."""
-        self._run.mkdir(parents=True, exist_ok=True)
-        sweep(self._run)
-        final = free_name(self._run, step)
-        temporary = temporary_name(final)
-        (self._run / temporary).mkdir()
-        storage.passing("begun")
-        return temporary, final
 
     def _stage(self, state: TrainingState) -> tuple[_Shards, _Tables]:
         """What this rank writes: tensors in host memory, which training does not change before they are written."""
@@ -257,48 +233,45 @@ class CheckpointSaver:
 
     def _publish(self, job: _Job, contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[str, ...]:
         """Complete the directory and give it its name; what goes wrong after that is returned."""
-        run, temporary = self._run, job.temporary
         files, tensors = _merged(contributions)
         fingerprint = None
         if self._tokenizer is not None:
-            self._tokenizer.save(temporary / TOKENIZER_DIRECTORY)
+            files |= self._run.write_tokenizer(job.temporary, self._tokenizer.save)
             fingerprint = self._tokenizer.fingerprint
-            paths = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
-            files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in paths}
-            sync(temporary / TOKENIZER_DIRECTORY)
         manifest = dataclasses.replace(
             job.draft,
             schema=schema_of(tensors),
-            serial=next_serial(run),
+            serial=next_serial(self._run.path),
             files=files,
             tensors=tensors,
             tokenizer=fingerprint,
         )
-        write_text(temporary / MANIFEST_NAME, manifest.to_json())
-        storage.passing("manifest written")
-        publish(temporary, job.final)
+        self._run.publish(job.temporary, job.final, manifest.to_json())
         notes = []
         try:
-            point_to(job.final)
-            self._retire(job.final)
+            self._run.point_to(job.final)
+            self._retire(self._run.path / job.final)
         except Exception as error:
-            notes.append(described(error, run))
+            notes.append(described(error, self._run.path))
         storage.passing("done")
         return tuple(notes)
 
-    def _retire(self, newest: Path) -> None:
-        options, pointed = self._config.checkpoint, pointed_to(self._run)
+    def _retire(self, newest: Location) -> None:
+        options, run = self._config.checkpoint, self._run.path
+        pointed = pointed_to(run)
         protected = [newest, *self._protected, *([] if pointed is None else [pointed])]
-        old = expired(self._run, keep_last=options.keep_last, keep_every=options.keep_every, protected=protected)
+        old = expired(run, keep_last=options.keep_last, keep_every=options.keep_every, protected=protected)
         for directory in old:
-            retire(directory)
+            self._run.retire(directory.name)
 
-
-def _write(temporary: Path, shards: _Shards, tables: _Tables) -> tuple[dict[str, FileEntry], _Tables]:
-    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
-    with Progress("saving", total) as progress:
-        files = {file: write_tensors(temporary / file, tensors, progress.advance) for file, tensors in shards.items()}
-    return files, tables
+    def _write(self, temporary: str, shards: _Shards, tables: _Tables) -> tuple[dict[str, FileEntry], _Tables]:
+        total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
+        with Progress("saving", total) as progress:
+            files = {
+                file: write_tensors(self._run.path / temporary / file, tensors, progress.advance)
+                for file, tensors in shards.items()
+            }
+        return files, tables
 
 
 def _merged(contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[dict[str, FileEntry], _Tables]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from megacore.checkpoint.files import Digests, FileEntry, describe
 from megacore.checkpoint.tensor_file import NAMES
 from megacore.checkpoint.tensor_header import header_of
 from megacore.files import naming, sync, write_all
+from megacore.remote import Location, RemotePath
 
 POINTS = (
     "begun",
@@ -40,6 +42,7 @@ POINTS = (
 )
 """The points of a save, in order. The first one, and all after the shards, are passed only by the first rank."""
 
+Count = Callable[[int], None]  # takes the bytes of each part that is written
 _CHUNK = 1 << 24
 
 
@@ -47,10 +50,8 @@ def passing(point: str) -> None:
     """A save gets to one of POINTS. Nothing happens here; tests replace it."""
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], on_written: Callable[[int], None] = lambda count: None
-) -> FileEntry:
-    """Write one safetensors file and make it durable.
+def write_tensors(path: Location, tensors: Mapping[str, Tensor], on_written: Count = lambda count: None) -> FileEntry:
+    """Write one safetensors file and make it durable, or write an object of an object store.
 
     Args:
         path: of the new file.
@@ -62,20 +63,31 @@ def write_tensors(
     """
     head = memoryview(header_of({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}))
     digests = Digests()
-    with naming(path), path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as digester:
+    with _new_file(path) as write, ThreadPoolExecutor(1) as digester:
         chunks = [head, *(chunk for tensor in tensors.values() for chunk in _chunks(tensor))]
         for number, chunk in enumerate(chunks):
             digested = digester.submit(digests.update, chunk)
-            write_all(file.fileno(), chunk)
+            write(chunk)
             digested.result()
             if number > 0:
                 on_written(len(chunk))
             if number < 2:
                 passing(("shard opened", "shard half written")[number])
         passing("shard written")
-        os.fsync(file.fileno())
     passing("shard synced")
     return digests.entry()
+
+
+@contextlib.contextmanager
+def _new_file(path: Location) -> Iterator[Callable[[memoryview], object]]:
+    """What takes the parts of a new file, which is durable when the block ends well."""
+    if isinstance(path, RemotePath):
+        with path.writing() as write:
+            yield write
+        return
+    with naming(path), path.open("xb", buffering=0) as file:
+        yield partial(write_all, file.fileno())
+        os.fsync(file.fileno())
 
 
 def _chunks(tensor: Tensor) -> list[memoryview]:

@@ -9,10 +9,10 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from io import BufferedReader, FileIO
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -87,9 +87,9 @@ def read_slice(tensor: StoredTensor, where: Slices, out: Tensor | None = None) -
     return values
 
 
-def _read_into(file: BufferedReader | FileIO, memory: memoryview, tensor: StoredTensor) -> None:
+def _read_into(file: BinaryIO | FileIO, memory: memoryview, tensor: StoredTensor) -> None:
     while memory:
-        count = file.readinto(memory)
+        count = file.readinto(memory)  # type: ignore[union-attr]
         if not count:
             raise CheckpointError(f"{tensor.file} ends within {tensor.name}: it has become shorter")
         memory = memory[count:]

@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.small_json import parse_object
 from megacore.errors import CheckpointError
+from megacore.remote import Location
 
 # Bytes of an element by the format's names.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -36,7 +36,7 @@ class StoredTensor:
         start: offset of its first byte in the file.
     """
 
-    file: Path
+    file: Location
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path, *, largest: int = _LARGEST_HEADER) -> dict[str, StoredTensor]:
+def read_header(path: Location, *, largest: int = _LARGEST_HEADER) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name.
 
     Args:
@@ -75,7 +75,8 @@ def read_header(path: Path, *, largest: int = _LARGEST_HEADER) -> dict[str, Stor
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, largest):
                 raise CheckpointError(f"{path} is not safetensors: its header would have {length:,} bytes")
@@ -96,7 +97,7 @@ def read_header(path: Path, *, largest: int = _LARGEST_HEADER) -> dict[str, Stor
     return tensors
 
 
-def _entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
+def _entry(path: Location, name: str, entry: Any, base: int) -> StoredTensor:
     where = f"{path}: {name[:80]}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where} does not have a dtype, a shape and data_offsets")

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.errors import PeerFailed, UserError
+from megacore.errors import PeerFailed, StorageError, UserError
+from megacore.remote import Location
 
 
 class Work:
@@ -23,7 +24,7 @@ class Work:
         problem: why it failed, or None; empty where it failed only because another rank did.
     """
 
-    def __init__(self, do: Callable[[], Any] | None, path: Path, *, background: bool) -> None:
+    def __init__(self, do: Callable[[], Any] | None, path: Location, *, background: bool) -> None:
         self.result: Any = None
         self.problem: str | None = None
         self._do, self._path = do, path
@@ -60,11 +61,11 @@ class Work:
             self._do = None  # and with it the state that it holds
 
 
-def described(error: Exception, path: Path) -> str:
+def described(error: Exception, path: Location) -> str:
     """An exception in one line; one that nobody foresaw with its type and the line of code that raised it."""
     if isinstance(error, OSError):
         return f"{error.filename or path}: {error.strerror or error}"
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | StorageError):
         return f"{path}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

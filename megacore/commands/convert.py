@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.download import local_checkpoint
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
-from megacore.commands.tool import ToolParser, positive
+from megacore.commands.tool import ToolParser, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
 from megacore.convert.check import Agreement, check_tokens, compare, compare_checkpoints, not_crossed
@@ -30,6 +31,7 @@ from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_
 from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
 from megacore.freed_memory import give_back_what_is_freed
+from megacore.remote import is_url
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MEGATRON = ("megatron", "torch_dist")
@@ -59,8 +61,8 @@ def parser() -> ToolParser:
         choices=("hf", "megacore", "dcp", *_OF_MEGATRON),
         help="format of the output",
     )
-    add("--input", required=True, type=Path, metavar="DIR", help="the directory to read")
-    add("--output", required=True, type=Path, metavar="DIR", help="the directory to create; it must not exist")
+    add("--input", required=True, metavar="DIR", help="the directory to read; with --from megacore also a URL")
+    add("--output", required=True, type=local_path, metavar="DIR", help="the directory to create; it must not exist")
     add(
         "--max-shard-size",
         type=size,
@@ -101,7 +103,7 @@ def parser() -> ToolParser:
     )
     add(
         "--like",
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="use the config.json and tokenizer of this directory: for an export, and for --from dcp and deepspeed, "
         "whose files do not describe the model",
@@ -133,7 +135,7 @@ def parser() -> ToolParser:
     )
     add(
         "--check-tokens",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="text on which the two models are compared. Default: a built-in text.",
     )
@@ -191,7 +193,9 @@ def convert(args: Namespace) -> None:
             needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
             raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out{needs}")
     give_back_what_is_freed()
-    with published(args.output) as temporary:
+    if is_url(args.input) and args.source != "megacore":
+        raise UserError(f"--input {args.input} with --from {args.source} is a URL: download it, and give its path")
+    with local_checkpoint(args.input, args.output.absolute().parent) as args.input, published(args.output) as temporary:
         way(args, temporary)
     print(f"published {args.output}")
 

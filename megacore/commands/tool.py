@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megacore.config.cli import GRACE_SECONDS
 from megacore.config.numbers import parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed
+from megacore.remote import is_url
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -84,7 +89,15 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
 
 
 def _say(parser: ToolParser, message: str, status: int) -> int:
-    print(f"{parser.prog}: error: {message}", file=sys.stderr)
+    """Print why the tool ends.
+
+    What all ranks of a node are refused, the first of them says for all. A launcher ends all ranks as soon as one
+    exits, so that the others wait for it.
+    """
+    if status == EXIT_REFUSED and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(GRACE_SECONDS)
+        return status
+    print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
     return status
 
 
@@ -97,6 +110,13 @@ def _terminate_like_interrupt() -> Callable[[int, FrameType | None], object] | i
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGTERM, stop)
+
+
+def local_path(text: str) -> Path:
+    """A path, for argparse: a URL is refused."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL, but this must be a path")
+    return Path(text)
 
 
 def positive(text: str) -> int:

@@ -18,10 +18,14 @@ OR_AUTO = f"or --load {AUTO}, which starts from the beginning if --output-dir ha
 class CheckpointConfig(Section):
     """What a run loads, saves and keeps, and when it ends."""
 
-    load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
+    load: Annotated[str | None, Flag(metavar="DIR|URL|auto")] = None
     """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
-    intact checkpoint. auto: the newest intact checkpoint in --output-dir, or a fresh start if there is none. Default: a
-    fresh start."""
+    intact checkpoint. URL: the same in an object store. auto: the newest intact checkpoint of this run, in --output-dir
+    or at the URL of --save, or a fresh start if there is none. Default: a fresh start."""
+    save: Annotated[str | None, Flag(metavar="URL|DIR")] = None
+    """Saves the checkpoints at a URL of an object store, such as s3://bucket/run or gs://bucket/run
+    (docs/guides/checkpoints.md); all else stays in --output-dir. DIR: another name of --output-dir. Default: in
+    --output-dir."""
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
     flag that contradicts it is refused. Default: weights drawn from --seed."""

@@ -40,6 +40,7 @@ from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed
+from megacore.remote import is_url
 
 __all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "save_toml"]
 
@@ -219,6 +220,7 @@ def _read(
     is_planned: bool = False,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
+    _save_in_directory(flags)
     notes = [*_load_of_megatron(flags), *_optimizer_of_megatron(flags), *_balance_of_megatron(flags)]
     path, deepspeed = (flags.values.pop(name, None) for name in FILES)
     if deepspeed is not None:
@@ -228,6 +230,7 @@ def _read(
         flags.unread |= keys.unread
         notes += keys.notes
     file = Given() if path is None else read_toml(path, kind)
+    _save_in_directory(file)
     given = {**file.values, **flags.values}
     shape_values, shape_problems = _shape_values(shape, given)
     megatron = _megatron_defaults(flags, given)
@@ -407,10 +410,25 @@ def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: 
     return notes
 
 
+def _save_in_directory(given: Given) -> None:
+    """Takes `--save DIR` for `--output-dir`: only a URL is another place than that of all else that a run writes."""
+    save, output = given.values.get("save"), given.values.get("output_dir")
+    if not isinstance(save, str) or is_url(save):
+        return
+    del given.values["save"]
+    if output is None:
+        given.values["output_dir"] = save
+    elif os.path.abspath(output) != os.path.abspath(save):
+        given.problems.append(
+            f"--save {save} and --output-dir {output} contradict each other, as a directory of checkpoints is the "
+            "output directory: give one of them, or --save URL for checkpoints in an object store"
+        )
+
+
 def _load_of_megatron(flags: Given) -> list[str]:
     """Lets a script of Megatron-LM that loads from where it saves start without a checkpoint; returns a note."""
-    load, save = flags.values.get("load"), flags.values.get("output_dir")
-    if not (load and save and "--save" in flags.names and os.path.abspath(load) == os.path.abspath(save)):
+    load, save = flags.values.get("load"), flags.values.get("save") or flags.values.get("output_dir")
+    if not (load and save and "--save" in flags.names and _is_same_place(load, save)):
         return []
     if "--exit-on-missing-checkpoint" in flags.names:
         return []
@@ -419,6 +437,12 @@ def _load_of_megatron(flags: Given) -> list[str]:
         f"--load {load} is the directory of --save, so that the run starts from its newest checkpoint, and from the "
         f"beginning if there is none (--load {AUTO})"
     ]
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    if is_url(one) or is_url(other):
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.abspath(one) == os.path.abspath(other)
 
 
 def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:

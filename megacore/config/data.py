@@ -25,7 +25,8 @@ class DataConfig(Section):
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
-    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights."""
+    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights. A URL, such as
+    s3://bucket/corpus_text_document, is downloaded once per node (docs/guides/data.md)."""
     train_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """The training data instead of --data-path, in the same notation. --split does not divide it."""
     valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
@@ -50,7 +51,8 @@ class DataConfig(Section):
     num_workers: Annotated[int, Range(0, 64)] = 0
     """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Directory for the cached sample indices. Default: a directory named cache beside each dataset."""
+    """Directory for the cached sample indices, and for the copies of datasets that are URLs. Default: a directory named
+    cache beside each dataset; copies are in ~/.cache/megacore."""
     packing: Literal["none", "concat", "best-fit"] = "concat"
     """How documents become samples. concat: one stream of documents is cut into samples. none: each sample is one
     document, padded, or cut if it is longer. best-fit: samples hold whole documents, chosen so that little padding is

@@ -12,6 +12,7 @@ from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.messages import one_of
 from megacore.config.schema import Config
 from megacore.files import unreadable
+from megacore.remote import RemotePath, is_url, url_problem
 
 # What a run writes into its output directory beside the checkpoints' directories.
 _OUTPUT_FILES = (
@@ -34,29 +35,33 @@ def missing_files(config: Config) -> list[str]:
     # os.path, because pathlib raises for a name that is too long.
     data = config.data
     problems = []
-    if _is_set(data.tokenizer) and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
-        state = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
+    tokenizer = data.tokenizer if _is_set(data.tokenizer) and not is_url(data.tokenizer) else None
+    if tokenizer is not None and not (os.path.isfile(tokenizer) or os.path.isdir(tokenizer)):
+        state = "is no file or directory" if os.path.exists(tokenizer) else "does not exist"
         problems.append(
-            f"--tokenizer {data.tokenizer} {state}: use a tokenizer.json, a directory that contains one, "
+            f"--tokenizer {tokenizer} {state}: use a tokenizer.json, a directory that contains one, "
             "or a SentencePiece .model"
         )
     if _is_set(data.merge_file) and not os.path.isfile(data.merge_file):
         problems.append(f"--merge-file {data.merge_file} is not a file: use the merges.txt that --tokenizer belongs to")
     load, init = config.checkpoint.load, config.checkpoint.init_from_hf
-    if _is_set(load) and load != AUTO and not os.path.isdir(load):
+    problems += _url_problems(config)
+    if _is_set(load) and load != AUTO and not is_url(load) and not os.path.isdir(load):
         problems.append(
             f"--load {load} is not a directory: use the directory of a checkpoint or of a run, {OR_AUTO}, or leave "
             "--load out"
         )
     pretrained = config.start.pretrained_checkpoint
-    if _is_set(pretrained) and not os.path.isdir(pretrained):
+    if _is_set(pretrained) and not is_url(pretrained) and not os.path.isdir(pretrained):
         problems.append(
             f"--pretrained-checkpoint {pretrained} is not a directory: use the directory of a checkpoint or of a run"
         )
-    if _is_set(init) and "init_from_hf" not in config.unsupported and not os.path.isdir(init):
+    if _is_set(init) and "init_from_hf" not in config.unsupported and not is_url(init) and not os.path.isdir(init):
         problems.append(f"--init-from-hf {init} is not a directory: use one with config.json and safetensors files")
     schedule = config.parallel.schedule_csv
-    if _is_set(schedule) and not os.path.isfile(schedule):
+    if _is_set(schedule) and is_url(schedule):
+        pass  # _url_problems refuses it
+    elif _is_set(schedule) and not os.path.isfile(schedule):
         problems.append(f"--schedule-csv {schedule} is not a file: use a CSV file with one row per pipeline rank")
     elif _is_set(schedule) and (reason := unreadable(schedule)):
         problems.append(f"--schedule-csv {schedule} {reason}: use a schedule with fewer microbatches")
@@ -65,7 +70,33 @@ def missing_files(config: Config) -> list[str]:
     except ValueError:  # validate reports it
         prefixes = ()
     problems += [problem for prefix in prefixes if _is_set(prefix) and (problem := _missing_dataset(prefix))]
-    return problems + _output_problem(Path(config.training.output_dir)) + _tracker_problems(config)
+    output = config.training.output_dir
+    return problems + ([] if is_url(output) else _output_problem(Path(output))) + _tracker_problems(config)
+
+
+def _url_problems(config: Config) -> list[str]:
+    """What is wrong with the URLs of object stores: those that cannot be used, and those where only a path can be."""
+    checkpoint, data, problems = config.checkpoint, config.data, []
+    for name, url in (("--load", checkpoint.load), ("--pretrained-checkpoint", config.start.pretrained_checkpoint)):
+        if _is_set(url) and is_url(url) and (problem := url_problem(url)):
+            problems.append(f"{name} {problem}")
+    if _is_set(checkpoint.save) and (problem := url_problem(checkpoint.save, writes=True)):
+        problems.append(f"--save {problem}")
+    instead = {
+        "--output-dir": (config.training.output_dir, "use a directory, and --save URL for the checkpoints"),
+        "--data-cache-path": (data.data_cache_path, "use a directory of this node"),
+        "--tensorboard-dir": (config.logging.tensorboard_dir, "use a directory"),
+        "--tokenizer": (data.tokenizer, "download it, and give its path"),
+        "--init-from-hf": (checkpoint.init_from_hf, "download it, and give its path"),
+        "--schedule-csv": (config.parallel.schedule_csv, "download it, and give its path"),
+    }
+    for name, (url, way_out) in instead.items():
+        if _is_set(url) and is_url(url):
+            problems.append(
+                f"{name} {url} is a URL, which only --save, --load, --pretrained-checkpoint and "
+                f"--data-path may be: {way_out}"
+            )
+    return problems
 
 
 def _tracker_problems(config: Config) -> list[str]:
@@ -76,7 +107,7 @@ def _tracker_problems(config: Config) -> list[str]:
             f"--wandb-project {logging.wandb_project} needs the package wandb, which is not installed: "
             "pip install wandb, or leave the flag out"
         )
-    if _is_set(logging.tensorboard_dir):
+    if _is_set(logging.tensorboard_dir) and not is_url(logging.tensorboard_dir):
         problems += _unwritable("--tensorboard-dir", Path(logging.tensorboard_dir))
     return problems
 
@@ -87,6 +118,8 @@ def _is_set(path: str | None) -> TypeGuard[str]:
 
 
 def _missing_dataset(prefix: str) -> str | None:
+    if is_url(prefix):
+        return _missing_remote(prefix)
     missing = [ext for ext in (".bin", ".idx") if not os.path.isfile(prefix + ext)]
     if not missing:
         return None
@@ -99,6 +132,19 @@ def _missing_dataset(prefix: str) -> str | None:
         return f"--data-path {prefix} has no .bin and .idx: use {one_of(existing)}"
     names = " and ".join(prefix + ext for ext in missing)
     return f"--data-path {prefix}: {names} not found: use the PREFIX that tools/preprocess_data.py wrote"
+
+
+def _missing_remote(prefix: str) -> str | None:
+    """Why the dataset of a URL cannot be downloaded."""
+    if problem := url_problem(prefix.rpartition("/")[0]):
+        return f"--data-path {prefix}: {problem}"
+    try:
+        missing = [prefix + ext for ext in (".bin", ".idx") if not RemotePath(prefix + ext).is_file()]
+    except OSError as error:
+        return f"--data-path {prefix} cannot be read: {error.strerror}: check the name, the credentials and the network"
+    if not missing:
+        return None
+    return f"--data-path {prefix}: {' and '.join(missing)} not found: use the URL of a PREFIX, without .bin and .idx"
 
 
 def _name_problem(directory: Path, existing: Path) -> str | None:

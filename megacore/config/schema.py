@@ -47,6 +47,7 @@ from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
 from megacore.config.training import ResolvedTraining, TrainingConfig
 from megacore.config.watch import WatchConfig
+from megacore.remote import is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,18 @@ class Config:
         ),
     }
     """Commands for the help, each with its purpose. A line is at most 76 characters."""
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """Where the checkpoints of the run go: the URL of --save, or else the output directory."""
+        return self.checkpoint.save or self.training.output_dir
+
+    def saving_to(self, directory: str) -> Self:
+        """The configuration with another `checkpoint_dir`, a path or a URL."""
+        if is_url(directory):
+            return dataclasses.replace(self, checkpoint=dataclasses.replace(self.checkpoint, save=directory))
+        training = dataclasses.replace(self.training, output_dir=directory)
+        return dataclasses.replace(self, training=training, checkpoint=dataclasses.replace(self.checkpoint, save=None))
 
     @property
     def optimizer_settings(self) -> OptimizerSettings:

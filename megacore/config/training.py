@@ -40,7 +40,7 @@ class TrainingConfig(Section):
     skip_train: bool = False
     """Evaluates once instead of training, and saves no checkpoint: the model of --load, --init-from-hf or
     --pretrained-checkpoint on the validation split."""
-    output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
+    output_dir: Annotated[str, Flag(metavar="DIR")] = "output"
     """Output directory for checkpoints, metrics.jsonl and the resolved config.toml. Created if it does not exist."""
     max_bad_steps: Annotated[int, Range(1)] = 10
     """Stops the run after this many consecutive bad steps. A step is bad if its loss or gradient is not finite; it

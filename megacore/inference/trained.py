@@ -4,7 +4,6 @@ weights, from a checkpoint of whatever layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -19,9 +18,10 @@ from megacore.layers.context import BuildContext
 from megacore.models.spec import LayerSpec
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
+from megacore.remote import Location
 
 
-def tokenizer_of(directory: Path, path: str | None, model: ResolvedModel) -> Tokenizer:
+def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) -> Tokenizer:
     """The tokenizer to use with a checkpoint.
 
     Args:
@@ -47,7 +47,7 @@ def tokenizer_of(directory: Path, path: str | None, model: ResolvedModel) -> Tok
     return tokenizer
 
 
-def model_of(directory: Path, layers: Callable[[BuildContext], list[LayerSpec]], device: torch.device) -> Stage:
+def model_of(directory: Location, layers: Callable[[BuildContext], list[LayerSpec]], device: torch.device) -> Stage:
     """The whole model on one device, with the checkpoint's weights, for evaluation.
 
     Args:

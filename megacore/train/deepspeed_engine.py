@@ -32,6 +32,7 @@ from megacore.files import read_bounded, replace_bytes
 from megacore.optim.lr_schedules import learning_rate
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.remote import is_url
 from megacore.train.deepspeed_settings import EngineSettings, check_parameters, engine_settings
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.plain_task import LossFunction
@@ -419,9 +420,11 @@ class Engine:
             save_dir: the directory, in which the checkpoint becomes step_NNNNNNNN.
             tag: a directory in it; None: none.
             client_state: what JSON can hold, to be returned by `load_checkpoint`.
+
+        Raises:
+            UserError: the directory is a URL.
         """
-        directory = Path(save_dir) / (tag or "")
-        path = self.pipeline.save(directory)
+        path = Path(str(self.pipeline.save(_local(save_dir) / (tag or ""))))
         if self.mesh.world.is_first:
             state = {"micro_steps": self.micro_steps, "client_state": dict(client_state or {})}
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, Schedule):
@@ -439,7 +442,7 @@ class Engine:
         Returns:
             The checkpoint's directory and the client's state; (None, {}) where there is no such directory.
         """
-        directory = Path(load_dir) / (tag or "")
+        directory = _local(load_dir) / (tag or "")
         if not directory.is_dir():
             return None, {}
         self.pipeline.load(directory)
@@ -577,6 +580,13 @@ def _some(loader: Iterable[Any]) -> Iterator[Any]:
         yield batch
     if empty:
         raise UserError("training_data has no batch for this replica: use a smaller micro batch, or more data")
+
+
+def _local(directory: str | Path) -> Path:
+    """A directory of checkpoints: the client's state lies beside them, which only a path can have."""
+    if is_url(str(directory)):
+        raise UserError(f"{directory} is a URL: give a directory, or use PipelineEngine.save, which takes URLs")
+    return Path(directory)
 
 
 def _beside(checkpoint: Path) -> Path:

@@ -43,6 +43,7 @@ from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
+from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.engine_settings import checked_config, replicas, without_times
 from megacore.train.memory_check import check_memory_of_ranks
@@ -430,11 +431,11 @@ class PipelineEngine:
     # ---- checkpoints
 
     @section(Phase.SAVE)
-    def save(self, directory: Path | str) -> Path:
+    def save(self, directory: Location | str) -> Location:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
 
         Args:
-            directory: in which the checkpoint becomes a directory, named after the step.
+            directory: in which the checkpoint becomes a directory, named after the step; or a URL of an object store.
 
         Returns:
             The checkpoint's directory.
@@ -446,8 +447,7 @@ class PipelineEngine:
         """
         self._replicas.before_save(self.step)
         self.train_steps.require_finite()
-        training = dataclasses.replace(self.config.training, output_dir=str(directory))
-        saver = CheckpointSaver(dataclasses.replace(self.config, training=training), self.mesh)
+        saver = CheckpointSaver(self.config.saving_to(str(directory)), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
         saver.begin(self.train_steps.state(consumed_samples=samples, buffers=self._buffers()))
         saved = saver.finish()
@@ -458,7 +458,7 @@ class PipelineEngine:
         self._callbacks.on_save(saved)
         return saved.path
 
-    def load(self, directory: Path | str) -> None:
+    def load(self, directory: Location | str) -> None:
         """Continue from a checkpoint, whatever layout saved it; all ranks call this together.
 
         Args:
@@ -467,8 +467,9 @@ class PipelineEngine:
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
-        self.train_steps.load(Path(directory), buffers=self._buffers())
-        self._replicas.saved(Path(directory))
+        path = location(directory)
+        self.train_steps.load(path, buffers=self._buffers())
+        self._replicas.saved(path)
         self.lr = self.train_steps.lr()
         if self._trackers is not None:
             self._trackers.rewind(self.step)

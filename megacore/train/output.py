@@ -18,6 +18,7 @@ from megacore.config.messages import ranks_in_words
 from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh
+from megacore.remote import location
 
 C = TypeVar("C", bound=ResolvedConfig)
 _PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a file is not there
@@ -61,8 +62,9 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
             lock = WriterLock(run)
             if lock.warning is not None:
                 _warn(lock.warning)
-            if left := sweep(run):
-                _warn(f"removed what an interrupted save had left in {run}: {', '.join(left)}")
+            checkpoints = location(config.checkpoint_dir)
+            if left := sweep(checkpoints):
+                _warn(f"removed what an interrupted save had left in {checkpoints}: {', '.join(left)}")
         except UserError as error:
             problem = UserError(str(error))
         except OSError as error:
@@ -74,7 +76,8 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
         raise problem
     assert token is not None
     try:
-        _require_one_directory(run, token, mesh.world)
+        if config.checkpoint.save is None:
+            _require_one_directory(run, token, mesh.world)
     except BaseException:
         if lock is not None:
             lock.release()

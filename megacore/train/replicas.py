@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from megacore.parallel.collectives import all_gather, all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import stable_hash
 from megacore.parallel.sharding import ShardSpec, Slices
+from megacore.remote import Location
 from megacore.train.parallelize import ParallelModel
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import section
@@ -122,7 +122,7 @@ class ReplicaCheck:
         if self._interval:
             self.check(step)
 
-    def saved(self, checkpoint: Path) -> None:
+    def saved(self, checkpoint: Location) -> None:
         """A checkpoint is published."""
         self._last_saved = str(checkpoint)
 

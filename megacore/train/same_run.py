@@ -28,11 +28,13 @@ from megacore.config.dimensions import degrees_of, describe_rank
 from megacore.config.fields import field_infos, flag
 from megacore.config.messages import ranks_in_words
 from megacore.data.gpt.build import tokenizer_of
+from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
 from megacore.plan.state import PlannedLayer
+from megacore.remote import location
 
 Facts = dict[str, str]  # name -> value, both as messages show them
 
@@ -104,7 +106,8 @@ def facts(config: ResolvedConfig) -> Facts:
         of = ("--train-data-path", "--valid-data-path")[stream] if data.is_split else "--data-path"
         result[f"weights of {of}"] = "none" if weights is None else " ".join(map(str, weights))
     for number, prefix in enumerate(data.prefixes(), 1):
-        for path in (idx_path(prefix), bin_path(prefix)):
+        local = local_prefix(prefix, data.data_cache_path)
+        for path in (idx_path(local), bin_path(local)):
             result[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
     try:
         tokenizer = tokenizer_of(config)
@@ -191,7 +194,7 @@ def _given(name: str, path: Any) -> str:
         return "given"
     if path == AUTO:
         return AUTO
-    return "a checkpoint" if (Path(path) / MANIFEST_NAME).is_file() else "a directory of checkpoints"
+    return "a checkpoint" if (location(path) / MANIFEST_NAME).is_file() else "a directory of checkpoints"
 
 
 def _digest(path: Path) -> str:

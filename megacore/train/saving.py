@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from megacore.checkpoint.save import CheckpointSaver, Saved
@@ -12,6 +11,7 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
+from megacore.remote import Location
 from megacore.train.callbacks import Callbacks
 from megacore.train.sinks import Report
 from megacore.watch.ledger import Phase
@@ -37,7 +37,7 @@ class Saving:
     """
 
     def __init__(
-        self, config: ResolvedConfig, mesh: Mesh, *, callbacks: Callbacks, report: Report, loaded: Path | None
+        self, config: ResolvedConfig, mesh: Mesh, *, callbacks: Callbacks, report: Report, loaded: Location | None
     ) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._callbacks, self._report = config.checkpoint, callbacks, report

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +27,7 @@ from megacore.optim.nonfinite import describe_non_finite
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
+from megacore.remote import Location
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
 from megacore.train.expert_balance import ExpertBalance
 from megacore.train.parallelize import parallelize
@@ -327,7 +327,7 @@ class TrainStep:
     @section(Phase.LOAD)
     def load(
         self,
-        directory: Path,
+        directory: Location,
         *,
         buffers: Mapping[str, Tensor] | None = None,
         with_optimizer: bool = True,

@@ -25,6 +25,7 @@ from megacore.errors import TrainingDiverged
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
+from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
 from megacore.train.diagnosis import Source
@@ -87,11 +88,11 @@ class Trainer:
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.parameters = self.model.parameters
         self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
-        load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
+        load = None if config.checkpoint.load is None else location(config.checkpoint.load)
         with_optimizer = config.start.load_optim and not config.training.skip_train
         self.loaded = None if load is None else self._resume(load, with_optimizer=with_optimizer)
         if self.loaded is None and (source := config.start.pretrained_checkpoint) is not None:
-            self.train_steps.load(Path(source), with_optimizer=False, with_progress=False)
+            self.train_steps.load(location(source), with_optimizer=False, with_progress=False)
         self.extended: Rollback | None = None
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
@@ -298,7 +299,7 @@ class Trainer:
 
     # ---- its parts
 
-    def _resume(self, directory: Path, *, with_optimizer: bool = True) -> Manifest:
+    def _resume(self, directory: Location, *, with_optimizer: bool = True) -> Manifest:
         manifest = self.train_steps.load(directory, with_optimizer=with_optimizer)
         self.consumed_samples = manifest.consumed_samples
         return manifest

@@ -115,14 +115,13 @@ def _warm_up(config: ResolvedConfig, mesh: Mesh, directory: Path) -> tuple[Path,
     for _ in range(WARMUP_STEPS):
         steps.compute_gradients(next(source))
         steps.update_weights()
-    training = replace(config.training, output_dir=str(directory))
-    saver = CheckpointSaver(replace(config, training=training), mesh)
-    saver.begin(steps.state(consumed_samples=WARMUP_STEPS * training.global_batch_size))
+    saver = CheckpointSaver(config.saving_to(str(directory)), mesh)
+    saver.begin(steps.state(consumed_samples=WARMUP_STEPS * config.training.global_batch_size))
     saved = saver.finish()
     assert saved is not None
     recorder = Recorder(steps)
     recorder.note_state()
-    return saved.path, assemble({0: recorder.pieces})
+    return Path(str(saved.path)), assemble({0: recorder.pieces})
 
 
 def _require_round_trip(record: Record, warm: Record) -> None:

@@ -9,6 +9,7 @@ LATE_IMPORTS = {
     ("megacore/commands/plan.py", "megacore.commands.dry_run"): "loads torch, which only --dry-run=full needs",
     ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
+    ("megacore/remote.py", "fsspec"): "only URLs need it",
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",

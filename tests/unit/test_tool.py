@@ -54,3 +54,33 @@ def test_a_name_that_is_not_utf8_is_printed_where_the_terminal_takes_only_utf8()
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "/data/\\udcff\n", "")
+
+
+REFUSED = """
+import sys
+from megacore.commands.tool import ToolParser, run_tool
+from megacore.errors import UserError
+
+def action(args):
+    raise UserError("cannot be done")
+
+sys.exit(run_tool(ToolParser(prog="tool"), [], action))
+"""
+
+
+def test_a_node_of_several_ranks_is_refused_once() -> None:
+    """All ranks of a node are refused alike; the first says it, and no other ends before it has."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", REFUSED],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    first = ranks[0].communicate(timeout=patience(60))[1]
+    ranks[1].kill()  # as a launcher does
+    assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")
+    assert ranks[1].communicate()[1] == ""

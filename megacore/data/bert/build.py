@@ -25,6 +25,7 @@ from megacore.data.gpt.build import (
     tokenizer_of,
     vocabulary_size,
 )
+from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.errors import DataError
@@ -51,7 +52,7 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
         problems.append(str(error))
     for prefix in config.data.prefixes():
         try:
-            indexed = IndexedDataset(prefix)
+            indexed = IndexedDataset(local_prefix(prefix, config.data.data_cache_path))
             _check_sentences(config, indexed)
             _note_ends(indexed)
         except DataError as error:

@@ -23,6 +23,7 @@ from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.index_cache import Arrays
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.gpt.packing import PackedDataset
+from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.loss_mask import open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, check_token_ids
 from megacore.data.indexed.sidecar import Sidecar, read_sidecar
@@ -72,7 +73,7 @@ def check_inputs(config: Config) -> int:
     budget = _SCAN_BYTES
     for prefix in config.data.prefixes():
         try:
-            indexed = IndexedDataset(prefix)
+            indexed = IndexedDataset(local_prefix(prefix, config.data.data_cache_path))
             if not config.data.is_split:
                 split_documents(indexed, config.data.split_shares())
             open_loss_mask(indexed)
@@ -182,7 +183,8 @@ def datasets_of(
     if config.data.mock_data:
         made = [mock(stream, count) if count else None for stream, count in enumerate(counts)]
     else:
-        opened = {prefix: IndexedDataset(prefix) for prefix in config.data.prefixes()}
+        cache = config.data.data_cache_path
+        opened = {prefix: IndexedDataset(local_prefix(prefix, cache)) for prefix in config.data.prefixes()}
         made = []
         for stream, count in enumerate(counts):
             of_stream = [opened[prefix] for prefix in config.data.blend(stream)[0]]

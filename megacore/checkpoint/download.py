@@ -1,0 +1,63 @@
+"""A checkpoint of an object store in a local directory, for what reads all of it several times."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY, find_checkpoint, read_manifest, verify
+from megacore.config.average import EMA
+from megacore.errors import CheckpointError
+from megacore.progress import Progress
+from megacore.remote import is_url, usable
+
+_STATE_OF_THE_MODEL = ("model", "buffers", EMA.name)
+_CHUNK = 8 << 20  # bytes
+
+
+@contextlib.contextmanager
+def local_checkpoint(given: str, beside: Path) -> Iterator[Path]:
+    """Give the path of a checkpoint or a run: the given one, or that of a verified copy, which ends with the block.
+
+    A copy has the weights, their average and the tokenizer, and none of the optimizer's state.
+
+    Args:
+        given: a path or a URL.
+        beside: an existing directory with room for the copy.
+
+    Raises:
+        UserError: the URL cannot be read.
+        CheckpointError: it holds no checkpoint, or a damaged one.
+    """
+    if not is_url(given):
+        yield Path(given)
+        return
+    source = find_checkpoint(usable(given))
+    manifest = read_manifest(source)
+    tables = [manifest.tensors.get(kind, {}) for kind in _STATE_OF_THE_MODEL]
+    used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
+    of_tensors = {
+        piece.file for table in manifest.tensors.values() for entry in table.values() for piece in entry.pieces
+    }
+    names = [name for name in manifest.files if name in used or name not in of_tensors]
+    scratch = Path(tempfile.mkdtemp(prefix=".checkpoint.tmp-", dir=beside))
+    try:
+        copy = scratch / source.name
+        (copy / TOKENIZER_DIRECTORY).mkdir(parents=True)
+        total = sum(manifest.files[name].bytes for name in names)
+        with Progress(f"downloading {source.name}", total) as progress:
+            for name in (*names, MANIFEST_NAME):
+                with (source / name).open("rb") as file, (copy / name).open("xb") as out:
+                    while chunk := file.read(_CHUNK):
+                        out.write(chunk)
+                        progress.advance(len(chunk))
+        for name in names:
+            verify(copy / name, manifest.files[name])
+        yield copy
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or source}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,159 @@
+"""Runs whose checkpoints and data are on a real S3 server (moto's, in another process), spoken to over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun
+from tests.patience import until
+from tests.unit import data_bytes
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+import s3fs
+
+pytestmark = [needs_proc, pytest.mark.slow]
+DYING = Path(__file__).with_name("dying.py")
+SECONDS = 120.0
+SAME = {"reproducible": True, "micro_batch_size": 1, "global_batch_size": 4, "lr_decay_iters": 20}
+URL = "s3://bucket/runs/one"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[s3fs.S3FileSystem]:
+    """A server with one bucket, which the environment leads to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with (tmp_path / "server.log").open("w") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+
+        def listens() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens, SECONDS, "the server does not listen")
+        files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+        files.mkdir("bucket")
+        yield files
+    finally:
+        server.kill()
+        server.wait()
+
+
+def losses(output: Path) -> dict[int, tuple[float, float]]:
+    """Step -> loss and gradient norm."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r}
+
+
+def of_one_process(output: Path, **changes: object) -> dict[int, tuple[float, float]]:
+    """The losses of a run on one process, with its checkpoints in a directory."""
+    done = alone(*small_run(output, **{**SAME, **changes}), timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    return losses(output)
+
+
+@pytest.mark.parametrize(
+    ("point", "number", "kept", "async_save"),
+    [
+        ("shard half written", 4, 2, False),
+        ("before the rename", 2, 2, True),
+        ("manifest written", 2, 4, False),
+        ("half retired", 1, 4, True),
+    ],
+)
+def test_a_run_that_dies_in_a_save_goes_on_from_s3_on_another_layout(
+    store: s3fs.S3FileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    number: int,
+    kept: int,
+    async_save: bool,
+) -> None:
+    """The second save, of step 4, is cut off (each has three shards); what was published before is there, and nothing else is ever loaded."""
+    monkeypatch.setenv("DIES", f"{point} {number}")
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    common = {"save": URL, "save_interval": 2, "keep_last": 1, "load": "auto"}
+    given = {**SAME, **common, "async_save": async_save or None}
+    first = small_run(tmp_path / "out", **{**given, "train_iters": 20, "tp": 2})
+    with under_torchrun(tmp_path / "logs", 2, DYING, *first) as job:
+        status, said = job.ends(SECONDS)
+        assert status == 1, said
+    assert (tmp_path / "died").exists(), job.said()
+    second = small_run(tmp_path / "out", **{**given, "train_iters": 8, "pp": 2})
+    with under_torchrun(tmp_path / "again", 2, PROGRAM, *second) as job:
+        assert job.ends(SECONDS)[0] == 0, job.said()
+        assert f"continues {URL}/step_{kept:08d}" in " ".join(job.said("stdout").split())
+        if kept == 2:
+            assert "removed what an interrupted save had left" in job.said()
+        assert "passed over" not in job.said()
+    assert losses(tmp_path / "out") == of_one_process(tmp_path / "alone", train_iters=8)
+    names = [name.removeprefix("bucket/runs/one/") for name in store.find("bucket/runs/one")]
+    assert not [name for name in names if ".tmp-" in name]
+    # --keep-last 1: what the second start loaded is kept too.
+    assert {name.partition("/")[0] for name in names} == {"latest", f"step_{kept:08d}", "step_00000008"}
+    for tool, flags in (("inspect_checkpoint.py", [URL, "--verify"]), ("inspect_checkpoint.py", [URL])):
+        done = alone(*flags, program=ROOT / "tools" / tool, timeout=SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step_00000008" in done.stdout
+    local, remote = tmp_path / "alone" / "step_00000008", f"{URL}/step_00000008"
+    done = alone("--diff", local, remote, program=ROOT / "tools" / "inspect_checkpoint.py", timeout=SECONDS)
+    assert done.returncode == 0, done.stdout  # bit for bit, weights and optimizer
+
+
+def test_data_come_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
+    documents = [[[(7 * document + token * token) % 64 for token in range(64)]] for document in range(40)]
+    data_bytes.write(tmp_path / "corpus", documents)
+    for ending in (".bin", ".idx"):
+        store.put(f"{tmp_path / 'corpus'}{ending}", f"bucket/data/corpus{ending}")
+    data = {"mock_data": None, "data_path": "s3://bucket/data/corpus", "data_cache_path": tmp_path / "cache"}
+    flags = small_run(tmp_path / "out", **{**SAME, **data, "tp": 2})
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        assert job.ends(SECONDS)[0] == 0, job.said()
+    here = {"mock_data": None, "data_path": tmp_path / "corpus"}
+    assert losses(tmp_path / "out") == of_one_process(tmp_path / "alone", **here)
+    assert len(list((tmp_path / "cache").rglob("corpus.bin"))) == 1
+
+
+@pytest.mark.parametrize("problem", ["bucket", "credentials", "server"])
+def test_what_cannot_work_is_refused_before_training(
+    store: s3fs.S3FileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    url = "s3://another/run" if problem == "bucket" else URL
+    if problem == "credentials":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    if problem == "server":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    flags = small_run(tmp_path / "out", save=url, load=url, dp=2)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        assert job.ends(SECONDS)[0] == 1  # torchrun's own
+        said = job.said()
+    expected = {"bucket": "bucket does not exist", "credentials": "credentials", "server": "Could not connect"}
+    assert said.count("megacore: refused: ") == 1, said
+    assert f"--save {url} cannot be written: " in " ".join(said.split()), said
+    assert expected[problem] in said, said
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path / "logs")
+    assert not (tmp_path / "out").exists()

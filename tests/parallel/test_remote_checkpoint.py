@@ -1,0 +1,212 @@
+"""Checkpoints at URLs: what a directory promises, an object store keeps.
+
+`memory://` is a store in one process; `file://` is one that several processes see, without the renaming that a
+directory has. A save that is killed at any point costs nothing that was published, as in test_save_kills.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from megacore.checkpoint import storage
+from megacore.checkpoint.check import check_load
+from megacore.checkpoint.choose import choose_checkpoint, whole
+from megacore.checkpoint.directory import pointed_to, published, step_of, sweep
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest
+from megacore.errors import CheckpointError, StorageError
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from megacore.remote import RemotePath
+from megacore.train.trainer import Trainer
+from tests.distributed import RankFailed, run_distributed
+from tests.parity.runs import make_config, make_trainer
+
+ONE = (1, 1, 1)
+URL = "memory://run"
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    """An empty store before and after."""
+    fsspec.filesystem("memory").store.clear()
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+def alone(output: Path, url: str = URL, **changes: object) -> Trainer:
+    config = make_config(ONE, output, **{"save": url, "train_iters": 1000, **changes})
+    return make_trainer(config, Mesh(device=torch.device("cpu")))
+
+
+def step_and_save(trainer: Trainer) -> float:
+    result = trainer.train_step(next(trainer.batches))
+    trainer.save()
+    return result.loss
+
+
+def names(url: str) -> list[str]:
+    """The names of all objects below a URL."""
+    return [str(path).removeprefix(url + "/") for path in RemotePath(url).files()]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_goes_on_from_a_url_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
+    losses = []
+    for url in (None, URL):
+        trainer = alone(tmp_path, url, async_save=async_save, keep_last=2)  # type: ignore[arg-type]
+        for _ in range(3):
+            step_and_save(trainer)
+        trainer.saving.finish()
+        where = str(tmp_path) if url is None else url
+        resumed = alone(tmp_path / "b", url, load=where)  # type: ignore[arg-type]
+        assert resumed.step == 3
+        losses.append([step_and_save(trainer), step_and_save(resumed)])
+        trainer.saving.finish()
+    assert losses[0][0] == losses[0][1] == losses[1][0] == losses[1][1]
+    # Every file is byte for byte that of the directory, but for the manifest, which has the configuration.
+    there = RemotePath(URL) / "step_00000003"
+    for name in read_manifest(there).files:
+        assert (there / name).read_bytes() == (tmp_path / "step_00000003" / name).read_bytes()
+    assert not [name for name in names(URL) if ".tmp-" in name]
+
+
+def test_retention_pointer_and_the_same_step_again(tmp_path: Path) -> None:
+    trainer = alone(tmp_path, keep_last=2, keep_every=3)
+    for _ in range(6):
+        step_and_save(trainer)
+    run = RemotePath(URL)
+    assert [path.name for path in published(run)] == ["step_00000006", "step_00000005", "step_00000003"]
+    assert pointed_to(run) == run / "step_00000006"
+    again = alone(tmp_path, load=f"{URL}/step_00000005")
+    step_and_save(again)
+    assert find_checkpoint(run) == run / "step_00000006.2"
+    assert [whole(path, ALONE, archived=True) for path in published(run)] == [None] * 4
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "manifest", "no manifest"])
+def test_what_is_damaged_is_passed_over_by_name(tmp_path: Path, damage: str) -> None:
+    trainer = alone(tmp_path)
+    for _ in range(2):
+        step_and_save(trainer)
+    newest = RemotePath(URL) / "step_00000002"
+    victim = newest / ("manifest.json" if "manifest" in damage else sorted(read_manifest(newest).files)[0])
+    content = victim.read_bytes()
+    victim.unlink()
+    if damage in ("changed", "manifest"):
+        victim.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    elif damage == "cut":
+        victim.write_bytes(content[:-1])
+    config = make_config(ONE, tmp_path, save=URL, load="auto", train_iters=1000)
+    check_load(config)
+    choice = choose_checkpoint(config, ALONE)
+    assert choice.directory == RemotePath(URL) / "step_00000001"
+    assert str(newest) in choice.refused[0]
+    assert sweep(RemotePath(URL)) == []  # what was a checkpoint is never swept away
+    with pytest.raises(CheckpointError, match="step_00000002"):
+        alone(tmp_path, load=str(newest))
+
+
+def test_a_run_whose_unfinished_save_was_swept_away_stops(tmp_path: Path) -> None:
+    first = alone(tmp_path / "a")
+    step_and_save(first)
+    first.train_step(next(first.batches))
+    first.saving._saver.begin(first.state())
+    assert sweep(RemotePath(URL)) == ["step_00000002"]  # as another run does with the same --save
+    with pytest.raises(StorageError, match=r"another run has removed this unfinished checkpoint: give each run"):
+        first.saving._saver.finish()
+    assert [path.name for path in published(RemotePath(URL))] == ["step_00000001"]
+
+
+def test_a_store_that_fails_leaves_nothing_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = alone(tmp_path)
+    step_and_save(trainer)
+    files = fsspec.filesystem("memory")
+    real = type(files).pipe_file
+
+    def fail(self: object, path: str, value: bytes, **options: object) -> None:
+        if path.endswith("manifest.json"):
+            raise RuntimeError("the store is busy")
+        real(self, path, value, **options)
+
+    monkeypatch.setattr(type(files), "pipe_file", fail)
+    with pytest.raises(StorageError, match=r"run/step_00000002/manifest.json: RuntimeError: the store is busy"):
+        step_and_save(trainer)
+    assert {name.partition("/")[0] for name in names(URL)} == {"latest", "step_00000001"}
+
+
+# ---- several ranks
+
+
+def shared(directory: Path) -> str:
+    return f"file://{directory}/store"
+
+
+def trainer_of(directory: Path, *, async_save: bool) -> tuple[Trainer, Mesh]:
+    options = {"zero_stage": 1, "async_save": async_save, "keep_last": 1, "train_iters": 1000}
+    config = make_config((1, 2, 2), directory, save=shared(directory), **options)
+    mesh = build_mesh(config.parallel)
+    return make_trainer(config, mesh), mesh
+
+
+def die_in_a_save(rank: int, world_size: int, directory: Path, victim: int, where: str, async_save: bool) -> None:
+    """Publish step 1, and end at a point of the saving of step 2, which would delete step 1 after it."""
+    trainer, mesh = trainer_of(directory, async_save=async_save)
+    step_and_save(trainer)
+    trainer.saving.finish()
+    pids = all_gather_objects(os.getpid(), mesh.world)
+
+    def passing(point: str) -> None:
+        if point == "manifest written":
+            Path(directory, "published").touch()
+        if point == where and rank in (0, victim):
+            Path(directory, "killed").touch()
+            os.kill(pids[victim], signal.SIGKILL)
+
+    storage.passing = passing
+    step_and_save(trainer)
+    signal.pause()  # a rank that is through before the signal arrives
+
+
+def check(directory: Path, victim: int, point: str, async_save: bool) -> None:
+    with pytest.raises(RankFailed):
+        run_distributed(die_in_a_save, 4, directory, victim, point, async_save)
+    assert (directory / "killed").exists()
+    run = RemotePath(shared(directory))
+    config = make_config(ONE, directory, save=str(run), load="auto", keep_last=1, train_iters=1000)
+    choice = choose_checkpoint(config, ALONE)
+    assert choice.directory is not None
+    assert choice.refused == ()
+    step = step_of(choice.directory)
+    assert step is not None
+    assert step >= (2 if (directory / "published").exists() else 1)
+    trainer = alone(directory, str(run), load=str(choice.directory), keep_last=1)
+    assert trainer.step == step
+    step_and_save(trainer)
+    assert [whole(path, ALONE) for path in published(run)] == [None, None]  # the new one and the loaded one
+    assert not [name for name in names(str(run)) if ".tmp-" in name]
+
+
+CHOSEN = [(0, "shard half written", False), (0, "manifest written", True), (0, "half retired", False)]
+ALL = [point for point in storage.POINTS if point not in ("pointer written",)]
+
+
+@pytest.mark.parametrize(("victim", "point", "async_save"), CHOSEN)
+def test_a_save_that_is_cut_off_costs_nothing_published(
+    tmp_path: Path, victim: int, point: str, async_save: bool
+) -> None:
+    check(tmp_path, victim, point, async_save)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("point", ALL)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_every_point(tmp_path: Path, victim: int, point: str, async_save: bool) -> None:
+    check(tmp_path, victim, point, async_save)
