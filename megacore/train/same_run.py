@@ -40,6 +40,7 @@ _PATHS = (
     "data_path",
     "train_data_path",
     "valid_data_path",
+    "valid_sets",
     "tokenizer",
     "merge_file",
     "data_cache_path",
@@ -103,6 +104,7 @@ def facts(config: ResolvedConfig) -> Facts:
         weights = data.blend(stream)[1]
         of = ("--train-data-path", "--valid-data-path")[stream] if data.is_split else "--data-path"
         result[f"weights of {of}"] = "none" if weights is None else " ".join(map(str, weights))
+    result["names of --valid-sets"] = " ".join(data.named_valid_sets()) or "none"
     for number, prefix in enumerate(data.prefixes(), 1):
         for path in (idx_path(prefix), bin_path(prefix)):
             result[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
