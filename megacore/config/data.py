@@ -9,6 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.numbers import parse_float
+from megacore.config.valid_sets import parse_valid_sets, valid_set_problems
 
 
 class SplitShares(NamedTuple):
@@ -30,7 +31,10 @@ class DataConfig(Section):
     train_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """The training data instead of --data-path, in the same notation. --split does not divide it."""
     valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
-    """The validation data beside --train-data-path. Without it there is no evaluation."""
+    """The validation data beside --train-data-path. Without it only --valid-sets are evaluated."""
+    valid_sets: Annotated[tuple[str, ...], Flag(metavar="NAME=PREFIX...")] = ()
+    """Further validation sets, each a whole dataset. Every evaluation reports eval/NAME/loss of --eval-iters global
+    batches of each, beside eval/loss of the validation data."""
     split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
     """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
     sample_order: Literal["megacore", "megatron"] = "megacore"
@@ -81,13 +85,21 @@ class DataConfig(Section):
         """Whether training and validation data are separate datasets, which --split does not divide."""
         return bool(self.train_data_path)
 
-    def prefixes(self) -> tuple[str, ...]:
+    def named_valid_sets(self) -> dict[str, str]:
+        """The prefixes of --valid-sets by name."""
+        return parse_valid_sets(self.valid_sets)
+
+    def prefixes(self, *, named: bool = True) -> tuple[str, ...]:
         """Every dataset of the run, each once.
+
+        Args:
+            named: with those of --valid-sets.
 
         Raises:
             ValueError: as by `blend`.
         """
-        return tuple(dict.fromkeys(prefix for stream in (0, 1) for prefix in self.blend(stream)[0]))
+        blended = [prefix for stream in (0, 1) for prefix in self.blend(stream)[0]]
+        return tuple(dict.fromkeys([*blended, *(self.named_valid_sets().values() if named else ())]))
 
     def blend(self, stream: int = 0) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
         """The prefixes of a stream's datasets, and their weights or None.
@@ -145,6 +157,10 @@ class DataConfig(Section):
                 yield str(error)
         if not wrong & paths:
             yield from self._paths()
+        if "valid_sets" not in wrong:
+            yield from valid_set_problems(self.valid_sets)
+            if self.mock_data and self.valid_sets:
+                yield f"--valid-sets {' '.join(self.valid_sets)} has no effect with --mock-data: leave one of them out"
         if self.mock_data and self.data_path:
             yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
         has_data = self.mock_data or self.data_path or self.train_data_path

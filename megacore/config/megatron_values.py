@@ -325,6 +325,29 @@ def _data_args_per_split(flag: str, text: str, shape: Shape) -> Translation:
     return Translation(values)
 
 
+def _is_number(text: str) -> bool:
+    try:
+        parse_float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _validation_sets(flag: str, text: str, shape: Shape) -> Translation:
+    prefixes = tuple(shape.settings.get("valid_data_path", ()))
+    if not prefixes:
+        raise ValueError(
+            f"{flag} evaluates each dataset of --valid-data-path by itself, and there is none: use it, or "
+            "--valid-sets NAME=PREFIX beside any training data"
+        )
+    if weights := [word for word in prefixes if _is_number(word)]:
+        raise ValueError(
+            f"{flag} takes no weights, and --valid-data-path has {' '.join(weights)}: leave the weights out"
+        )
+    sets = tuple(f"{number}={prefix}" for number, prefix in enumerate(prefixes))
+    return Translation({"valid_sets": sets}, dropped=("valid_data_path",))
+
+
 def _only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
     """A flag that changes nothing at some of its values.
 
@@ -391,6 +414,13 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         "--train-data-path and --valid-data-path with the lists of the JSON file; no evaluation reads its test data",
         ("train_data_path", "valid_data_path"),
         _data_args_per_split,
+    ),
+    "--multiple-validation-sets": ForeignFlag(
+        "--valid-sets 0=PREFIX 1=PREFIX ..., with the datasets of --valid-data-path",
+        ("valid_sets",),
+        _validation_sets,
+        is_switch=True,
+        is_last=True,
     ),
     "--finetune": ForeignFlag(
         "--pretrained-checkpoint with the directory of --load", ("pretrained_checkpoint",), _finetune, is_switch=True

@@ -66,10 +66,14 @@ def missing_files(config: Config) -> list[str]:
     elif _is_set(schedule) and (reason := unreadable(schedule)):
         problems.append(f"--schedule-csv {schedule} {reason}: use a schedule with fewer microbatches")
     try:
-        prefixes = data.prefixes()
+        prefixes = data.prefixes(named=False)
     except ValueError:  # validate reports it
         prefixes = ()
-    problems += [problem for prefix in prefixes if _is_set(prefix) and (problem := _missing_dataset(prefix))]
+    datasets = [("--data-path ", prefix) for prefix in prefixes]
+    datasets += [(f"--valid-sets {name}=", prefix) for name, prefix in data.named_valid_sets().items()]
+    problems += [
+        problem for given, prefix in datasets if _is_set(prefix) and (problem := _missing_dataset(given, prefix))
+    ]
     output = config.training.output_dir
     return problems + ([] if is_url(output) else _output_problem(Path(output))) + _tracker_problems(config)
 
@@ -117,34 +121,35 @@ def _is_set(path: str | None) -> TypeGuard[str]:
     return path is not None and bool(path.strip())
 
 
-def _missing_dataset(prefix: str) -> str | None:
+def _missing_dataset(given: str, prefix: str) -> str | None:
+    """Why there is no dataset of this prefix, which follows `given` on the command line."""
     if is_url(prefix):
-        return _missing_remote(prefix)
+        return _missing_remote(given, prefix)
     missing = [ext for ext in (".bin", ".idx") if not os.path.isfile(prefix + ext)]
     if not missing:
         return None
     stem, ext = os.path.splitext(prefix)
     if ext in (".bin", ".idx"):
-        return f"--data-path {prefix} must be a prefix without the suffix {ext}: use {stem}"
+        return f"{given}{prefix} must be a prefix without the suffix {ext}: use {stem}"
     written = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]  # what preprocess_data.py names them
     existing = [name for name in written if os.path.isfile(name + ".idx")]
     if existing:
-        return f"--data-path {prefix} has no .bin and .idx: use {one_of(existing)}"
+        return f"{given}{prefix} has no .bin and .idx: use {one_of(existing)}"
     names = " and ".join(prefix + ext for ext in missing)
-    return f"--data-path {prefix}: {names} not found: use the PREFIX that tools/preprocess_data.py wrote"
+    return f"{given}{prefix}: {names} not found: use the PREFIX that tools/preprocess_data.py wrote"
 
 
-def _missing_remote(prefix: str) -> str | None:
+def _missing_remote(given: str, prefix: str) -> str | None:
     """Why the dataset of a URL cannot be downloaded."""
     if problem := url_problem(prefix.rpartition("/")[0]):
-        return f"--data-path {prefix}: {problem}"
+        return f"{given}{prefix}: {problem}"
     try:
         missing = [prefix + ext for ext in (".bin", ".idx") if not RemotePath(prefix + ext).is_file()]
     except OSError as error:
-        return f"--data-path {prefix} cannot be read: {error.strerror}: check the name, the credentials and the network"
+        return f"{given}{prefix} cannot be read: {error.strerror}: check the name, the credentials and the network"
     if not missing:
         return None
-    return f"--data-path {prefix}: {' and '.join(missing)} not found: use the URL of a PREFIX, without .bin and .idx"
+    return f"{given}{prefix}: {' and '.join(missing)} not found: use the URL of a PREFIX, without .bin and .idx"
 
 
 def _name_problem(directory: Path, existing: Path) -> str | None:

@@ -133,10 +133,20 @@ def _positions_of_documents(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("skip_train", "train_data_path", "valid_data_path", "data_path")
+@_about("skip_train", "train_data_path", "valid_data_path", "data_path", "valid_sets")
 def _evaluated_data(config: Config, world_size: int) -> Iterator[str]:
-    if config.training.skip_train and config.data.is_split and not config.data.valid_data_path:
-        yield "--skip-train evaluates, and --train-data-path has no validation data beside it: use --valid-data-path"
+    data = config.data
+    if config.training.skip_train and data.is_split and not data.valid_data_path and not data.valid_sets:
+        yield (
+            "--skip-train evaluates, and --train-data-path has no validation data beside it: use --valid-data-path or "
+            "--valid-sets"
+        )
+
+
+@_about("valid_sets", "eval_interval")
+def _evaluated_sets(config: Config, world_size: int) -> Iterator[str]:
+    if config.data.valid_sets and config.training.eval_interval == 0:
+        yield "--valid-sets has no effect with --eval-interval 0, which turns evaluation off: leave one of them out"
 
 
 @_about("skip_train", "lr_range_test")

@@ -4,21 +4,56 @@ weights, from a checkpoint of whatever layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megacore.checkpoint.check import refuse_other_tokenizer
 from megacore.checkpoint.files import verified_tokenizer
 from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import read_manifest
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
 from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
 from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
 from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import select_device
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 from megacore.remote import Location
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalModel:
+    """A checkpoint of a GPT, whose weights are not read yet."""
+
+    directory: Location
+    config: ResolvedModel
+    tokenizer: Tokenizer
+
+    def stage(self, device: str) -> Stage:
+        """The whole model on a device: auto, cpu, cuda or another accelerator."""
+        return model_of(self.directory, partial(gpt_layers, self.config), select_device(device))
+
+
+def causal_model(checkpoint: Location, tokenizer: str | None) -> CausalModel:
+    """The model of a checkpoint that predicts the next token.
+
+    Args:
+        checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint.
+        tokenizer: path; None: that of the checkpoint.
+
+    Raises:
+        UserError: it holds a BERT, or is damaged, or the tokenizer does not fit.
+    """
+    directory = find_checkpoint(checkpoint)
+    manifest = read_manifest(directory)
+    config = trained_model(manifest, directory)
+    if "bert" in manifest.config:
+        raise UserError(f"{directory} holds a BERT, which does not predict the next token: give a GPT")
+    return CausalModel(directory=directory, config=config, tokenizer=tokenizer_of(directory, tokenizer, config))
 
 
 def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) -> Tokenizer:

@@ -42,6 +42,7 @@ _PATHS = (
     "data_path",
     "train_data_path",
     "valid_data_path",
+    "valid_sets",
     "tokenizer",
     "merge_file",
     "data_cache_path",
@@ -105,6 +106,7 @@ def facts(config: ResolvedConfig) -> Facts:
         weights = data.blend(stream)[1]
         of = ("--train-data-path", "--valid-data-path")[stream] if data.is_split else "--data-path"
         result[f"weights of {of}"] = "none" if weights is None else " ".join(map(str, weights))
+    result["names of --valid-sets"] = " ".join(data.named_valid_sets()) or "none"
     for number, prefix in enumerate(data.prefixes(), 1):
         local = local_prefix(prefix, data.data_cache_path)
         for path in (idx_path(local), bin_path(local)):

@@ -17,7 +17,7 @@ from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
-from megacore.data.gpt.blend import SampleDataset
+from megacore.data.gpt.blend import NamedSets, SampleDataset
 from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
@@ -59,7 +59,7 @@ class Trainer:
         mesh: this rank's groups and device.
         task: the model's layers and its loss.
         train_data: training samples; at least as many as train_iters steps take.
-        valid_data: validation samples, or None for no evaluation.
+        valid_data: validation samples, of one set or `NamedSets`, or None for no evaluation.
         callbacks: of this rank. They are called after those of the trainer.
 
     Attributes:
@@ -102,6 +102,7 @@ class Trainer:
         self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
+        self._valid_names = valid_data.names if isinstance(valid_data, NamedSets) else ("",)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self.clock = StepClock(mesh.device, self.step)
         self.report = Report(
@@ -261,15 +262,19 @@ class Trainer:
 
     def evaluate(self) -> float | None:
         """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only
-        training has, such as label smoothing; None if there is nothing to predict."""
+        training has, such as label smoothing; None if there is nothing to predict. Of several sets each is evaluated;
+        returns the loss of the first."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
-        batches = islice(self.valid_batches, self.config.training.eval_iters)
-        evaluation = self.train_steps.evaluate(self._on_device(microbatches) for microbatches in batches)
         names, losses = self.task.evaluation_names, len(self.task.loss_names) or None
-        means = term_means(names, evaluation.means, evaluation.counts, losses=losses)
-        self.callbacks.on_evaluate({**self._position(), **{f"eval/{name}": mean for name, mean in means.items()}})
-        return means["loss"]
+        record: dict[str, float | None] = {}
+        for of in self._valid_names:
+            batches = islice(self.valid_batches, self.config.training.eval_iters)
+            evaluation = self.train_steps.evaluate(self._on_device(microbatches) for microbatches in batches)
+            means = term_means(names, evaluation.means, evaluation.counts, losses=losses)
+            record |= {f"eval/{of}/{name}" if of else f"eval/{name}": mean for name, mean in means.items()}
+        self.callbacks.on_evaluate({**self._position(), **record})
+        return next(iter(record.values()))
 
     def save(self, *, is_last: bool = True) -> None:
         """Publish a checkpoint of the current step.

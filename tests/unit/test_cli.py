@@ -194,6 +194,7 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
         ("--fp8-format is Megatron-LM's", "use --precision bf16: megacore does not compute in fp8"),
     ),
     (["--skip-train", "--eval-interval", "0"], ("--skip-train only evaluates", "leave one of them out")),
+    (["--multiple-validation-sets"], ("evaluates each dataset of --valid-data-path by itself, and there is none",)),
     (["--skip-train", "--lr-range-test"], ("--lr-range-test trains", "leave one of them out")),
     (["--decoupled-min-lr", "1e-5"], ("--decoupled-min-lr 1e-05 has no effect without --decoupled-lr",)),
     (["--decoupled-lr", "1e-5"], ("--decoupled-min-lr 3e-05, which is that of --min-lr, must be at most",)),

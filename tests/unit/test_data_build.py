@@ -12,7 +12,7 @@ import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.data.gpt import build
-from megacore.data.gpt.blend import BlendedDataset
+from megacore.data.gpt.blend import BlendedDataset, NamedSets
 from megacore.data.gpt.build import build_datasets, check_inputs, split_documents, vocabulary_size
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.indexed.preprocess import Job, preprocess
@@ -126,6 +126,27 @@ def test_a_validation_split_with_nothing_to_predict_is_none(packing: Any, tmp_pa
     assert both is not None and seen(both) - {0} == set(range(36, 40))
     with pytest.raises(DataError, match="none of the 3 documents of this split has two tokens"):
         build_datasets(config(data_path=(str(data_bytes.write(tmp_path / "e", documents(4, 1))),), **given))
+
+
+def test_named_validation_sets_are_whole_and_follow_the_split(tmp_path: Path) -> None:
+    a, b, c = (str(data_bytes.write(tmp_path / f"d{first}", documents(20, 10, first))) for first in (0, 20, 40))
+    given: dict[str, Any] = {"valid_sets": (f"one={b}", f"two={c}")}
+    made = config(data_path=(a,), split="8,2,0", **given)
+    valid = build_datasets(made).valid
+    assert isinstance(valid, NamedSets) and valid.names == ("", "one", "two")
+    assert list(map(seen, valid.datasets)) == [set(range(16, 20)), set(range(20, 40)), set(range(40, 60))]
+    assert [len(dataset) for dataset in valid.datasets] == [3 * 8] * 3 and seen(valid) == set(range(16, 60))
+    alone = build_datasets(config(train_data_path=(a,), **given)).valid
+    assert isinstance(alone, NamedSets) and alone.names == ("one", "two")
+    assert (alone[0]["tokens"] == valid[24]["tokens"]).all()
+    with pytest.raises(IndexError):
+        valid[72]
+    empty = str(data_bytes.write(tmp_path / "e", documents(4, 0)))
+    with pytest.raises(DataError, match=r"--valid-sets none=.*e has no document with a token to predict"):
+        build_datasets(config(data_path=(a,), valid_sets=(f"none={empty}",)))
+    large = str(data_bytes.write(tmp_path / "f", documents(4, 5, 98)))
+    with pytest.raises(DataError, match=r"f\.bin.*token"):
+        check_inputs(unresolved(data_path=(a,), valid_sets=(f"large={large}",)))
 
 
 def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:

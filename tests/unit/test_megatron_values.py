@@ -191,6 +191,22 @@ def test_each_split_has_its_data_in_a_file(tmp_path: Path, refuse: Refuse, capfd
         assert any(said in problem for problem in problems(refuse(*start, "--per-split-data-args-path", str(file))))
 
 
+def test_several_validation_sets_have_numbers(tmp_path: Path, refuse: Refuse) -> None:
+    for name in ("a", "b", "v"):
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"{name}{suffix}").touch()
+    a, b, v = (str(tmp_path / name) for name in ("a", "b", "v"))
+    start = ("--vocab-size", "64", "--train-iters", "10", "--train-data-path", a)
+    expected = parse(*start, "--valid-sets", f"0={b}", f"1={v}")
+    assert parse(*start, "--valid-data-path", b, v, "--multiple-validation-sets") == expected
+    file = tmp_path / "splits.json"
+    file.write_text(json.dumps({"train": [a], "valid": [b, v]}))
+    flags = ("--per-split-data-args-path", str(file), "--multiple-validation-sets")
+    assert parse(*start[:4], *flags) == expected
+    said = refuse(*start, "--valid-data-path", "0.4", b, "0.6", v, "--multiple-validation-sets")
+    assert "takes no weights, and --valid-data-path has 0.4 0.6: leave the weights out" in said
+
+
 def test_fusions_of_swiglu_and_of_the_loss_change_nothing() -> None:
     fusions = ["--no-bias-swiglu-fusion", "--cross-entropy-fusion-impl", "te"]
     assert parse(*GOOD, "--swiglu", *fusions) == parse(*GOOD, "--swiglu")

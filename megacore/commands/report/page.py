@@ -103,6 +103,7 @@ class _Page:
         yield self.figures()
         yield self.loss()
         yield '<div class="grid">'
+        yield from self.validation_sets()
         yield from self.small_charts()
         yield self.step_times()
         yield "</div>"
@@ -217,6 +218,13 @@ class _Page:
             text = f"step {event.get('step')} rolled back to {event.get('to_step')}: {event.get('reason', '')}"
             yield Mark(x=x, end=end, style="rollback", text=text[:200])
 
+    def validation_sets(self) -> Iterator[str]:
+        keys = dict.fromkeys(key for record in self.run.evaluations for key in record)
+        named = [key for key in keys if key.startswith("eval/") and key.endswith("/loss") and key.count("/") > 1]
+        for key in named[:_MOST_MARKS]:
+            name = key.removeprefix("eval/").removesuffix("/loss")
+            yield self._chart(f"Loss on {name}", key, note="nats per token, validation set", is_noisy=False)
+
     def small_charts(self) -> Iterator[str]:
         yield self._chart("Learning rate", "train/lr", from_zero=True, is_noisy=False)
         yield self.gradient_norm()
@@ -255,7 +263,7 @@ class _Page:
         from_zero: bool = False,
         is_noisy: bool = True,
     ) -> str:
-        points = self._points(self.run.steps, key)
+        points = self._points(self.run.evaluations if key.startswith("eval/") else self.run.steps, key)
         curves = [Curve(name=title, style="main", points=points)]
         if is_noisy and len(points) > _SMOOTHED_FROM:
             smooth = smoothed(points, len(points) / _SMOOTHING)

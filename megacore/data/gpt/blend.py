@@ -9,7 +9,7 @@ another sample, the one whose next sample is due first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -124,3 +124,27 @@ class BlendedDataset:
         """The documents of sample `index` of the blend."""
         dataset = self.datasets[int(self.dataset_index[index])]
         return dataset.documents_of(int(self.sample_index[index])) if isinstance(dataset, KnowsDocuments) else "unknown"
+
+
+class NamedSets:
+    """Several datasets of as many samples each, one after the other: a loader reads them as one.
+
+    Args:
+        sets: By name; the name of the validation data itself is empty.
+    """
+
+    def __init__(self, sets: Mapping[str, SampleDataset]) -> None:
+        self.names, self.datasets = tuple(sets), tuple(sets.values())
+        self._size = len(self.datasets[0])
+        assert all(len(dataset) == self._size for dataset in self.datasets)
+
+    def __len__(self) -> int:
+        """Number of samples of all sets."""
+        return self._size * len(self.datasets)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray]:
+        """Sample `index` of the sets, one after the other."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number, sample = divmod(index, self._size)
+        return self.datasets[number][sample]

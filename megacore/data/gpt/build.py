@@ -8,7 +8,7 @@ nothing of them is read or built.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from megacore.config import Config, ResolvedConfig
 from megacore.config.data import SplitShares
 from megacore.data.gpt import megatron_order
-from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
+from megacore.data.gpt.blend import BlendedDataset, NamedSets, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.index_cache import Arrays
 from megacore.data.gpt.mock import MockDataset
@@ -47,7 +47,8 @@ class InputErrors(DataError):
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run; a validation split without documents, or that nothing asks for, is None."""
+    """The datasets of a run; a validation split without documents, or that nothing asks for, is None. With
+    --valid-sets, `valid` is `NamedSets`."""
 
     train: SampleDataset
     valid: SampleDataset | None
@@ -70,11 +71,11 @@ def check_inputs(config: Config) -> int:
     except DataError as error:
         problems.append(str(error))
         vocab_size = None
-    budget = _SCAN_BYTES
+    budget, trained = _SCAN_BYTES, config.data.prefixes(named=False)
     for prefix in config.data.prefixes():
         try:
             indexed = IndexedDataset(local_prefix(prefix, config.data.data_cache_path))
-            if not config.data.is_split:
+            if prefix in trained and not config.data.is_split:
                 split_documents(indexed, config.data.split_shares())
             open_loss_mask(indexed)
             budget -= _check_tokens(indexed, tokenizer, vocab_size, budget)
@@ -189,6 +190,8 @@ def datasets_of(
         for stream, count in enumerate(counts):
             of_stream = [opened[prefix] for prefix in config.data.blend(stream)[0]]
             made.append(_blended(config, parts_of(config, of_stream, stream), count, dataset))
+        if evaluated and config.data.valid_sets:
+            made[1] = _named_sets(config, opened, made[1], evaluated, dataset)
     train, valid = made
     assert train is not None
     if training.skip_train and valid is None:
@@ -199,13 +202,34 @@ def datasets_of(
     return Datasets(train=train, valid=valid)
 
 
-def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int) -> list[Part]:
+def _named_sets(
+    config: ResolvedConfig,
+    opened: Mapping[str, IndexedDataset],
+    main: SampleDataset | None,
+    count: int,
+    dataset: Callable[[Part, int], SampleDataset],
+) -> NamedSets:
+    """The validation data, if there are some, and the sets of --valid-sets, of `count` samples each.
+
+    Raises:
+        DataError: A set has nothing to predict.
+    """
+    sets = {} if main is None else {"": main}
+    for name, prefix in config.data.named_valid_sets().items():
+        parts = parts_of(config, [opened[prefix]], 1, whole=True)
+        if not parts:
+            raise DataError(f"--valid-sets {name}={prefix} has no document with a token to predict: leave it out")
+        sets[name] = dataset(parts[0], count)
+    return NamedSets(sets)
+
+
+def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int, *, whole: bool = False) -> list[Part]:
     """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens; for validation
-    on samples of whole documents, some with two tokens."""
+    on samples of whole documents, some with two tokens. With `whole`, a split has all documents."""
     parts = []
     for number, indexed in enumerate(opened):
         documents = range(indexed.num_documents)
-        if not config.data.is_split:
+        if not whole and not config.data.is_split:
             documents = split_documents(indexed, config.data.split_shares())[stream]
         part = Part(indexed, documents, number, stream)
         if _tokens(part) and (stream == 0 or config.data.packing == "concat" or _has_next_token(part)):

@@ -1,0 +1,93 @@
+"""tools/run_lm_eval.py on a tiny task from a file, whose answers the scorer itself gives too."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megacore.inference.generate import Sampling
+from megacore.inference.scoring import TextScorer
+from tests.parity.conversions import to_megacore, tokenizer
+from tests.parity.hf_models import make_model, save_model
+from tools.run_lm_eval import main as run_lm_eval
+
+CHOICES = (["w3", "w4 w5"], ["w6", "w7"], ["w8 w9", "w2"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="shows what is said without lm_eval")
+def test_without_the_harness_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_lm_eval(["--tasks", "x"]) == 2
+    assert "needs the package lm_eval, which is not installed: pip install lm_eval" in capsys.readouterr().err
+
+
+def task(folder: Path, name: str, **fields: object) -> None:
+    """A task of the harness on the documents of folder/documents.jsonl."""
+    made = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
+        "test_split": "test",
+        **fields,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(made))  # JSON is YAML
+
+
+def test_the_harness_gets_the_answers_of_the_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    directory, spoken = save_model(make_model("gpt2"), tmp_path / "hf"), tokenizer({"bos": "<begin>", "eos": "<end>"})
+    spoken.save(directory)
+    to_megacore(directory, tmp_path / "megacore")
+    rows = [{"question": f"w{n} w{n + 1}", "choices": choices, "answer": 0} for n, choices in enumerate(CHOICES)]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+    task(
+        tmp_path,
+        "tiny_choice",
+        output_type="multiple_choice",
+        doc_to_choice="{{choices}}",
+        metric_list=[{"metric": "acc"}],
+        **asked,
+    )
+    task(
+        tmp_path,
+        "tiny_rolling",
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{question}}",
+        metric_list=[{"metric": "bits_per_byte"}],
+    )
+    settings = {"until": ["w9"], "max_gen_toks": 4, "do_sample": False}
+    task(
+        tmp_path,
+        "tiny_generation",
+        output_type="generate_until",
+        generation_kwargs=settings,
+        metric_list=[{"metric": "exact_match"}],
+        **asked,
+    )
+    tasks = "tiny_choice,tiny_rolling,tiny_generation"
+    flags = ["--model_args", f"checkpoint={tmp_path / 'megacore'}", "--include_path", str(tmp_path), "--tasks", tasks]
+    flags += ["--device", "cpu", "--batch_size", "2", "--output_path", str(tmp_path / "out"), "--log_samples"]
+    assert run_lm_eval(flags) == 0
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]
+    scorer = TextScorer.of_checkpoint(tmp_path / "megacore", device="cpu")
+    questions = [str(row["question"]) for row in rows]
+    likely = [
+        [scorer.log_likelihoods([(question, f" {choice}")])[0][0] for choice in choices]
+        for question, choices in zip(questions, CHOICES, strict=True)
+    ]
+    assert found["tiny_choice"]["acc,none"] == pytest.approx(sum(row[0] == max(row) for row in likely) / 3)
+    bits = -sum(scorer.rolling(questions)) / math.log(2) / sum(map(len, questions))
+    assert found["tiny_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    (samples,) = (tmp_path / "out").rglob("samples_tiny_generation_*.jsonl")
+    answers = {record["doc"]["question"]: record["resps"][0][0] for record in map(json.loads, samples.open())}
+    for question in questions:
+        expected = scorer.continuation(question, until=["w9"], most=4, sampling=Sampling(temperature=0.0))
+        assert answers[question] == expected

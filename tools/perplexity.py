@@ -1,0 +1,167 @@
+"""Perplexity and bits per byte of texts under a checkpoint of any layout, in one process.
+
+python tools/perplexity.py --checkpoint output --input corpus.jsonl book.txt --stride 256
+python tools/perplexity.py --checkpoint output --data-path data/corpus_text_document
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.data.indexed.corpus import check_files, read_chunks
+from megacore.data.indexed.documents import parse
+from megacore.data.indexed.reader import IndexedDataset, int64_tokens
+from megacore.data.tokenizers.tokenizer import Tokenizer
+from megacore.errors import UserError
+from megacore.inference.scoring import Scorer, Surprise, context_of, surprises
+from megacore.inference.trained import causal_model
+from megacore.remote import usable
+
+Document = tuple[Sequence[int], int]  # tokens, bytes of text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the perplexity; the exit status is 0 done, 2 refused."""
+    return run_tool(_parser(), argv, _measure)
+
+
+def _measure(args: Namespace) -> None:
+    if bool(args.input) == bool(args.data_path):
+        raise UserError("give texts with --input FILE..., or a dataset with --data-path PREFIX")
+    model = causal_model(usable(args.checkpoint), args.tokenizer)
+    config, tokenizer = model.config, model.tokenizer
+    length = context_of(args.context, config)
+    stride = args.stride or max(1, length // 2)
+    if stride > length:
+        raise UserError(f"--stride {stride} is more than the context of {length} tokens: use {length} or less")
+    check_files(args.input)
+    prefix = _prefix(args.prefix, tokenizer)
+    if args.input:
+        documents = _texts(args.input, args.text_key, args.text_unit, tokenizer)
+    else:
+        documents = _stored(IndexedDataset(args.data_path), tokenizer, config.vocab_size)
+    scorer = Scorer(model.stage(args.device), config, batch_size=args.batch_size)
+    total = Surprise()
+    with ExitStack() as stack:
+        file = stack.enter_context(open(args.per_document, "w", encoding="utf-8")) if args.per_document else None
+        for found in surprises(scorer, documents, prefix=prefix, length=length, stride=stride):
+            if file is not None:
+                file.write(json.dumps({"document": total.documents, **_record(found)}) + "\n")
+            total += found
+    if not total.tokens:
+        raise UserError("there is no token to predict: give longer texts, or --prefix bos or eod")
+    if args.json:
+        print(json.dumps({"checkpoint": str(model.directory), "context": length, "stride": stride, **_record(total)}))
+        return
+    print(f"{total.documents:,} documents, {total.tokens:,} predicted tokens, {total.bytes:,} bytes of text")
+    print(f"perplexity per token  {total.perplexity:.4f}   ({total.nats / total.tokens:.6f} nats per token)")
+    if total.bits_per_byte is not None:
+        print(f"bits per byte         {total.bits_per_byte:.6f}")
+
+
+def _record(of: Surprise) -> dict[str, Any]:
+    return {
+        "documents": of.documents,
+        "tokens": of.tokens,
+        "bytes": of.bytes,
+        "nats": of.nats,
+        "perplexity": of.perplexity,
+        "bits_per_byte": of.bits_per_byte,
+    }
+
+
+def _prefix(choice: str, tokenizer: Tokenizer) -> int | None:
+    """The token before each document."""
+    known = {"bos": tokenizer.bos, "eod": tokenizer.eod}
+    if choice == "auto":
+        return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    if choice in known and known[choice] is None:
+        raise UserError(f"--prefix {choice}: the tokenizer has no such token: use --prefix none")
+    return known.get(choice)
+
+
+def _texts(paths: Sequence[str], key: str, unit: Any, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of files of text.
+
+    Raises:
+        UserError: a line holds no usable document.
+    """
+    for path in paths:
+        for chunk in read_chunks(path, unit, columns=(key,)):
+            parsed = parse(chunk, (key,))
+            if parsed.bad:
+                raise UserError(str(parsed.bad[0]))
+            for text in parsed.texts[0]:
+                yield tokenizer.encode(text), len(text.encode())
+
+
+def _stored(dataset: IndexedDataset, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Document]:
+    """The documents of a preprocessed dataset, whose texts have the bytes that its tokens decode to."""
+    for number in range(dataset.num_documents):
+        start, stop = dataset.document_start(number), dataset.document_start(number + 1)
+        tokens = int64_tokens(dataset, start, stop, vocab_size).tolist()
+        yield tokens, len(tokenizer.decode(tokens).encode())
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        prog="perplexity.py", description="Perplexity and bits per byte of texts under a checkpoint of any layout."
+    )
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
+    )
+    add(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts: JSON lines (.jsonl, .json), Parquet or plain text, also .gz and .zst",
+    )
+    add("--data-path", metavar="PREFIX", help="dataset of tools/preprocess_data.py, instead of --input")
+    add("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines. Default: text.")
+    add(
+        "--text-unit",
+        choices=("line", "paragraph", "file"),
+        default="file",
+        help="what a document is in plain text. Default: file.",
+    )
+    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
+    add(
+        "--prefix",
+        choices=("auto", "bos", "eod", "none"),
+        default="auto",
+        help="token before each document, which is not predicted; none: the document's first token is not predicted. "
+        "Default: auto, bos if the tokenizer has one, else eod.",
+    )
+    add("--context", type=positive, metavar="N", help="tokens that the model reads at once. Default: its positions.")
+    add(
+        "--stride",
+        type=positive,
+        metavar="N",
+        help="tokens between two windows of a long document: each token but the first ones has at least context - N "
+        "tokens before it. Default: half of the context.",
+    )
+    add("--batch-size", type=positive, default=8, metavar="N", help="windows computed at once. Default: 8.")
+    add("--per-document", metavar="FILE", help="also write a line of JSON for each document to this file")
+    add("--json", action="store_true", help="print one line of JSON instead of text")
+    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

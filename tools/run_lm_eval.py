@@ -1,0 +1,42 @@
+"""lm-evaluation-harness with checkpoints of megacore as a type of model: its program, and all its flags.
+
+python tools/run_lm_eval.py --model_args checkpoint=output --tasks hellaswag --batch_size 16
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.errors import EXIT_REFUSED, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the harness; the exit status is 0 done, 2 refused."""
+    if importlib.util.find_spec("lm_eval") is None:
+        needed = "needs the package lm_eval, which is not installed: pip install lm_eval, or megacore[eval]"
+        print(f"run_lm_eval.py: error: {needed}", file=sys.stderr)
+        return EXIT_REFUSED
+    from lm_eval.__main__ import cli_evaluate
+
+    importlib.import_module("megacore.inference.lm_eval_model")  # registers the type of model
+    given = list(sys.argv[1:] if argv is None else argv)
+    asks = bool({"-h", "--help", "--model", "-m"} & {word.partition("=")[0] for word in given})
+    before, sys.argv = sys.argv, ["run_lm_eval.py", *given, *([] if asks or not given else ["--model", "megacore"])]
+    try:
+        cli_evaluate()
+    except UserError as error:
+        print(f"run_lm_eval.py: error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    finally:
+        sys.argv = before
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
