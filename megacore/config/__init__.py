@@ -17,6 +17,8 @@ from megacore.config.optimizers import (
     LambConfig,
     LionConfig,
     MuonConfig,
+    OneBitAdamConfig,
+    OneBitLambConfig,
     OptimizerSettings,
     SGDConfig,
 )
@@ -54,6 +56,8 @@ __all__ = [
     "ModelConfig",
     "MuonConfig",
     "MupConfig",
+    "OneBitAdamConfig",
+    "OneBitLambConfig",
     "OptimizerConfig",
     "OptimizerSettings",
     "ParallelConfig",
