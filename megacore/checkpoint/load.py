@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.errors import ERROR_KINDS
 from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
@@ -62,9 +63,15 @@ def load_checkpoint(
     if lacking := sorted(buffers - manifest.tensors.get(BUFFERS, {}).keys()):
         raise CheckpointError(f"{directory} is of another model: buffer {lacking[0]} is missing")
     names = [kind.name for kind in kinds]
+    names += [kind for kind in ERROR_KINDS if with_optimizer]
     if problem := verified_together(directory, manifest, world, kinds=(MODEL, *names, BUFFERS)):
         raise CheckpointError(problem)
-    state.fill(Reader(directory, manifest).read, kinds, updates)
+    errors = {
+        kind: {name: entry.shape[0] for name, entry in manifest.tensors.get(kind, {}).items()}
+        for kind in ERROR_KINDS
+        if with_optimizer
+    }
+    state.fill(Reader(directory, manifest).read, kinds, updates, errors)
     return manifest
 
 

@@ -185,13 +185,13 @@ class CheckpointSaver:
         mesh, shards, tables = self._mesh, _Shards(), _Tables()
         loads: dict[ReplicaRole, list[int]] = {}  # elements that each rank of a replica group writes
         problem: Exception | None = None
-        for kind, spec, tensor in state.entries():
+        for kind, spec, tensor, is_own in state.entries():
             if tensor.numel() == 0 or not spec.is_counted_by(mesh):
                 continue
             replicas = mesh.replica_group(spec.replica_role)
             load = loads.setdefault(spec.replica_role, [0] * replicas.size)
-            writer = load.index(min(load))
-            load[writer] += tensor.numel()
+            writer = replicas.rank if is_own else load.index(min(load))
+            load[writer] += 0 if is_own else tensor.numel()  # the same on every rank
             if writer != replicas.rank or problem is not None:
                 continue
             file = f"{kind}-{mesh.file_label}.safetensors"

@@ -9,13 +9,14 @@ layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.errors import NO_ERRORS, Errors, Read, errors_of, fill_errors
 from megacore.config.optimizers import StateKind
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
@@ -27,7 +28,6 @@ from megacore.zero.flat import Segment
 MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 _WEIGHTS = StateKind(name=MODEL)
-Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
 class Entry(NamedTuple):
@@ -37,11 +37,13 @@ class Entry(NamedTuple):
         kind: weights, buffers, or the name of a kind of optimizer state.
         spec: the global tensor, and this rank's slice of it.
         tensor: the slice, without padding.
+        is_own: each replica has a tensor of its own, which is its slice of the global one.
     """
 
     kind: str
     spec: ShardSpec
     tensor: Tensor
+    is_own: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +89,11 @@ class TrainingState:
                     if kind.exists(whole=name in bucket.unsplit):
                         spec = _spec_of_state(kind, specs[name])
                         yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
+            yield from (Entry(*entry) for entry in errors_of(bucket))
         for name, buffer in self.buffers.items():
             yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
 
-    def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
+    def fill(self, read: Read, kinds: Sequence[StateKind], updates: int, errors: Errors = NO_ERRORS) -> None:
         """Set everything that this rank updates, and publish the weights.
 
         One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank updates.
@@ -99,7 +102,10 @@ class TrainingState:
             read: gives a part of a global tensor, in the given tensor or a new one.
             kinds: the optimizer state that there is to read.
             updates: updates that the optimizer has done, which its bias correction counts.
+            errors: of compressed sums that there are to read.
         """
+        for bucket in self.data_parallel.buckets:
+            fill_errors(bucket, read, errors)
         scratch = torch.empty(0)  # memory that every piece passes through: to ask for it anew takes longer than reading
         for parameter in self.data_parallel.parameters:
             for local in self.data_parallel.segments_of(parameter.spec.name):

@@ -20,6 +20,8 @@ from megacore.config.optimizers import (
     LambConfig,
     LionConfig,
     MuonConfig,
+    OneBitAdamConfig,
+    OneBitLambConfig,
     OptimizerSettings,
     SGDConfig,
 )
@@ -49,6 +51,8 @@ __all__ = [
     "ModelConfig",
     "MuonConfig",
     "MupConfig",
+    "OneBitAdamConfig",
+    "OneBitLambConfig",
     "OptimizerConfig",
     "OptimizerSettings",
     "ParallelConfig",

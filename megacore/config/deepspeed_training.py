@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megacore.config.deepspeed_values import (
@@ -27,13 +28,14 @@ from megacore.config.messages import number, one_of
 _ADAM = ("adam", "adamw", "torchadam", "fusedadam", "deepspeedcpuadam")
 _MATRICES = "as megacore's, it applies to matrices and not to biases and norms"
 _WITHOUT_BETAS = ("sgd", "muon")
-_KINDS = ("AdamW", "Adam", "SGD", "Lion", "Lamb", "Muon")
+_KINDS = ("AdamW", "Adam", "SGD", "Lion", "Lamb", "OneBitAdam", "OneBitLamb", "Muon")
+_ADAMS = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0}
+_LAMBS = {"lamb_min_coeff": 0.01, "lamb_max_coeff": 10.0}
 _FURTHER: dict[str, dict[str, Any]] = {
     "lion": {"lr": 1e-4, "lion_beta1": 0.9, "lion_beta2": 0.99, "weight_decay": 0.0},
-    "lamb": {
-        **{"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0},
-        **{"lamb_min_coeff": 0.01, "lamb_max_coeff": 10.0},
-    },
+    "lamb": _ADAMS | _LAMBS,
+    "onebitadam": _ADAMS | {"onebit_freeze_step": 100_000},
+    "onebitlamb": _ADAMS | _LAMBS | {"onebit_freeze_step": 100_000},
 }
 """DeepSpeed's defaults."""
 
@@ -106,13 +108,13 @@ def _momentum(value: Value) -> Translation:
     return Translation({"muon_momentum" if _of_type(value) == "muon" else "sgd_momentum": real(value)})
 
 
-def _coefficient(name: str) -> Key:
-    """A limit of LAMB's trust ratio."""
+def _of(name: str, *kinds: str, read: Callable[[Value], float] = real) -> Key:
+    """A key of some types of optimizers only."""
 
     def translate(value: Value) -> Translation:
-        if _of_type(value) != "lamb":
-            raise ValueError(f"{value} is of Lamb: leave it out")
-        return Translation({name: real(value)})
+        if _of_type(value) not in [kind.lower() for kind in kinds]:
+            raise ValueError(f"{value} is of {one_of(kinds)}: leave it out")
+        return Translation({name: read(value)})
 
     return custom(f"--{name.replace('_', '-')}", (name,), translate)
 
@@ -255,7 +257,7 @@ OPTIMIZER_KEYS: dict[str, Key] = {
         (
             *("optimizer", "lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "sgd_momentum"),
             *("lion_beta1", "lion_beta2", "lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_nesterov"),
-            *("muon_scale_mode", "muon_split_qkv", "muon_extra_scale_factor", "lr_decay_style"),
+            *("onebit_freeze_step", "muon_scale_mode", "muon_split_qkv", "muon_extra_scale_factor", "lr_decay_style"),
         ),
         _optimizer,
     ),
@@ -276,8 +278,19 @@ OPTIMIZER_KEYS: dict[str, Key] = {
     "optimizer.params.ns_method": some(
         ("gram", "standard"), "both compute the same Newton-Schulz steps", "use one of them"
     ),
-    "optimizer.params.max_coeff": _coefficient("lamb_max_coeff"),
-    "optimizer.params.min_coeff": _coefficient("lamb_min_coeff"),
+    "optimizer.params.max_coeff": _of("lamb_max_coeff", "Lamb", "OneBitLamb"),
+    "optimizer.params.min_coeff": _of("lamb_min_coeff", "Lamb", "OneBitLamb"),
+    "optimizer.params.freeze_step": _of(
+        "onebit_freeze_step", "OneBitAdam", "OneBitLamb", read=lambda value: whole(value, low=1)
+    ),
+    **{
+        f"optimizer.params.{name}": _of(f"onebit_{name}", "OneBitLamb")
+        for name in ("coeff_beta", "factor_min", "factor_max", "factor_threshold")
+    },
+    **{
+        f"optimizer.params.{name}": idle("torch.distributed sends the bits")
+        for name in ("cuda_aware", "comm_backend_name")
+    },
     "optimizer.params.eps_inside_sqrt": some((False,), "epsilon is added to the root", "leave it out"),
     "optimizer.params.bias_correction": some((True,), "the bias of moments is corrected", "leave it out"),
     "optimizer.params.adam_w_mode": checked("--optimizer adam for false with weight decay, else adamw", switch),

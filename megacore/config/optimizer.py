@@ -23,9 +23,10 @@ class OptimizerConfig(Section):
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
     """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
     stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
-    whose step has the norm of the matrix that it changes. muon: Muon, orthogonalized momentum for the matrices of
-    blocks, and AdamW for the rest. adafactor: Adafactor, with a number per row and column of blocks' matrices. The
-    section of the same name has its settings (docs/reference/optimizers.md)."""
+    whose step has the norm of the matrix that it changes. onebitadam: 1-bit Adam, whose replicas send a bit of each
+    element of the momentum after --onebit-freeze-step updates. onebitlamb: 1-bit LAMB, likewise. muon: Muon,
+    orthogonalized momentum for the matrices of blocks, and AdamW for the rest. adafactor: Adafactor, with a number per
+    row and column of blocks' matrices. The section of the same name has its settings (docs/reference/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None

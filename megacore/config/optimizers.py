@@ -76,6 +76,10 @@ class OptimizerSettings(Section):
         """Elements that no shard should divide: parameters and shards begin at multiples of it in a bucket."""
         return BLOCK if any(kind.in_blocks for kind in self.state) else 1
 
+    momentum_format: ClassVar[Literal["sign"] | None] = None
+    """Format in which the replicas sum the momentum instead of the gradients, after a warm-up (compression.py)."""
+    uncompressed: ClassVar[str | None] = None
+    """The optimizer that this one is in its warm-up; None: it has none."""
     joins_slices: ClassVar[bool] = False
     """Whether the optimizer joins the slices of a tensor-parallel matrix itself, where it needs the matrix whole."""
 
@@ -202,6 +206,57 @@ class LambConfig(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneBitAdamConfig(OptimizerSettings):
+    """Settings of --optimizer onebitadam, beside those of [adamw]; --optimizer onebitlamb reads them too."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw",)
+    momentum_format: ClassVar[Literal["sign"] | None] = "sign"
+    uncompressed: ClassVar[str | None] = "adamw"
+
+    onebit_freeze_step: Annotated[int | None, Range(1)] = None
+    """Number of updates of the warm-up, in which --optimizer onebitadam is AdamW, and onebitlamb LAMB. Then the
+    variance stays as it is, and a bit of each element of the momentum is sent. Default: a fifth of --train-iters."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+    def warm_up(self, train_iters: int) -> int:
+        """Updates of the warm-up."""
+        return self.onebit_freeze_step or max(1, train_iters // 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitLambConfig(OptimizerSettings):
+    """Settings of --optimizer onebitlamb, beside those of [lamb], [adamw] and [onebitadam]."""
+
+    shares: ClassVar[tuple[str, ...]] = ("adamw", "lamb", "onebitadam")
+    momentum_format: ClassVar[Literal["sign"] | None] = "sign"
+    uncompressed: ClassVar[str | None] = "lamb"
+
+    onebit_coeff_beta: Annotated[float, Range(0, below=1)] = 0.9
+    """Decay rate of the running mean of a matrix's trust ratio in the warm-up of --optimizer onebitlamb."""
+    onebit_factor_min: Annotated[float, Range(above=0)] = 0.5
+    """Least factor of that mean after the warm-up."""
+    onebit_factor_max: Annotated[float, Range(above=0)] = 4.0
+    """Largest factor of that mean after the warm-up."""
+    onebit_factor_threshold: Annotated[float, Range(above=0, below=1)] = 0.1
+    """Largest relative change of that factor in an update."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        least, most = self.onebit_factor_min, self.onebit_factor_max
+        if not wrong & {"onebit_factor_min", "onebit_factor_max"} and most < least:
+            yield (
+                f"--onebit-factor-max {number(most)} must be at least --onebit-factor-min {number(least)}: use "
+                f"--onebit-factor-max {number(least)} or more"
+            )
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return tuple(StateKind(name=name) for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MuonConfig(OptimizerSettings):
     """Settings of --optimizer muon, beside those of [adamw]."""
 
@@ -269,6 +324,8 @@ OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
     "sgd": SGDConfig,
     "lion": LionConfig,
     "lamb": LambConfig,
+    "onebitadam": OneBitAdamConfig,
+    "onebitlamb": OneBitLambConfig,
     "muon": MuonConfig,
     "adafactor": AdafactorConfig,
 }

@@ -24,6 +24,10 @@ class PrecisionConfig(Section):
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are accumulated and reduced. bf16 halves their memory and traffic, and rounds
     each sum over microbatches and ranks to 8 bits."""
+    grad_reduce_compression: Literal["none", "bf16", "int8"] = "none"
+    """Number format in which gradients are sent to be reduced over the --dp x --cp ranks. int8: 8 bits, with a scale
+    for each block of 256 elements. What a rank's rounding leaves out is added to what it sends next: an fp32 number per
+    parameter on each rank. none: --grad-reduce-dtype."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
     initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None

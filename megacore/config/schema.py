@@ -35,6 +35,8 @@ from megacore.config.optimizers import (
     LambConfig,
     LionConfig,
     MuonConfig,
+    OneBitAdamConfig,
+    OneBitLambConfig,
     OptimizerSettings,
     SGDConfig,
 )
@@ -65,6 +67,8 @@ class Config:
     sgd: SGDConfig = field(default_factory=SGDConfig)
     lion: LionConfig = field(default_factory=LionConfig)
     lamb: LambConfig = field(default_factory=LambConfig)
+    onebitadam: OneBitAdamConfig = field(default_factory=OneBitAdamConfig)
+    onebitlamb: OneBitLambConfig = field(default_factory=OneBitLambConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     mup: MupConfig = field(default_factory=MupConfig)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megacore.config.checkpoint import AUTO
+from megacore.config.compression import COMPRESSION_RULES
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
@@ -54,7 +55,11 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES, *REPRODUCIBLE_RULES]
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [
+    *EXPERT_RULES,
+    *REPRODUCIBLE_RULES,
+    *COMPRESSION_RULES,
+]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:

@@ -8,13 +8,13 @@ ratio 1, as in the authors' implementation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
-from megacore.config.optimizers import LambConfig
+from megacore.config.optimizers import LambConfig, OptimizerSettings
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.parameter_norms import ParameterNorms
 from megacore.parallel.mesh import Mesh
@@ -28,7 +28,10 @@ class _Rates(NamedTuple):
     weight_decay: float
 
 
-class Lamb(Optimizer[LambConfig]):
+L = TypeVar("L", bound=OptimizerSettings)
+
+
+class LambStep(Optimizer[L]):
     """Moments are updated bucket by bucket. The step is computed from them twice, for its norm and when it is taken, so
     that no memory holds it meanwhile."""
 
@@ -41,6 +44,7 @@ class Lamb(Optimizer[LambConfig]):
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
         self._norms = ParameterNorms(segments, mesh, exact=config.training.reproducible)
         self._rates: dict[LocalRun, _Rates] = {}
+        self._limits = self.settings if isinstance(self.settings, LambConfig) else config.lamb
 
     @property
     def usual_momentum(self) -> float:
@@ -49,23 +53,32 @@ class Lamb(Optimizer[LambConfig]):
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         beta2 = self.adam.adam_beta2
         means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
-        for run, gradient, mean, square, step in zip(runs, gradients, means, squares, self.steps(runs), strict=True):
+        for gradient, mean, square, step in zip(gradients, means, squares, self.steps(runs), strict=True):
             step += 1
             mean.lerp_(gradient, 1 - self.momentum)
             square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            self._rates[run] = _Rates(lr, weight_decay)
+        self.note_rates(runs, lr=lr, weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        matrices = [run for run in self._rates if run.is_matrix]
+    def note_rates(self, runs: Sequence[LocalRun], *, lr: float, weight_decay: float) -> None:
+        """Remember them for `finish`."""
+        self._rates |= dict.fromkeys(runs, _Rates(lr, weight_decay))
+
+    def ratios(self) -> Tensor:
+        """The factor of the step of each parameter in the table of norms, fp64; all ranks call this together."""
         table = self._norms.table(columns=2)
-        for run in matrices:
+        for run in self._rates:
+            if not run.is_matrix:
+                continue
             step = self._step_of(run)
             for part in self._norms.parts_of[run]:
                 self._norms.add(table, part, (run.master[part.in_run], step[part.in_run]))
         weights, steps = self._norms.summed(table).sqrt().unbind(1)
-        ratios = (weights / steps).clamp(self.settings.lamb_min_coeff, self.settings.lamb_max_coeff)
-        ratios = ratios.where((weights > 0) & (steps > 0), 1.0)
+        ratios = (weights / steps).clamp(self._limits.lamb_min_coeff, self._limits.lamb_max_coeff)
+        return ratios.where((weights > 0) & (steps > 0), 1.0)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        ratios = self.ratios()
         for run, rates in self._rates.items():
             step = self._step_of(run)
             for part in self._norms.parts_of[run] if run.is_matrix else ():
@@ -79,3 +92,7 @@ class Lamb(Optimizer[LambConfig]):
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         root = (square / (1 - self.adam.adam_beta2**step)).sqrt_().add_(self.adam.adam_eps)
         return (mean / (1 - self.momentum**step)).div_(root).add_(run.master, alpha=self._rates[run].weight_decay)
+
+
+class Lamb(LambStep[LambConfig]):
+    """LAMB on every layout."""

@@ -8,7 +8,7 @@ megacore/optim/optimizers.py makes it selectable.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -76,6 +76,22 @@ class Optimizer(ABC, Generic[S]):
             mesh: this rank's groups.
             config: of the run.
         """
+
+    def begin_step(self, updates: int) -> bool:
+        """Before the gradients of a step are computed: whether the update needs their sum over the replicas. Otherwise
+        each rank has its own, and `step` sums what it needs.
+
+        Args:
+            updates: done so far; the same on every rank.
+        """
+        return True
+
+    def series(self) -> dict[str, list[float]]:
+        """Lists of numbers of a resumed run that are not in tensors; the same on every rank."""
+        return {}
+
+    def load_series(self, series: Mapping[str, Sequence[float]]) -> None:
+        """Continue from those of a checkpoint, which may have others too."""
 
     def keep(self, kind: StateKind) -> None:
         """Keep a further kind of state, which the optimizer does not use, as its own is kept: in checkpoints too."""

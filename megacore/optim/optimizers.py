@@ -18,6 +18,8 @@ from megacore.config.optimizers import (
     LambConfig,
     LionConfig,
     MuonConfig,
+    OneBitAdamConfig,
+    OneBitLambConfig,
     OptimizerSettings,
     SGDConfig,
 )
@@ -28,6 +30,7 @@ from megacore.optim.adamw import AdamW
 from megacore.optim.lamb import Lamb
 from megacore.optim.lion import Lion
 from megacore.optim.muon import Muon
+from megacore.optim.onebit import OneBitAdam, OneBitLamb
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.sgd import SGD
 from megacore.zero.data_parallel import LocalRun
@@ -38,6 +41,8 @@ OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
     SGDConfig: SGD,
     LionConfig: Lion,
     LambConfig: Lamb,
+    OneBitAdamConfig: OneBitAdam,
+    OneBitLambConfig: OneBitLamb,
     MuonConfig: Muon,
     AdafactorConfig: Adafactor,
 }

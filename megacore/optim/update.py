@@ -266,13 +266,15 @@ class WeightUpdate:
 
     def series(self) -> dict[str, list[float]]:
         """Lists of numbers that belong to the state of a resumed run."""
-        return self.guard.series() | ({} if self._adaptive_clip is None else self._adaptive_clip.series())
+        own = self.guard.series() | self.optimizer.series()
+        return own | ({} if self._adaptive_clip is None else self._adaptive_clip.series())
 
     def load_counters(
         self, counters: dict[str, float], series: Mapping[str, Sequence[float]] = MappingProxyType({})
     ) -> None:
         """Continue from the counters and series of a checkpoint."""
         self.guard.load(counters, series)
+        self.optimizer.load_series(series)
         if self._adaptive_clip is not None:
             self._adaptive_clip.load(series.get("clip_moments", ()), series.get("clip_warmup_norms", ()))
         self.updates = int(counters.get("updates", 0))
@@ -424,10 +426,12 @@ def totals(
         if vote:  # `ballot[number] = vote` would copy from the host, for which an accelerator is waited for
             ballot[number].fill_(vote)
     if exact:
-        units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
+        flat = (*(gradient for gradient, _ in gradients), sums.new_zeros(0))
+        units = torch.stack([square_sum_units(gradient) for gradient in flat]).sum(0)
     else:
-        for gradient in gradients:
-            squares += square_sum(gradient)
+        for gradient, weight in gradients:
+            square = square_sum(gradient)
+            squares += square if weight == 1 else square * weight
     if mesh.world.size > 1:
         for numbers in (units, sums) if exact else (sums,):
             all_reduce_job_(numbers, mesh)
@@ -439,14 +443,18 @@ def totals(
     )
 
 
-def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[Tensor]:
-    """The flat gradients whose squares this rank adds; over all ranks they are the model's, each entry once."""
+def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[tuple[Tensor, int]]:
+    """The flat gradients whose squares this rank adds, and how often; over all ranks they are the model's, each entry
+    once. Where replicas keep their own gradients, the mean of their squares, each as if its samples were all."""
     for bucket, members in groupby(counted, key=lambda local: local.bucket):
         gradients = bucket.gradients([local.segment for local in members])
         holders = bucket.group if bucket.options.stage == 0 else bucket.across
+        if not bucket.sums_gradients:
+            yield from ((gradient, bucket.group.size) for gradient in gradients)
+            continue
         if holders.size > 1:  # each of them has all of these: it adds its part
             gradients = [part_of_rank(gradient, holders.rank, holders.size) for gradient in gradients]
-        yield from gradients
+        yield from ((gradient, 1) for gradient in gradients)
 
 
 def part_of_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:

@@ -26,6 +26,7 @@ from megacore.plan.state import (
     forgets_gradients,
     held_blocks,
     held_by_layer,
+    held_errors,
     held_experts,
     held_parameters,
     late_bytes,
@@ -229,7 +230,11 @@ def _rank_memory(
         pp_rank=rank,
         parameters=parameters,
         state=state,
-        on_host=(0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"])
+        on_host=(
+            0.0
+            if on_cpu or not config.parallel.offload_optimizer
+            else state["optimizer"] - held_errors(config, state) + state["buffers"]
+        )
         + (_products(flying, map(sum, in_blocks)) if offloads else 0.0),
         activations=_products(flying, kept) + _products([max(n - 1, 0) for n in flying], head_kept) + shared,
         in_flight=sum(flying),

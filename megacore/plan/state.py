@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.compression import error_bytes
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.pipeline.partition import LayerCost
 from megacore.plan.activations import ELEMENT_BYTES
@@ -48,7 +49,8 @@ def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, bl
     return {
         "params": (shard if stage >= 3 else parameters) * compute,
         "grads": (shard if stage >= 2 else parameters) * reduce,
-        "optimizer": shard * (moment_bytes(parameters, config, blocks=blocks) + master),
+        "optimizer": shard * (moment_bytes(parameters, config, blocks=blocks) + master)
+        + error_bytes(config, parameters),
         "buffers": shard * summed if offload else 0.0,
     }
 
@@ -154,9 +156,15 @@ def building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: I
     replicas, kept = ranks_of_role("replicas", config.parallel), config.kept_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
-        master = state["optimizer"] * 4 / (kept + 4)
+        master = (state["optimizer"] - held_errors(config, state)) * 4 / (kept + 4)
     whole = 4.0 * _largest_layer(layers) if replicas > 1 and config.parallel.zero_stage == 3 else 0.0
-    return state["params"] + master + whole
+    return state["params"] + master + whole + held_errors(config, state)
+
+
+def held_errors(config: ResolvedConfig, state: Mapping[str, float]) -> float:
+    """Bytes of the compression's errors among `state_bytes`: they lie on the device, from the beginning."""
+    parameters = state["params"] / ELEMENT_BYTES[config.precision.precision]
+    return error_bytes(config, parameters * (shard_ranks(config.parallel) if zero_stage(config) == 3 else 1))
 
 
 def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bool) -> float:
@@ -167,7 +175,7 @@ def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bo
         return 0.0  # in host memory
     kept = config.kept_per_parameter
     master = 4 if config.parallel.offload_optimizer or config.precision.precision != "fp32" else 0
-    return state["optimizer"] * kept / (kept + master) if kept else 0.0
+    return (state["optimizer"] - held_errors(config, state)) * kept / (kept + master) if kept else 0.0
 
 
 def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bool:

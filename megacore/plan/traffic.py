@@ -4,8 +4,9 @@ Counted from the configuration and the layers, in the order of megacore's code: 
 parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
 pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
 counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
-than 32 elements per parameter and 32 per rank and bucket. With ZeRO and sequence parallelism the sum of `replicated
-gradients` is the mean over the replicas: it depends on which parameters lie in a rank's shard.
+than 32 elements per parameter and 32 per rank and bucket, or than a block where gradients are compressed. The traffic
+of 1-bit optimizers is that after their warm-up, when replicas sum the momentum. With ZeRO and sequence parallelism the
+sum of `replicated gradients` is the mean over the replicas: it depends on which parameters lie in a rank's shard.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.compression import format_of
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.reproducible import canonical_blocks
 from megacore.pipeline.partition import stage_ranges
@@ -333,7 +335,9 @@ def replica_traffic(
     if d == 1 or not parameters:
         return ReplicaTraffic(gradients=None, parameters=None)
     e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
-    summed = 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    summed: float = 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    if (compressed := format_of(config)) is not None:  # as many bytes to the ranks that add up, and from them to all
+        summed = compressed.bytes_per_element
     stride = parallel.ep * parallel.expert_split if of_experts else ranks_of_role("layer", parallel)
 
     def sent(pattern: Pattern, what: str, size: float, count: int) -> Sent:

@@ -24,7 +24,7 @@ from megacore.parallel.mesh import world_size
 # What an engine has, besides the sections parallel, precision, optimizer and those of the optimizers.
 _OF_LOGGING = ("csv", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_group", "profile_steps")
 _OF_TRAINING = ("micro_batch_size", "global_batch_size", "recompute", "compile")
-_OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb")
+_OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb", "onebitadam", "onebitlamb")
 _EITHER = "train_batch_size and train_micro_batch_size_per_gpu are both left out: give one of them"
 
 

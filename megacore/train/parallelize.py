@@ -195,6 +195,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
         groups=config.parameter_groups,
+        compression=config.precision.grad_reduce_compression,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 

@@ -170,7 +170,8 @@ class TrainStep:
         """
         scale = self.update.scaler.scale
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
-        self.model.data_parallel.begin_step(scale)
+        sums_gradients = self.update.optimizer.begin_step(self.update.updates)
+        self.model.data_parallel.begin_step(scale, sums_gradients=sums_gradients)
         if self.balance is not None:
             if self._ramp is not None:  # the losses of routers are divided by the sequences of a full batch
                 scale *= self._ramp.full / self._ramp.of_step(self.step + 1)

@@ -127,6 +127,8 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         experts = _experts(config, sections["model"])
         sections["model"] = replace(sections["model"], experts=experts)
         sections["experts"] = ExpertsConfig(**{name: getattr(experts, name) for name in field_infos(ExpertsConfig)})
+    if (uncompressed := config.optimizer_settings.uncompressed) is not None:  # one process has nothing to compress
+        sections["optimizer"] = replace(sections["optimizer"], optimizer=uncompressed)
     if config.spikes.on_spike in ("skip", "rollback"):  # a skipped step has nothing to compare
         sections["spikes"] = replace(config.spikes, on_spike="none")
     if (bert := getattr(config, "bert", None)) is not None and bert.packed:

@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from megacore.parallel.collectives import (
 )
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
+from megacore.zero.compressed import CODES, Code, CompressedSum
 from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
 from megacore.zero.flat import FlatLayout, Segment, contiguous_slices
 
@@ -52,6 +55,7 @@ class ZeroOptions:
             too.
         optimizer: says which parameters no shard may split.
         groups: says which parameters have other rates.
+        compression: the format in which gradients are sent to be reduced; "none": `reduce_dtype`.
     """
 
     stage: int = 0
@@ -65,6 +69,23 @@ class ZeroOptions:
     one_pass: bool = False
     optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
     groups: ParameterGroups = field(default_factory=ParameterGroups)
+    compression: Literal["none", "bf16", "int8"] = "none"
+
+    @property
+    def code(self) -> Code | None:
+        """In which the ranks of a replica group send gradients, or the momentum; None: gradients, as they are."""
+        name = self.optimizer.momentum_format or self.compression
+        return None if name == "none" else CODES[name]
+
+    @property
+    def summed(self) -> str:
+        """What is summed in a compressed format."""
+        return "gradient" if self.optimizer.momentum_format is None else "momentum"
+
+    @property
+    def shard_unit(self) -> int:
+        """Elements at whose multiples parameters and shards begin in a bucket."""
+        return math.lcm(self.optimizer.shard_unit, 1 if self.code is None else self.code.format.block)
 
     @property
     def largest_exact(self) -> float:
@@ -119,6 +140,8 @@ class Bucket:
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
         gathers: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
+        compressed: sums of gradients, or of the momentum, in a compressed format; None: there are none.
+        sums_gradients: whether the gradients of the step under way are summed over the group.
     """
 
     def __init__(
@@ -132,7 +155,7 @@ class Bucket:
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
         self.unsplit = {p.spec.name for p in parameters if options.optimizer.takes_whole(p.spec.name, p.spec.shape)}
-        self.layout = FlatLayout(parameters, shards, self.unsplit, unit=options.optimizer.shard_unit)
+        self.layout = FlatLayout(parameters, shards, self.unsplit, unit=options.shard_unit)
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 
@@ -156,6 +179,13 @@ class Bucket:
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
         self._checked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
         self._norms: dict[str, Tensor] = {}  # of gradients before a sum over ranks that are not replicas
+        self.compressed: CompressedSum | None = None
+        if options.code is not None and group.size > 1:
+            self.compressed = CompressedSum(
+                self.layout.size, group, options.code, device=self._device, passes_on=options.stage == 0
+            )
+        self.sums_gradients = True
+        self._loss_scale = 1.0
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(options.summed_dtype) if options.offload else None
         self._download_event: torch.Event | None = None
@@ -266,12 +296,15 @@ class Bucket:
 
     # ---- gradients
 
-    def begin_step(self, loss_scale: float) -> None:
+    def begin_step(self, loss_scale: float, *, sums_gradients: bool = True) -> None:
         """Drop the gradients of the last step.
 
         Args:
             loss_scale: a factor of the next step's gradients.
+            sums_gradients: whether they are summed over the group; otherwise each rank keeps its own, of stage 0.
         """
+        assert sums_gradients or self.options.stage == 0
+        self.sums_gradients, self._loss_scale = sums_gradients or self.group.size == 1, loss_scale
         if self._download_event is not None:  # of a skipped step: gradients must not be overwritten yet
             self._download_event.wait()
         self._shard_gradients, self._checks = None, None
@@ -348,7 +381,11 @@ class Bucket:
         assert gradients is not None
         if self.group.size > 1 and not self.options.exact_terms:
             self._record_local_norms(gradients)
-        if self.options.stage == 0:
+        if not self.sums_gradients:
+            self._shard_gradients = gradients
+        elif self.options.compression != "none" and self.group.size > 1:
+            self._reduce_compressed(gradients)
+        elif self.options.stage == 0:
             self._reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)
         else:
             # On stage 1 the sum goes where this rank's share of the terms was: nothing more is kept.
@@ -359,6 +396,23 @@ class Bucket:
             self._written.clear()
         if not self.options.overlap_grad_reduce:
             self.finish_reduction()
+
+    def _reduce_compressed(self, gradients: Tensor) -> None:
+        """Begin to sum them; where this rank's part is sent on, that happens when the reduction is finished."""
+        assert self.compressed is not None
+        self.compressed.begin(gradients, self._loss_scale)
+        shard = gradients
+        if self.options.stage > 0:
+            shard = gradients[self._shard] if self.options.stage == 1 else gradients.new_zeros(self.layout.shard_size)
+        self._reducing = _Reduction(Pending(then=partial(self._take_sum, shard)), shard, shard)
+
+    def _take_sum(self, shard: Tensor) -> None:
+        """Keep a compressed sum; the padding stays 0, also where a block is not finite."""
+        assert self.compressed is not None
+        summed = self.compressed.whole_sum() if self.options.stage == 0 else self.compressed.part_of_sum().view(-1)
+        summed *= self._loss_scale
+        for segment in self.segments:
+            shard[segment.shard_slice] = summed[segment.shard_slice]
 
     def finish_reduction(self) -> None:
         """Wait for the reduction, and keep this rank's shard of the sum."""
@@ -547,6 +601,9 @@ class Bucket:
         return {
             "params": [self._full, self._shard_params],
             "grads": [g for g in gradients if g is not None],
-            "optimizer": [] if self.master is self._shard_params else [self.master],
+            "optimizer": [
+                *([] if self.master is self._shard_params else [self.master]),
+                *([] if self.compressed is None else self.compressed.storages),
+            ],
             "buffers": [*(self._reducing or ())[1:], *([] if self._host_gradients is None else [self._host_gradients])],
         }

@@ -295,9 +295,9 @@ def test_layers_train_in_a_pipeline() -> None:
     ("changes", "arguments", "said"),
     [
         (
-            {"optimizer": {"type": "OneBitLamb"}, "zero_optimization": {"stages": 1}},
+            {"optimizer": {"type": "ZeroOneAdam"}, "zero_optimization": {"stages": 1}},
             {},
-            "is not a key of.*\n.*OneBitLamb",
+            "is not a key of.*\n.*ZeroOneAdam",
         ),
         ({"optimizer": {"type": "Muon"}}, {}, "optimizer muon of an engine needs the names of the matrices"),
         ({"scheduler": {"type": "LRRangeTest"}}, {}, "needs the length of the run, which an engine does not know"),

@@ -97,6 +97,9 @@ def fields_of(model: Any, prefix: str) -> Iterator[str]:
                 yield from fields_of(inner, f"{prefix}{word}.")
 
 
+_NO_KEYS = ("params", "maximize", "differentiable", "deepspeed")
+
+
 def all_keys() -> list[str]:
     """Every key, in order."""
     import torch
@@ -107,6 +110,8 @@ def all_keys() -> list[str]:
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.runtime import config, lr_schedules
+    from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+    from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -146,9 +151,10 @@ def all_keys() -> list[str]:
     for kind in (getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES):
         taken = list(inspect.signature(kind).parameters)
         keys |= {f"scheduler.params.{name}" for name in taken if name != "optimizer"}
-    for kind in (FusedAdam, FusedLamb, SingleDeviceMuon, torch.optim.AdamW, torch.optim.SGD):
+    ours = (FusedAdam, FusedLamb, SingleDeviceMuon, OnebitAdam, OnebitLamb)
+    for kind in (*ours, torch.optim.AdamW, torch.optim.SGD):
         taken = list(inspect.signature(kind).parameters)
-        keys |= {f"optimizer.params.{name}" for name in taken if name not in ("params", "maximize", "differentiable")}
+        keys |= {f"optimizer.params.{name}" for name in taken if name not in _NO_KEYS}
     keys |= asked | removed | {*_WRITTEN_OUT, *(f"optimizer.params.{name}" for name in _OF_OPTIMIZERS)}
     free = tuple(f"{name}." for name in _FREE)
     keys = {key for key in keys if not key.rpartition(".")[2].startswith("_")}

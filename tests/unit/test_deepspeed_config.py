@@ -181,6 +181,18 @@ def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
              *words("--lamb-max-coeff 5 --lamb-min-coeff 0.01")],
         ),
         (
+            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 2e-3, "freeze_step": 3, "cuda_aware": False,
+                                                            "comm_backend_name": "nccl"}}},
+            [*FP32, *words("--optimizer onebitadam --lr 2e-3 --adam-beta2 0.999 --weight-decay 0"),
+             *words("--lr-decay-style constant --onebit-freeze-step 3")],
+        ),
+        (
+            {"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 3, "coeff_beta": 0.8, "factor_max": 3.0}}},
+            [*FP32, *words("--optimizer onebitlamb --lr 1e-3 --adam-beta2 0.999 --weight-decay 0"),
+             *words("--lr-decay-style constant --onebit-freeze-step 3 --lamb-min-coeff 0.01 --lamb-max-coeff 10"),
+             *words("--onebit-coeff-beta 0.8 --onebit-factor-max 3")],
+        ),
+        (
             {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.001, "momentum": 0.9,
                                                       "weight_decay": 0.01}}},
             [*FP32, *words("--optimizer muon --lr 1e-3 --muon-extra-scale-factor 20 --muon-scale-mode shape_scaling"),
@@ -233,8 +245,16 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled true is given as well: keep one"),
         ({"torch_autocast": {"enabled": True}}, "use bf16 or fp16, with fp32 masters"),
         ({"gradient_allreduce_op": "sum"}, "the loss is the mean over the global batch: use mean"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not in megacore as DeepSpeed has it: use AdamW"),
-        ({"optimizer": {"type": "AdamW", "params": {"max_coeff": 2}}}, "max_coeff 2 is of Lamb: leave it out"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "ZeroOneAdam is not in megacore as DeepSpeed has it: use AdamW"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"max_coeff": 2}}},
+            "max_coeff 2 is of Lamb or OneBitLamb: leave it out",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2, "factor_max": 2}}},
+            "2 is of OneBitLamb: leave",
+        ),
+        ({"optimizer": {"type": "OneBitAdam"}}, "--onebit-freeze-step 100000 must be below --train-iters"),
         ({"optimizer": {"type": "Muon", "params": {"ns_method": "qr"}}}, "both compute the same Newton-Schulz steps"),
         ({"scheduler": {"type": "Exponential"}}, "WarmupCosineLR, OneCycle or LRRangeTest, or --lr-decay-style"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "needs cycle_max_lr: give it"),

@@ -1,0 +1,272 @@
+"""1-bit Adam and 1-bit LAMB against the papers' formulas in fp64 with every worker simulated in one process, and on
+layouts: the same warm-up as AdamW and LAMB, the same bits after a resume, equal replicas."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import AdamWConfig, OneBitAdamConfig, OneBitLambConfig
+from megacore.optim.optimizers import OPTIMIZER_CLASSES
+from megacore.parallel.collectives import all_reduced
+from megacore.parallel.mesh import build_mesh
+from megacore.parallel.sharding import ShardedParameter, ShardSpec
+from megacore.train.replicas import ReplicaCheck
+from megacore.zero.bucket import ZeroOptions
+from megacore.zero.data_parallel import DataParallel
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, make_config, make_trainer, outcome_of
+
+STEPS, FREEZE, LR, DECAY, BLOCK = 20, 8, 1e-2, 0.1, 2048
+SHAPES = {"blocks.0.up.weight": (60, 50), "blocks.0.up.bias": (60,), "blocks.0.down.weight": (30, 6)}
+UNUSED = 20  # first elements of the first matrix, whose gradient is 0 in the warm-up
+SETTINGS = {"onebitadam": OneBitAdamConfig(), "onebitlamb": OneBitLambConfig()}
+Weights = dict[str, Tensor]
+
+
+def drawn(step: int, worker: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    tensors = {name: torch.randn(shape, generator=generator).double() for name, shape in SHAPES.items()}
+    if 0 < step <= FREEZE:
+        tensors["blocks.0.up.weight"].view(-1)[:UNUSED] = 0
+    return tensors
+
+
+class Parameters(torch.nn.Module):
+    """A layer with the parameters of SHAPES."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, (name, value) in enumerate(drawn(0).items()):
+            spec = ShardSpec(name=name, shape=tuple(value.shape))
+            self.register_parameter(f"p{number}", ShardedParameter(value.float(), spec))
+
+
+def updated(rank: int, ranks: int, name: str) -> Weights:
+    """The weights after megacore's updates; the gradient of the whole batch is the mean over the workers."""
+    config = make_config((1, 1, ranks), "output", optimizer=name, onebit_freeze_step=FREEZE, micro_batch_size=1)
+    mesh, options = build_mesh(config.parallel), ZeroOptions(optimizer=SETTINGS[name])
+    data_parallel = DataParallel([[Parameters()]], mesh, options=options, bucket_bytes=1 << 20)
+    adam = AdamWConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
+    optimizer = OPTIMIZER_CLASSES[type(SETTINGS[name])](
+        data_parallel.runs, SETTINGS[name], weight_decay=DECAY, adam=adam
+    )
+    optimizer.attach(data_parallel.segments, mesh, config)
+    for step in range(1, STEPS + 1):
+        data_parallel.begin_step(1.0, sums_gradients=optimizer.begin_step(step - 1))
+        data_parallel.begin_backward(0, last=True, all_weights=True)
+        gradients = drawn(step, rank + 1)
+        sum((p * (gradients[p.spec.name] / ranks).float()).sum() for p in data_parallel.parameters).backward()
+        data_parallel.end_backward(0)
+        data_parallel.finish()
+        with torch.no_grad():
+            for bucket in data_parallel.in_order_of_use():
+                runs = data_parallel.runs_of(bucket)
+                optimizer.step(runs, [run.gradient for run in runs], lr=LR, factor=torch.ones(()))
+            optimizer.finish()
+    return {local.spec.name: local.master.view(local.spec.shape).clone() for local in data_parallel.segments}
+
+
+def compressed(x: Tensor, mask: Tensor) -> Tensor:
+    """Sign and scale of each block."""
+    parts = []
+    for block, counted in zip(x.split(BLOCK), mask.split(BLOCK), strict=True):
+        scale = block.norm() / math.sqrt(max(int(counted.sum()), 1))
+        parts.append(torch.where(block >= 0, scale, -scale) * counted)
+    return torch.cat(parts)
+
+
+def mean_momentum(momenta: list[Tensor], errors: list[Tensor], of_sum: Tensor, mask: Tensor) -> Tensor:
+    """Tang et al. 2021, algorithm 1, lines 6 to 11; one worker by itself compresses nothing."""
+    if len(momenta) == 1:
+        return momenta[0]
+    sent = []
+    for momentum, error in zip(momenta, errors, strict=True):
+        x = (momentum + error) * mask
+        sent.append(compressed(x, mask))
+        error.copy_(x - sent[-1])
+    x = (sum(sent) / len(sent) + of_sum) * mask
+    result = compressed(x, mask)
+    of_sum.copy_(x - result)
+    return result
+
+
+def reference(name: str, workers: int) -> Weights:
+    """Both papers' algorithms, with the bias corrections of AdamW and LAMB."""
+    weights, is_lamb = drawn(0), name == "onebitlamb"
+    for key, weight in weights.items():
+        flat, is_matrix = weight.view(-1), weight.dim() > 1
+        mean, square, fresh = torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros_like(flat)
+        errors, of_sum = [torch.zeros_like(flat) for _ in range(workers)], torch.zeros_like(flat)
+        decay, ratios, weight_of_ratios, factor = DECAY if is_matrix else 0.0, 0.0, 0.0, 1.0
+        for step in range(1, STEPS + 1):
+            # As the fp32 gradients of the ranks are.
+            own = [(drawn(step, w + 1)[key] / workers).float().double().view(-1) * workers for w in range(workers)]
+            if step <= FREEZE:
+                gradient = sum(own) / workers
+                mean = 0.8 * mean + 0.2 * gradient
+                square = 0.95 * square + 0.05 * gradient**2
+                root = (square / (1 - 0.95**step)).sqrt() + 1e-6
+            else:
+                if step == FREEZE + 1:
+                    fresh = square.clone()
+                before = mean
+                mask = square > 0 if workers > 1 else torch.ones_like(square, dtype=torch.bool)
+                mean = mean_momentum([0.8 * mean + 0.2 * g for g in own], errors, of_sum, mask)
+                fresh = 0.95 * fresh + 0.05 * ((mean - 0.8 * before) / 0.2) ** 2
+                root = (square / (1 - 0.95**FREEZE)).sqrt() + 1e-6
+            plain = mean / (1 - 0.8**step) / root
+            update, ratio = plain + decay * flat, 1.0
+            if is_lamb and is_matrix and step <= FREEZE:
+                ratio = float(flat.norm() / update.norm())
+                ratios, weight_of_ratios = 0.9 * ratios + 0.1 * ratio, 0.9 * weight_of_ratios + 0.1
+            elif is_lamb and is_matrix:
+                wanted = float((root / ((fresh / (1 - 0.95**step)).sqrt() + 1e-6)).max())
+                share = min(float(plain.norm() / update.norm()), 1.0)
+                wanted = min(max(wanted * share + 1 - share, 0.5), 4.0)
+                factor = min(max(wanted, 0.9 * factor), 1.1 * factor)
+                ratio = ratios / weight_of_ratios * factor
+            flat -= LR * ratio * update
+    return weights
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_twenty_steps_are_those_of_the_papers(name: str, workers: int) -> None:
+    compare(name, run_distributed(updated, workers, name), workers)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_worker_freezes_the_variance_and_compresses_nothing(name: str) -> None:
+    compare(name, [updated(0, 1, name)], 1)
+
+
+def compare(name: str, found: list[Weights], workers: int) -> None:
+    with torch.no_grad():
+        expected, first = reference(name, workers), drawn(0)
+    for key, value in expected.items():
+        for of_rank in found:
+            assert not torch.equal(value, first[key]), key
+            error = (of_rank[key].double() - value).abs().max() / value.abs().max()
+            assert error <= 1e-6, f"{key}: {error}"
+
+
+RUN: dict[str, Any] = {"num_layers": 2, "train_iters": 6, "onebit_freeze_step": 2, "lr_warmup_iters": 1}
+RATES = {"onebitadam": {"lr": 1e-3}, "onebitlamb": {"lr": 1e-2}}
+USUAL = {"onebitadam": "adamw", "onebitlamb": "lamb"}
+HALF = 4  # steps before the checkpoint: two with compression
+
+
+def trained(rank: int, ranks: int, directory: str, runs: list[tuple[Layout, dict[str, Any]]]) -> list[Outcome]:
+    outcomes = []
+    for layout, changes in runs:
+        config = make_config(layout, directory, **{**RUN, **changes})
+        outcomes.append(outcome_of(make_trainer(config, build_mesh(config.parallel))))
+    return outcomes
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_warm_up_is_the_usual_optimizer_bit_for_bit(name: str, tmp_path: Path) -> None:
+    steps = {**RATES[name], "num_layers": 1, "lr_decay_iters": 9, "clip_grad": 0.0}  # norms add up in another order
+    runs: list[tuple[Layout, dict[str, Any]]] = [
+        ((1, 1, 2), {"optimizer": name, "train_iters": 4, "onebit_freeze_step": 3, **steps}),
+        ((1, 1, 2), {"optimizer": USUAL[name], "train_iters": 4, "onebit_freeze_step": None, **steps}),
+    ]
+    found, expected = run_distributed(trained, 2, str(tmp_path), runs)[0]
+    assert found.losses == expected.losses  # of the weights before each of four updates
+    assert found.norms[:3] == pytest.approx(expected.norms[:3], rel=1e-7)
+    assert any(not torch.equal(found.final[name], value) for name, value in expected.final.items())
+
+
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "pp2": ((1, 2, 2), {}),
+    "tp2": ((2, 1, 2), {}),
+    "tp2 sp": ((2, 1, 2), {"sequence_parallel": True}),
+    "cp2": ((1, 1, 2), {"cp": 2}),
+    "ep2": ((1, 1, 4), {"ep": 2, "num_experts": 4, "moe_ffn_hidden_size": 16}),
+    "16 bits": ((1, 2, 2), {"precision": "bf16", "ema_decay": 0.9}),
+}
+
+
+def losses_of(rank: int, ranks: int, directory: str, runs: list[tuple[Layout, dict[str, Any]]]) -> list[list[float]]:
+    """The losses of runs in which replicas are compared after each step."""
+    found = []
+    for layout, changes in runs:
+        config = make_config(layout, directory, **{**RUN, **changes})
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        check = ReplicaCheck(trainer.model, trainer.update.optimizer, trainer.mesh, interval=1)
+        losses = []
+        for step in range(1, config.training.train_iters + 1):
+            losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+            check.after_step(step)
+        found.append(losses)
+    return found
+
+
+def test_stages_divide_the_model_and_change_nothing(tmp_path: Path) -> None:
+    """Blocks belong to parameters: what is compressed is the same, wherever they lie."""
+    changes = {"optimizer": "onebitadam", **RATES["onebitadam"], "micro_batch_size": 1}
+    (alone,) = run_distributed(losses_of, 2, str(tmp_path), [((1, 1, 2), changes)])[0]
+    (found,) = run_distributed(losses_of, 4, str(tmp_path), [((1, 2, 2), changes)])[0]
+    assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_layout_follows_the_usual_optimizer_and_keeps_its_replicas_equal(name: str, tmp_path: Path) -> None:
+    runs: list[tuple[Layout, dict[str, Any]]] = []
+    for layout, changes in LAYOUTS.values():
+        base = {**RATES[name], "micro_batch_size": 1, **changes}
+        runs += [(layout, {"optimizer": name, **base})]
+        runs += [(layout, {"optimizer": USUAL[name], "onebit_freeze_step": None, **base})]
+    found = run_distributed(losses_of, 4, str(tmp_path), runs, timeout=400)[0]
+    for case, losses, expected in zip(LAYOUTS, found[::2], found[1::2], strict=True):
+        assert losses[:2] == pytest.approx(expected[:2], rel=1e-5), case
+        assert losses == pytest.approx(expected, rel=1e-2) and losses[4:] != expected[4:], case
+
+
+def begun(
+    rank: int, ranks: int, directory: str, layout: Layout, changes: dict[str, Any]
+) -> tuple[list[float], Weights]:
+    """The losses after a checkpoint in the middle, and the sum of the errors of each parameter in it."""
+    config = make_config(layout, directory, **{**RUN, **changes})
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    for _ in range(HALF):
+        trainer.train_step(next(trainer.batches))
+    trainer.save()
+    trainer.saving.finish()
+    return rest_of(trainer), {}
+
+
+def resumed(
+    rank: int, ranks: int, directory: str, layout: Layout, changes: dict[str, Any]
+) -> tuple[list[float], Weights]:
+    config = make_config(layout, directory, **{**RUN, **changes, "load": directory})
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    errors: Weights = {}
+    for bucket in trainer.model.data_parallel.buckets:
+        assert bucket.compressed is not None
+        total = all_reduced(bucket.compressed.worker_error.view(-1)[: bucket.layout.size], bucket.group)
+        errors |= {name: total[bucket.layout.slice_of(name)] for name in bucket.layout.offsets}
+    return rest_of(trainer), errors
+
+
+def rest_of(trainer: Any) -> list[float]:
+    return [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(RUN["train_iters"] - HALF)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_resumes_bit_for_bit_and_keeps_the_sum_of_errors_on_other_replicas(name: str, tmp_path: Path) -> None:
+    changes = {"optimizer": name, **RATES[name], "micro_batch_size": 1}
+    expected, _ = run_distributed(begun, 2, str(tmp_path), (1, 1, 2), changes)[0]
+    found, errors = run_distributed(resumed, 2, str(tmp_path), (1, 1, 2), changes)[0]
+    assert found == expected
+    _, others = run_distributed(resumed, 4, str(tmp_path), (1, 1, 4), changes)[0]
+    assert errors.keys() == others.keys() and any(error.any() for error in errors.values())
+    for key, error in errors.items():
+        assert torch.allclose(others[key], error, rtol=1e-6, atol=1e-8 + 1e-6 * float(error.abs().max())), key
