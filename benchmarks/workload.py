@@ -21,6 +21,7 @@ from megacore.config import (
 )
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.gpt.mock import MockDataset
+from megacore.freed_memory import keep_what_is_freed
 from megacore.models.initialize import InitialWeights
 from megacore.parallel.mesh import Mesh, world_size
 from megacore.train.gpt_task import GPTTask
@@ -82,7 +83,7 @@ def configuration(
 def megacore_trainer(
     config: ResolvedConfig, mesh: Mesh, *, weights: InitialWeights | None = None, data: SampleDataset | None = None
 ) -> Trainer:
-    """megacore's trainer.
+    """megacore's trainer, in a process that treats freed memory as a run of pretrain_gpt.py does.
 
     Args:
         config: resolved.
@@ -90,6 +91,8 @@ def megacore_trainer(
         weights: where initial values come from; None: drawn from the run's seed.
         data: training data; None: generated.
     """
+    if mesh.device.type == "cpu":
+        keep_what_is_freed()
     return Trainer(config, mesh, GPTTask(config, mesh, weights=weights), data or dataset(config), None)
 
 

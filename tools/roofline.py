@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     from megacore.train.step_trace import record_step
 
     microbatches, training, model = config.microbatches, config.training, config.model
-    sequences = microbatches * training.micro_batch_size / config.parallel.tp
+    sequences = microbatches * training.micro_batch_size / (config.parallel.tp * config.parallel.cp)  # of a rank
     flops = [sequences * flops_per_sequence(model, config.data.seq_length, attention=a) for a in ("full", "causal")]
     result = estimate(
         record_step(config),
@@ -154,9 +154,10 @@ def _require_known(config: ResolvedConfig, device: Device) -> float:
 def _report(result: Estimate, config: ResolvedConfig) -> Iterator[str]:
     parallel, training, timing = config.parallel, config.training, result.timing
     yield (
-        f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {result.device.name}, "
+        f"Estimate for {config.model.preset or 'the model'} on {parallel.ranks} x {result.device.name}, "
         f"{config.precision.precision}: tp {parallel.tp}{', sequence parallel' if parallel.sequence_parallel else ''}, "
-        f"dp {parallel.dp}, {_experts(config)}ZeRO stage {parallel.zero_stage}, "
+        f"{f'cp {parallel.cp}, ' if parallel.cp > 1 else ''}dp {parallel.dp}, "
+        f"{_experts(config)}ZeRO stage {parallel.zero_stage}, "
         f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
         f"{config.data.seq_length} tokens, recompute {training.recompute}"
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.reproducible import canonical_blocks
 
 _INDEX, _FP32 = 8, 4  # bytes
 
@@ -64,11 +65,14 @@ def expert_share(config: ResolvedConfig, block: ResolvedModel) -> ExpertShare | 
     tokens = float(config.training.micro_batch_size * config.rank_positions)
     split = ranks_of_role("layer", parallel)
     scored = tokens / (split if parallel.sequence_parallel else 1)
+    # The ranks that split an expert gather each other's positions; with canonical blocks all do.
+    gathered = scored * (parallel.expert_split if parallel.sequence_parallel else 1)
+    if canonical_blocks(config) > 1:
+        gathered = float(config.training.micro_batch_size * config.data.seq_length)
     return ExpertShare(
         experts=experts,
         scored=scored,
-        # The ranks that split an expert gather each other's positions.
-        tokens=scored * (parallel.expert_split if parallel.sequence_parallel else 1),
+        tokens=gathered,
         held=experts.num_experts // parallel.ep,
         inner=experts.moe_ffn_hidden_size // parallel.expert_split,
         hidden=block.hidden_size,

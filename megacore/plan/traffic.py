@@ -4,9 +4,10 @@ Counted from the configuration and the layers, in the order of megacore's code: 
 parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
 pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
 counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
-than 32 elements per parameter and 32 per rank and bucket, or than a block where gradients are compressed. The traffic
-of 1-bit optimizers is that after their warm-up, when replicas sum the momentum. With ZeRO and sequence parallelism the
-sum of `replicated gradients` is the mean over the replicas: it depends on which parameters lie in a rank's shard.
+than 32 elements per parameter and 32 per rank and bucket, with moments in 8 bits 256, or than a block where gradients are
+compressed. The traffic of 1-bit optimizers is that after their warm-up, when replicas sum the momentum. With ZeRO and
+sequence parallelism the sum of `replicated gradients` is the mean over the replicas: it depends on which parameters lie
+in a rank's shard.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
@@ -26,10 +27,10 @@ from megacore.config.reproducible import canonical_blocks
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
-from megacore.plan.experts import expert_copies, expert_share
+from megacore.plan.experts import ExpertShare, expert_copies, expert_share
 from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
-from megacore.plan.state import PlannedLayer, held_experts, held_parameters, zero_stage
+from megacore.plan.state import PlannedLayer, held_experts, held_parameters, term_bytes, zero_stage
 
 Role = Literal["layer", "sequence", "experts", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]
@@ -108,7 +109,7 @@ def layer_sums(layer: PlannedLayer) -> Sums:
     if layer.block is not None:
         block = layer.block
         count = 1 if block.experts is not None and not block.experts.moe_shared_expert_size else 2
-        return Sums(1, 1) if block.parallel_residual else Sums(count, count)
+        return Sums(count, count)  # side by side, too: attention and MLP have a product each that x enters
     return Sums(0, 1) if layer.name == "embedding" else Sums(1, 0)
 
 
@@ -139,8 +140,10 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
     that split an expert gather and sum. And the choices of a sequence, where a loss balances them."""
     share, e, parallel = expert_share(config, block), ELEMENT_BYTES[config.precision.precision], config.parallel
     assert share is not None
-    layer, sequence = ranks_of_role("layer", parallel), ranks_of_role("sequence", parallel)
     whole, weights = e * share.tokens * share.hidden, 4.0 * share.rows  # of a token's experts, in fp32
+
+    if canonical_blocks(config) > 1:
+        return _gathered_expert_traffic(config, share, again=again)
 
     def among_experts(what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
         return _sent("experts", "all-to-all", what, size, parallel.ep, parallel.expert_split, count=count)
@@ -151,9 +154,7 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
     routing, taken = among_experts("numbers of rows", 8.0 * share.experts.num_experts), tuple[Sent, ...]()
     rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
     if share.experts.moe_aux_loss_coeff:
-        choices = 4.0 * config.training.micro_batch_size * share.experts.num_experts
-        taken += _sent("sequence", "all-reduce", "choices", choices, sequence, layer)
-        taken += _sent("layer", "all-reduce", "choices", choices, layer if parallel.sequence_parallel else 1, 1)
+        taken += _choices(config, share)
     if parallel.sequence_parallel:
         taken += of_split("all-gather", "tokens", whole) + of_split("all-gather", "weights of experts", weights)
         routing += of_split("all-gather", "indices of experts", 2 * weights)
@@ -166,6 +167,41 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
     repeated = taken + rows + (leaving if share.experts.moe_shared_expert_size else ())
     # Recomputation keeps the route.
     return LayerTraffic(routing + taken + rows + leaving, back + rows, repeated if again else ())
+
+
+def _choices(config: ResolvedConfig, share: ExpertShare) -> tuple[Sent, ...]:
+    """How often each expert was chosen in each sequence, and how many choices are padding: for a loss that balances."""
+    layer, sequence = ranks_of_role("layer", config.parallel), ranks_of_role("sequence", config.parallel)
+    size = 4.0 * config.training.micro_batch_size * (share.experts.num_experts + 1)
+    taken = _sent("sequence", "all-reduce", "choices", size, sequence, layer)
+    return taken + _sent("layer", "all-reduce", "choices", size, layer if config.parallel.sequence_parallel else 1, 1)
+
+
+def _gathered_expert_traffic(config: ResolvedConfig, share: ExpertShare, *, again: bool) -> LayerTraffic:
+    """With canonical blocks: all positions on every rank, and sums of what the experts give, and of the gradients of
+    what enters each of their matrices, in fp32 on every rank."""
+    parallel, e = config.parallel, ELEMENT_BYTES[config.precision.precision]
+    layer, sequence = ranks_of_role("layer", parallel), ranks_of_role("sequence", parallel)
+
+    def gathered(what: str, size: float) -> tuple[Sent, ...]:
+        here = layer if parallel.sequence_parallel else 1
+        of_layer = _sent("layer", "all-gather", what, size / sequence, here, 1)
+        return of_layer + _sent("sequence", "all-gather", what, size, sequence, layer)
+
+    def summed(count: int) -> tuple[Sent, ...]:
+        size = 4.0 * share.rows * share.hidden
+        of_sequence = _sent("sequence", "all-reduce", "rows of experts", size, sequence, layer, count=count)
+        return of_sequence + _sent("layer", "all-reduce", "rows of experts", size, layer, 1, count=count)
+
+    ranks, stride = parallel.ep, parallel.expert_split
+    routing = gathered("indices of experts", 8.0 * share.rows)
+    routing += _sent("experts", "all-to-all", "numbers of rows", 8.0 * share.experts.num_experts, ranks, stride)
+    taken = _choices(config, share) if share.experts.moe_aux_loss_coeff else ()
+    whole = e * share.tokens * share.hidden
+    taken += gathered("tokens", whole) + gathered("weights of experts", 4.0 * share.rows)
+    rows = _sent("experts", "all-to-all", "rows of experts", e * share.rows * share.hidden, ranks, stride, count=2)
+    back = gathered("tokens", whole) + rows + summed(share.matrices - 1)
+    return LayerTraffic(routing + taken + rows + summed(1), back, taken + rows + summed(1) if again else ())
 
 
 def _sent(
@@ -233,7 +269,8 @@ def _gathered_context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, ag
     gathered = leaving + (0 if layer.name == "head" else entering)
     forward = sent("all-gather", e * tokens * h, entering) + sent("all-to-all", 4 * tokens * h, leaving)
     backward = sent("all-gather", e * tokens * h, gathered) + sent("all-to-all", 4 * tokens * h, entering)
-    repeated = sent("all-gather", e * tokens * h, entering) + sent("all-to-all", 4 * tokens * h, max(leaving - 1, 0))
+    repeated = sent("all-gather", e * tokens * h, entering)
+    repeated += sent("all-to-all", 4 * tokens * h, _sums_again(layer, leaving))
     return LayerTraffic(forward, backward, repeated if again else ())
 
 
@@ -254,20 +291,26 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
 
     if config.parallel.sequence_parallel:
         forward = sent("all-gather", entering) + sent("reduce-scatter", leaving)
-        # The head's loss in chunks keeps its gathered input.
-        keeps = config.parallel.may_split_backward or (layer.name == "head" and loss_chunks(config) > 1)
+        # The head's loss in chunks keeps its gathered input, and so does a backward in two halves.
+        keeps = config.training.reproducible or config.parallel.may_split_backward
+        keeps = keeps or (layer.name == "head" and loss_chunks(config) > 1)
         gathered = leaving + (0 if keeps else entering)
         backward = sent("all-gather", gathered) + sent("reduce-scatter", entering)
     else:
         forward, backward = sent("all-reduce", leaving), sent("all-reduce", entering)
     if not again:
         return LayerTraffic(forward, backward, ())
-    # Recomputation stops before the last sum, which no gradient needs. That may be one of experts.
-    ends_in_experts = layer.block is not None and layer.block.experts is not None
-    repeated = leaving - (0 if ends_in_experts and leaving == 1 else 1)
+    repeated = _sums_again(layer, leaving)
     if config.parallel.sequence_parallel:
         return LayerTraffic(forward, backward, sent("all-gather", entering) + sent("reduce-scatter", repeated))
     return LayerTraffic(forward, backward, sent("all-reduce", repeated))
+
+
+def _sums_again(layer: PlannedLayer, leaving: int) -> int:
+    """How many of a block's sums recomputation repeats: it stops before the last one, which no gradient needs. That may
+    be one of experts."""
+    ends_in_experts = layer.block is not None and layer.block.experts is not None
+    return leaving if ends_in_experts and leaving == 1 else max(leaving - 1, 0)
 
 
 def beside_message(config: ResolvedConfig) -> Sent:
@@ -335,7 +378,7 @@ def replica_traffic(
     if d == 1 or not parameters:
         return ReplicaTraffic(gradients=None, parameters=None)
     e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
-    summed: float = 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    summed = term_bytes(config)
     if (compressed := format_of(config)) is not None:  # as many bytes to the ranks that add up, and from them to all
         summed = compressed.bytes_per_element
     stride = parallel.ep * parallel.expert_split if of_experts else ranks_of_role("layer", parallel)
@@ -394,7 +437,7 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
     if model.untie_embeddings_and_output_weights or parallel.pp == 1:
         return None
     t, d = ranks_of_role("layer", parallel), shard_ranks(parallel)
-    size = 4.0 * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
+    size = float(term_bytes(config)) * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
     stride = (parallel.pp - 1) * parallel.ranks // parallel.pp
     return Sent(role="pipeline", pattern="message", what="tied gradients", bytes=size, count=1, ranks=2, stride=stride)
 
@@ -412,7 +455,7 @@ def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: 
         transfers += _sent("layer", "all-reduce", "choices", size, t if config.parallel.sequence_parallel else 1, 1)
     if t > 1 and config.parallel.sequence_parallel:
         count = sum(_replicated(config.model, layers[i]) for i in held)
-        size = 4.0 * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
+        size = float(term_bytes(config)) * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
         transfers.append(
             Sent(
                 role="layer", pattern="all-reduce", what="replicated gradients", bytes=size, count=1, ranks=t, stride=1

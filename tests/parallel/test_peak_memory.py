@@ -17,7 +17,7 @@ from megacore.train import dry_run
 from megacore.train.dry_run import RankReport, run_rank
 from megacore.train.fake_job import absent_accelerator
 from tests.distributed import run_distributed
-from tests.parallel.test_traffic import CASES
+from tests.parallel.test_traffic import CASES, FOUR_NORMS, MORE, PARALLEL
 from tests.parity.bert_runs import make_bert_config
 from tests.parity.runs import make_config
 
@@ -72,6 +72,23 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "exact GeGLU": ((1, 1, 1), {"activation": "geglu-exact", "disable_bias_linear": True}),
     "norm after the embedding": ((1, 1, 1), {"embedding_layernorm": True, "position_embedding_type": "alibi"}),
     "packed": ((1, 1, 1), {"reset_attention_mask": True, "reset_position_ids": True}),
+    "parallel blocks": ((1, 1, 1), {"parallel_residual": True}),
+    "parallel blocks of one norm": ((1, 1, 1), PARALLEL),
+    "parallel blocks of one norm, light": ((1, 1, 1), PARALLEL | {"recompute": "light"}),
+    "four norms": ((1, 1, 1), FOUR_NORMS),
+    "four norms, bf16, light": ((1, 1, 1), FOUR_NORMS | {"precision": "bf16", "recompute": "light"}),
+    "norms after the layers": ((1, 1, 1), FOUR_NORMS | {"norm_placement": "after"}),
+    "soft caps": ((1, 1, 1), {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "soft caps, bf16, recomputed": (
+        (1, 1, 1),
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "precision": "bf16", "recompute": "full"},
+    ),
+    "squared ReLU": ((1, 1, 1), {"activation": "relu2"}),
+    "average": ((1, 1, 1), {"ema_decay": 0.9}),
+    "average, bf16, dp 2, ZeRO 2": ((1, 1, 2), {"ema_decay": 0.9, "precision": "bf16", "zero_stage": 2}),
+    "moments in 16 bits, dp 2, ZeRO 1": ((1, 1, 2), {"moments_dtype": "bf16", "zero_stage": 1}),
+    "moments in 8 bits, dp 2, ZeRO 2": ((1, 1, 2), {"moments_dtype": "int8", "zero_stage": 2}),
+    "muP": ((1, 1, 1), {"mup_base_width": 64}),
 }
 
 
@@ -81,7 +98,7 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | KINDS | BERT)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -121,6 +138,6 @@ def test_peak_of_memory_of_bert_and_other_blocks(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+@pytest.mark.parametrize("case", [case for case in CASES | MORE if case not in QUICK])
 def test_peak_of_memory_of_all_layouts(case: str) -> None:
     require_peaks([case])

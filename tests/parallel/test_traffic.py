@@ -28,6 +28,8 @@ FEW = 200
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 2}
 INTERLEAVED: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "activation": "swiglu", "disable_bias_linear": True}
+PARALLEL: dict[str, Any] = {"parallel_residual": True, "shared_parallel_norm": True}
+FOUR_NORMS: dict[str, Any] = {"norm_placement": "both", "normalization": "RMSNorm", "activation": "geglu"}
 Counts = Counter[int]  # bytes sent by the distance of a group's ranks
 
 
@@ -70,7 +72,7 @@ class Counting:
         ) -> Any:
             ranks = dist.get_process_group_ranks(group)
             others = sum(send) - send[ranks.index(dist.get_rank())]
-            self._add(ranks[1] - ranks[0], others * _bytes(rows) // len(rows), _bytes(rows))
+            self._add(ranks[1] - ranks[0], others * _bytes(rows) // max(len(rows), 1), _bytes(rows))
             return exchange_rows(received, rows, receive, send, group=group, async_op=async_op)
 
         patch.setattr(dist, "all_reduce", all_reduce)
@@ -101,7 +103,7 @@ def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) 
     """The rank's parameters, and what it sends in the second step, by case."""
     found = []
     for case in cases:
-        layout, changes = CASES[case]
+        layout, changes = (CASES | MORE)[case]
         config = make_config(layout, directory, **(SIZES | changes), train_iters=2)
         trainer = make_trainer(config, build_mesh(config.parallel))
         held = sum(parameter.numel() for parameter in trainer.model.data_parallel.parameters)
@@ -187,19 +189,75 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
     "pp 2, dp 2, ep 2, zero-bubble": ((1, 2, 2), EXPERTS | {"ep": 2, "schedule": "zero-bubble"}),
     "cp 4, ring": ((1, 1, 1), {"num_layers": 4, "cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
+    "tp 2, parallel blocks": ((2, 1, 1), {"parallel_residual": True}),
+    "tp 2, canonical blocks, experts": ((2, 1, 1), EXPERTS | {"reproducible": True}),
     "cp 2, tp 2, ulysses, copied keys": (
         (2, 1, 1),
         {"num_layers": 4, "cp": 2, "cp_comm": "ulysses", "num_query_groups": 2, "precision": "bf16"},
     ),
 }
 
+# Run by `make test-slow`.
+MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "tp 2, sequence parallel, parallel blocks, recomputed": (
+        (2, 1, 1),
+        {"parallel_residual": True, "sequence_parallel": True, "recompute": "full"},
+    ),
+    "tp 2, parallel blocks of one norm, zero-bubble": (
+        (2, 2, 1),
+        PARALLEL | {"schedule": "zero-bubble", "sequence_parallel": True},
+    ),
+    "tp 2, parallel blocks of one norm, canonical blocks": ((2, 1, 1), PARALLEL | {"reproducible": True}),
+    "cp 2, parallel blocks of one norm, canonical blocks": (
+        (1, 1, 1),
+        PARALLEL | {"cp": 2, "reproducible": True, "micro_batch_size": 4, "recompute": "full"},
+    ),
+    "tp 2, sequence parallel, four norms": ((2, 1, 1), FOUR_NORMS | {"sequence_parallel": True}),
+    "dp 2, canonical blocks, ep 2": ((1, 1, 2), EXPERTS | {"reproducible": True, "ep": 2}),
+    "cp 2, canonical blocks, experts, recomputed": (
+        (1, 1, 1),
+        EXPERTS | {"cp": 2, "reproducible": True, "micro_batch_size": 4, "recompute": "full"},
+    ),
+    "tp 2, dp 2, canonical blocks, ep 2, sequence parallel, shared expert, recomputed": (
+        (2, 1, 2),
+        EXPERTS
+        | {
+            "reproducible": True,
+            "ep": 2,
+            "sequence_parallel": True,
+            "recompute": "full",
+            "moe_shared_expert_size": 64,
+            "moe_router_topk": 4,
+        },
+    ),
+    "cp 2, experts": ((1, 1, 1), EXPERTS | {"cp": 2, "micro_batch_size": 4}),
+    "cp 2, ep 2, balanced, ring": (
+        (1, 1, 1),
+        EXPERTS | {"cp": 2, "cp_comm": "ring", "ep": 2, "moe_aux_loss_coeff": 0.01, "num_experts": 64},
+    ),
+    "dp 2, ZeRO 2, average, moments in 16 bits": (
+        (1, 1, 2),
+        {"zero_stage": 2, "ema_decay": 0.9, "moments_dtype": "bf16"},
+    ),
+    "pp 2, canonical blocks, tied": ((1, 2, 1), {"reproducible": True}),
+    "tp 2, sequence parallel, canonical blocks, bf16, recomputed": (
+        (2, 1, 1),
+        {"reproducible": True, "sequence_parallel": True, "precision": "bf16", "recompute": "full"},
+    ),
+    "dp 2, ZeRO 1, sums in bf16": (
+        (1, 1, 2),
+        {"zero_stage": 1, "precision": "bf16", "grad_reduce_dtype": "bf16"},
+    ),
+}
+
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
-    cases = [name for name, ((tp, pp, dp), changes) in CASES.items() if tp * pp * dp * changes.get("cp", 1) == ranks]
+@pytest.mark.parametrize("known", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "more"])
+def test_bytes_sent(ranks: int, known: dict[str, Any], tmp_path: Any) -> None:
+    cases = [name for name, ((tp, pp, dp), changes) in known.items() if tp * pp * dp * changes.get("cp", 1) == ranks]
     counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)
     for number, case in enumerate(cases):
-        (tp, pp, dp), changes = CASES[case]
+        (tp, pp, dp), changes = known[case]
         config = make_config((tp, pp, dp), tmp_path, **(SIZES | changes))
         layers = outline(config)
         memory = plan_memory(config, layers, on_cpu=True)
