@@ -4,10 +4,10 @@ Counted from the configuration and the layers, in the order of megacore's code: 
 parallelism, parallel/context.py for context parallelism, layers/moe.py and parallel/experts.py for experts,
 pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo ranks send. Not
 counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of ZeRO's buckets: less
-than 32 elements per parameter and 32 per rank and bucket, with moments in 8 bits 256, or than a block where gradients are
-compressed. The traffic of 1-bit optimizers is that after their warm-up, when replicas sum the momentum. With ZeRO and
-sequence parallelism the sum of `replicated gradients` is the mean over the replicas: it depends on which parameters lie
-in a rank's shard.
+than 32 elements per parameter and 32 per rank and bucket, with moments in 8 bits 256, or than a block where gradients
+are compressed. The traffic of 1-bit optimizers is that after their warm-up, when replicas sum the momentum. With ZeRO
+and sequence parallelism the sum of `replicated gradients` is the mean over the replicas: it depends on which parameters
+lie in a rank's shard.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
