@@ -92,7 +92,12 @@ class MegatronExport:
         return self.tp * padded_rows(self.config.vocab_size, self.tp, self.config.make_vocab_size_divisible_by)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is written, whole, and the vocabulary's with padding of zeros."""
+        """A tensor as it is written, of all ranks; those with a row for each token have `rows` rows, the last of them
+        zeros.
+
+        Args:
+            name: megacore's.
+        """
         value = self.tensors.read(name, self.dtype)
         if name not in _VOCABULARY:
             return value
@@ -116,8 +121,9 @@ def plan_megatron(export: MegatronExport) -> MegatronExport:
     """The export, if it is possible.
 
     Raises:
-        ConfigError: ranks that do not divide the model, all of them.
-        CheckpointError: the model has settings that cannot be written as flags of Megatron core.
+        ConfigError: --tp or --pp does not divide what it has to; one problem for each.
+        CheckpointError: the model has settings that cannot be written as flags of Megatron core, is a BERT, or has
+            experts.
     """
     config, where = export.config, export.tensors.directory
     if export.tensors.bert is not None or config.experts is not None:
@@ -242,7 +248,12 @@ def _of_stage(export: MegatronExport, stage: int) -> Iterator[tuple[str, str]]:
 
 
 def write_ranks(export: MegatronExport, target: Path) -> None:
-    """Write the torch format: mp_rank_TT[_PPP]/model_optim_rng.pt for each rank."""
+    """Write the torch format: mp_rank_TT[_PPP]/model_optim_rng.pt for each rank.
+
+    Args:
+        export: of `plan_megatron`.
+        target: a directory, empty.
+    """
     stages = [list(_of_stage(export, stage)) for stage in range(export.pp)]
     with Progress("converting", export.tp * sum(map(len, stages)), unit="tensors") as progress:
         for stage, names in enumerate(stages):
@@ -256,7 +267,12 @@ def write_ranks(export: MegatronExport, target: Path) -> None:
 
 
 def write_torch_dist(export: MegatronExport, target: Path) -> None:
-    """Write the torch_dist format: tensors of equal layers are one, with the layers along its first dimension."""
+    """Write the torch_dist format: a tensor of all layers is one, [layers, ...]; all of the model is in memory at once.
+
+    Args:
+        export: of `plan_megatron`; its ranks have no effect.
+        target: a directory, empty.
+    """
     tensors: dict[str, Tensor] = {}
     layers: dict[str, list[Tensor]] = {}
     for name in _written(export):

@@ -78,7 +78,10 @@ class _Waiting:
 
 
 class BlockMoments(KeptMoments):
-    """See the module; all ranks make it together.
+    """Moments as integers and scales; all ranks make it together, because they agree on divided blocks.
+
+    For each run the state has, under the name of a kind, the integers of its elements, [n] int8 (mean) or uint8
+    (square), and under that name with `SCALES` a scale for each block that the run has a part of, [pieces] fp32.
 
     Args:
         segments: that this rank updates.
@@ -224,13 +227,18 @@ class BlockMoments(KeptMoments):
 
 
 def encoded_mean(values: Tensor, scales: Tensor) -> Tensor:
-    """The nearest integers from -127 to 127 to 127 sign(x) sqrt(|x| / scale), int8; arguments as for `decoded_mean`."""
+    """The integers from -127 to 127 nearest to 127 sign(x) sqrt(|x| / scale), [n] int8.
+
+    Args:
+        values: [n] fp32, of magnitude at most their scale.
+        scales: [n] fp32, of the elements; 0 where all values of the block are 0.
+    """
     ratios = values.abs() / scales.where(scales > 0, 1.0)
     return ratios.sqrt_().mul_(_MEAN_STEPS).round_().copysign_(values).to(torch.int8)
 
 
 def decoded_mean(codes: Tensor, scales: Tensor) -> Tensor:
-    """scale x sign(c) (c / 127)^2, [n] fp32.
+    """scale x sign(c) (c / 127)^2, [n] fp32: steps are finer near zero.
 
     Args:
         codes: [n] int8.
@@ -241,15 +249,25 @@ def decoded_mean(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encoded_square(values: Tensor, scales: Tensor) -> Tensor:
-    """The nearest integers from 0 to 255 to 255 (x / scale)^(1/4), uint8; 0 only for 0, because the step is divided by
-    the root of the value."""
+    """The integers from 0 to 255 nearest to 255 (x / scale)^(1/4), [n] uint8; 0 only for 0, because the step is divided
+    by the root of the value.
+
+    Args:
+        values: [n] fp32, from 0 to their scale.
+        scales: [n] fp32, of the elements; 0 where all values of the block are 0.
+    """
     ratios = values / scales.where(scales > 0, 1.0)
     codes = ratios.sqrt_().sqrt_().mul_(_SQUARE_STEPS).round_()
     return codes.clamp_(min=1).mul_(values > 0).to(torch.uint8)
 
 
 def decoded_square(codes: Tensor, scales: Tensor) -> Tensor:
-    """scale x (c / 255)^4, [n] fp32; the codes are uint8."""
+    """scale x (c / 255)^4, [n] fp32.
+
+    Args:
+        codes: [n] uint8.
+        scales: [n] fp32, of the elements.
+    """
     roots = codes.float().div_(_SQUARE_STEPS)
     return roots.square_().square_().mul_(scales)
 

@@ -25,7 +25,7 @@ MOST_ELEMENTS = 1 << 20
 
 
 class Moments(NamedTuple):
-    """The fp32 values of a part, flat."""
+    """The means and the squares of a part, each [n] fp32."""
 
     mean: Tensor
     square: Tensor
@@ -47,7 +47,8 @@ class Part:
 
 
 class KeptMoments(ABC):
-    """The moments of what this rank updates.
+    """The moments of what this rank updates. An optimizer reads a part, updates its values, writes it, and once all
+    parts are written, settles.
 
     Args:
         segments: that this rank updates.

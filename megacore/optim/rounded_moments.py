@@ -1,4 +1,5 @@
-"""Adam's moments in bf16, rounded stochastically: up or down at random, so that the expected value is the exact one.
+"""Adam's moments in bf16, rounded stochastically: up or down at random, so that the expected value is the exact one
+(Gupta et al. 2015, arXiv 1502.02551, section 3).
 
 Rounding to nearest loses every change below half a unit in the last place, 0.2 to 0.4% of the value: with beta2 = 0.999
 the square would hardly move. The random bits of an element are a hash of the run's seed, the parameter's name, the
@@ -24,7 +25,7 @@ _LOW = 0xFFFF
 
 
 class RoundedMoments(KeptMoments):
-    """See the module.
+    """Moments as bf16 tensors, [n] for each run, in the optimizer's state under the names of their kinds.
 
     Args:
         segments: that this rank updates.
@@ -95,14 +96,15 @@ def random_bits(index: Tensor, key: int, step: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Values rounded to bf16 at random; those that bf16 holds exactly, and those that are not finite, stay.
+    """Values rounded to bf16 at random: away from zero with the probability of the part that bf16 cannot hold, else
+    towards zero. Those that bf16 holds exactly, and those that are not finite, stay.
 
     Args:
         values: [n] fp32.
         bits: [n] int64, of which the last 16 are used.
 
     Returns:
-        [n] fp32
+        [n] fp32, whose last 16 bits are zero where they are finite
     """
     added = values.view(torch.int32) + (bits & _LOW).to(torch.int32)
     return torch.where(values.isfinite(), (added & ~_LOW).view(torch.float32), values)

@@ -1,4 +1,5 @@
-"""An exponential moving average of the weights (Polyak and Juditsky 1992; `torch.optim.swa_utils.AveragedModel`).
+"""An exponential moving average of the weights, as `torch.optim.swa_utils.AveragedModel` has it. Averages of iterates:
+Polyak and Juditsky 1992, Acceleration of stochastic approximation by averaging.
 
 It is one more kind of state beside the optimizer's: fp32, of what this rank updates, in host memory where the master
 weights are. So it is sharded, saved and resharded as that is. It begins with the weights before the first update of the
@@ -26,7 +27,7 @@ class WeightAverage:
     Args:
         data_parallel: holds the master weights.
         optimizer: over its runs; it holds the average.
-        decay: between 0 and 1.
+        decay: above 0 and below 1; 1 / (1 - decay) updates are about what it averages over.
     """
 
     def __init__(self, data_parallel: DataParallel, optimizer: Optimizer[Any], *, decay: float) -> None:

@@ -25,8 +25,8 @@ def plain(layout: Layout, size: Size) -> dict[str, Any]:
     [
         ((1, 2, 1), {}),
         pytest.param((1, 3, 1), {}, marks=pytest.mark.slow),
-        ((1, 4, 1), {}),
-        ((1, 1, 2), {"zero_stage": 0}),
+        pytest.param((1, 4, 1), {}, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), {"zero_stage": 0}, marks=pytest.mark.slow),
         pytest.param((1, 1, 2), {"zero_stage": 1}, marks=pytest.mark.slow),
         ((1, 1, 2), {"zero_stage": 2}),
         pytest.param((1, 1, 2), {"zero_stage": 3}, marks=pytest.mark.slow),
@@ -71,16 +71,23 @@ LLAMA: dict[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
-WAYS: list[dict[str, Any]] = [
+ONE_GROUP: dict[str, Any] = LLAMA | {"num_query_groups": 1, "qk_layernorm": True}
+LOSS: dict[str, Any] = {"recompute": "light", "label_smoothing": 0.1, "z_loss": 0.01}
+# Three of several features each; in `make test-slow` the features one by one too.
+TOGETHER: list[dict[str, Any]] = [
+    {"precision": "fp16", "position_embedding_type": "alibi", "embedding_layernorm": True},
+    LLAMA | {"num_query_groups": 2, "precision": "bf16", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    ONE_GROUP | LOSS | {"num_attention_heads": 8, "window_size": 5},
+]
+APART: list[dict[str, Any]] = [
     LLAMA | {"num_query_groups": 2},
-    LLAMA | {"num_query_groups": 1, "qk_layernorm": True},
+    ONE_GROUP,
     {"hidden_dropout": 0.2, "attention_dropout": 0.2},
     {"precision": "bf16"},
-    {"precision": "fp16", "position_embedding_type": "alibi", "embedding_layernorm": True},
-    {"recompute": "light", "label_smoothing": 0.1, "z_loss": 0.01},
-    LLAMA | {"num_query_groups": 2, "precision": "bf16", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    LOSS,
     {"num_attention_heads": 8, "window_size": 5},
 ]
+WAYS = [*TOGETHER, *(pytest.param(way, marks=pytest.mark.slow) for way in APART)]
 
 
 @in_both_sizes

@@ -18,12 +18,12 @@ _ROWS = 64  # of a batch, which is in memory as a whole
 
 
 class Rows(NamedTuple):
-    """Rows of a file.
+    """Consecutive rows of a file.
 
     Attributes:
         first: number of the first one, from 1.
-        lines: as JSON lines.
-        file_bytes: share of the file, by rows.
+        lines: a JSON object for each row, with a key for each column, and a line feed after each; UTF-8.
+        file_bytes: how many bytes of the file they count for in reports of progress, in proportion to its rows.
     """
 
     first: int
@@ -37,12 +37,12 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def read_rows(path: str, columns: Sequence[str] | None, most_bytes: int) -> Iterator[Rows]:
-    """The rows of a file, in pieces of about `most_bytes`; one row at least.
+    """The rows of a file, in pieces that end with the row that reaches `most_bytes`.
 
     Args:
         path: the file.
         columns: those to read; None: all.
-        most_bytes: of a piece.
+        most_bytes: of the lines of a piece.
 
     Raises:
         DataError: pyarrow is not installed, the file is damaged, or a column is missing.
