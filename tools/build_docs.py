@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = ("start", "guides", "extend", "reference", "explain", "reports")
+FIRST = ("getting-started", "extending")  # of their sections
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 API_NAME = re.compile(r"^\| `(megacore[\w.]*)` \|", re.MULTILINE)
@@ -62,7 +63,7 @@ class Site:
         """The menu: the index, then each section with its pages by title, and the examples."""
         menu: list[object] = ["index.md"]
         for section in SECTIONS:
-            pages = sorted((self.pages / section).glob("*.md"))
+            pages = sorted((self.pages / section).glob("*.md"), key=lambda page: (page.stem not in FIRST, page))
             menu.append({section.capitalize(): [{title(page): str(page.relative_to(self.pages))} for page in pages]})
         examples = sorted((self.pages / "examples").rglob("*.md"), key=lambda page: (len(page.parts), page))
         menu.append({"Examples": [{title(page): str(page.relative_to(self.pages))} for page in examples]})

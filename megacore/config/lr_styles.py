@@ -28,13 +28,14 @@ def register_lr_style(name: str, remaining: Callable[[float], float]) -> None:
             rank and every resumed run calls it for the same steps: it must depend on its argument alone.
 
     Raises:
-        ValueError: the name is taken, or the share is not 1 at the begin of the decay and 0 at its end.
+        ValueError: the name is taken, or the share is not 1 where the decay begins and 0 where it ends.
     """
     problems = []
     if name in (*LR_DECAY_STYLES, *LR_SHAPES) and LR_SHAPES.get(name) is not remaining:
         problems.append("the name is taken: use another one")
-    if (ends := (remaining(0.0), remaining(1.0))) != (1.0, 0.0):
-        problems.append(f"the share left is {ends[0]} at 0 and {ends[1]} at 1: it must be 1 and 0")
+    first, last = remaining(0.0), remaining(1.0)
+    if not (math.isclose(first, 1.0) and math.isclose(last, 0.0, abs_tol=1e-9)):
+        problems.append(f"the share left is {first} at 0 and {last} at 1: it must be 1 and 0")
     if problems:
         raise ValueError(f"register_lr_style of {name!r}: " + "; ".join(problems))
     LR_SHAPES[name] = remaining

@@ -337,14 +337,17 @@ def with_registered(kind: type[C]) -> type[C]:
     return _with_sections(kind, tuple(added.items())) if added else kind
 
 
-@functools.cache  # one class for a kind and its sections, so that two configurations may be equal
 def _with_sections(kind: type[C], sections: tuple[tuple[str, type[Section]], ...]) -> type[C]:
-    fields = [(name, section, field(default_factory=section)) for name, section in sections]
-    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    made = dataclasses.make_dataclass(
-        kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True
-    )
-    return cast(type[C], made)
+    if (kind, sections) not in _EXTENDED:  # one class, so that two configurations may be equal
+        fields = [(name, section, field(default_factory=section)) for name, section in sections]
+        namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        _EXTENDED[kind, sections] = dataclasses.make_dataclass(
+            kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True
+        )
+    return cast(type[C], _EXTENDED[kind, sections])
+
+
+_EXTENDED: dict[tuple[type[Config], tuple[tuple[str, type[Section]], ...]], type[Config]] = {}
 
 
 SECTIONS = sections_of(Config)

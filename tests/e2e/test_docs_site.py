@@ -1,6 +1,6 @@
 """The documentation builds as a site without a warning, and every link and image of the site leads somewhere.
 
-Needs the extra `docs`, which `make docs` installs.
+Needs the extra `docs`, which `make docs` installs. Where there is a Chromium, it opens pages.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.browser import CHROMIUM, dom_and_complaints
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT, copy_of_tree
 
@@ -39,17 +40,30 @@ class Page(HTMLParser):
                 self.anchors.add(value)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra `docs` is not installed"
-)
-def test_the_site_builds_without_a_warning_and_has_no_dead_link(tmp_path: Path) -> None:
-    tree = copy_of_tree(tmp_path / "tree")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra `docs` is not installed"
+    ),
+]
+OPENED = (
+    "index.html", "start/parallelism-on-a-laptop.html", "guides/multi-node.html", "extend/optimizer.html",
+    "reference/api.html", "explain/schedules.html", "reports/measured.html", "examples/index.html",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, which `make docs` builds without a warning."""
+    tree = copy_of_tree(tmp_path_factory.mktemp("docs") / "tree")
     command = [sys.executable, "tools/build_docs.py"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"WARNING|ERROR", done.stderr), done.stderr
-    site = tree / "build" / "site"
+    return tree / "build" / "site"
+
+
+def test_the_site_has_every_page_and_no_dead_link(site: Path) -> None:
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     named = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     named |= {path.relative_to(ROOT).with_name("index.html") for path in (ROOT / "examples").rglob("README.md")}
@@ -62,6 +76,17 @@ def test_the_site_builds_without_a_warning_and_has_no_dead_link(tmp_path: Path) 
     ]
     assert dead == []
     assert not any(re.search(r"https?://", link) for page in pages.values() for link in page.links if is_loaded(link))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium")
+@pytest.mark.parametrize("name", OPENED)
+def test_a_browser_shows_the_page_and_has_nothing_to_complain_about(name: str, site: Path, tmp_path: Path) -> None:
+    document, complaints = dom_and_complaints(site / name, tmp_path)
+    assert complaints == []
+    assert re.search(r"<h1[^>]*>\s*\S", document)
+    assert 'data-md-component="search"' in document
+    if name == "reference/api.html":
+        assert 'id="megacore.train.engine.PipelineEngine"' in document, "its docstring"
 
 
 def is_dead(path: Path, link: str, pages: dict[Path, Page]) -> bool:

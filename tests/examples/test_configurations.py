@@ -26,3 +26,8 @@ def test_a_configuration_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"]["value"] == PARAMETERS[name]
     assert plan["fits"], plan
+
+
+def test_every_file_of_an_example_is_short() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "examples").rglob("*.py")}
+    assert [f"{path.relative_to(ROOT)}: {count}" for path, count in lines.items() if count >= 250] == []

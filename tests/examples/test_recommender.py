@@ -167,6 +167,8 @@ def test_the_script_learns_and_prints_the_same_on_every_number_of_processes(name
         (["--model", "x"], "invalid choice"),
         (["--steps", "0"], "must be at least 1"),
         (["--load", "nowhere"], "--load nowhere has no dense.safetensors"),
+        (["--data", "."], ". cannot be read: Is a directory"),
+        (["--data", "nowhere"], "nowhere cannot be read: No such file"),
     ],
 )
 def test_nonsense_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
