@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from itertools import count
 from pathlib import Path
 
 from megacore.checkpoint import storage
-from pretrain_gpt import run
 
 if __name__ == "__main__":
     point, _, number = os.environ["DIES"].rpartition(" ")
@@ -21,4 +21,4 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
 
     storage.passing = passing
-    run()
+    importlib.import_module("pretrain_gpt").run()
