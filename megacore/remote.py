@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from megacore.errors import UserError
 
@@ -191,6 +191,7 @@ _NUMBERS: dict[type[OSError], int] = {
     IsADirectoryError: errno.EISDIR,
 }
 Location = Path | RemotePath
+L = TypeVar("L", bound=Location)
 
 
 def is_url(text: str) -> bool:

@@ -20,10 +20,11 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 from megacore.checkpoint.files import open_regular
 from megacore.files import read_bounded
-from megacore.remote import Location, RemotePath, exists
+from megacore.remote import L, Location, RemotePath, exists
 
 MANIFEST_NAME = "manifest.json"
 POINTER_NAME = "latest"
@@ -43,7 +44,7 @@ def step_of(directory: Location) -> int | None:
     return int(match[1]) if match else None
 
 
-def published(run: Location) -> list[Location]:
+def published(run: L) -> list[L]:
     """All that has a checkpoint's name, the last published first; before them any whose manifest is damaged or gone.
 
     A link to a directory that was moved away is the checkpoint that it leads to.
@@ -52,7 +53,7 @@ def published(run: Location) -> list[Location]:
         OSError: the run's directory is there, and cannot be listed.
     """
     try:
-        steps: list[Location] = [entry for entry in run.iterdir() if step_of(entry) is not None]
+        steps = [cast(L, entry) for entry in run.iterdir() if step_of(entry) is not None]
     except FileNotFoundError:
         return []
     serials = {entry: _serial(entry) for entry in steps}
@@ -145,9 +146,7 @@ def _sweep_remote(run: RemotePath) -> list[str]:
     return left
 
 
-def expired(
-    run: Location, *, keep_last: int | None, keep_every: int | None, protected: Iterable[Location]
-) -> list[Location]:
+def expired(run: L, *, keep_last: int | None, keep_every: int | None, protected: Iterable[Location]) -> list[L]:
     """The checkpoints that need not be kept, the oldest first.
 
     What has a damaged manifest, or is a link out of the directory, is neither counted nor named; nor is the target of a

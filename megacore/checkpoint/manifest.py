@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from megacore.checkpoint.directory import (
     HEAD,
@@ -32,7 +32,7 @@ from megacore.checkpoint.small_json import without_duplicates
 from megacore.config import Config, ExpertsConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
-from megacore.remote import Location
+from megacore.remote import L, Location
 
 __all__ = [
     "MANIFEST_NAME",
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 S = TypeVar("S", bound=Section)
-L = TypeVar("L", bound=Location)
 
 SCHEMA = 2  # as written where no tensor is cut in several dimensions: older versions read it
 _SCHEMA_OF_BLOCKS = 3
@@ -166,10 +165,10 @@ def find_checkpoint(path: L) -> L:
         raise CheckpointError(
             f"{path} holds no checkpoint{lost}: give a step_NNNNNNNN directory or a run's output directory"
         )
-    return cast(L, checkpoints[0])
+    return checkpoints[0]
 
 
-def checkpoints_of(run: Location) -> list[Location]:
+def checkpoints_of(run: L) -> list[L]:
     """What `published` finds, for a reader.
 
     Raises:

@@ -90,7 +90,7 @@ def test_a_run_that_dies_in_a_save_goes_on_from_s3_on_another_layout(
     kept: int,
     async_save: bool,
 ) -> None:
-    """The second save, of step 4, is cut off (each has three shards): what was published before is there, and nothing
+    """The second save, of step 4, is cut off; a save has three shards. What was published before is there, and nothing
     else is ever loaded."""
     monkeypatch.setenv("DIES", f"{point} {number}")
     monkeypatch.setenv("DIED", str(tmp_path / "died"))

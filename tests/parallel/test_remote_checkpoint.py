@@ -48,7 +48,7 @@ def alone(output: Path, url: str = URL, **changes: object) -> Trainer:
 def step_and_save(trainer: Trainer) -> float:
     result = trainer.train_step(next(trainer.batches))
     trainer.save()
-    return result.loss
+    return float(result.loss)
 
 
 def names(url: str) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from megacore.checkpoint import save as save_module
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.runs import LocalRun
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
 from megacore.errors import StorageError
@@ -21,7 +22,7 @@ from tests.parity.runs import make_config, make_trainer
 
 # Part of a save: what it calls, and on which of the ranks 0 and 1 that raises.
 PARTS: dict[str, tuple[Any, str, int]] = {
-    "make the directory": (CheckpointSaver, "_make_directory", 0),
+    "make the directory": (LocalRun, "begin", 0),
     "prepare optimizer state": (TrainingState, "_optimizer_shard", 1),
     "allocate a gathered bucket": (torch.Tensor, "new_empty", 0),
     "copy a tensor": (CheckpointSaver, "_kept", 1),

@@ -18,6 +18,7 @@ from megacore.data.indexed import fetching
 from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
+from megacore.progress import Progress
 from megacore.remote import RemotePath, is_url, location, url_problem
 from tests.unit import data_bytes
 
@@ -155,44 +156,27 @@ def test_a_dataset_is_downloaded_once_and_gives_the_same_samples(
 
 def test_a_download_that_was_cut_off_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = corpus(tmp_path)
-    url = upload(source, "corpus")
+    url, size = upload(source, "corpus"), source.with_suffix(".bin").stat().st_size
     monkeypatch.setattr(fetching, "_CHUNK", 100)
-    reads: list[int] = []
+    read: list[int] = []
 
     class Cut(Exception):
         """The process ends here."""
 
-    def read(self: RemotePath) -> object:
-        file, real = RemotePath.opened(self), None  # type: ignore[attr-defined]
-        real = file.read
+    def advance(self: Progress, count: int) -> None:
+        read.append(count)
+        if sum(read) == 300:
+            raise Cut
 
-        class Counted:
-            seek = file.seek
-
-            def __enter__(self) -> Counted:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
-            def read(self, size: int) -> bytes:
-                reads.append(size)
-                if len(reads) == 4:
-                    raise Cut
-                return bytes(real(size))
-
-        return Counted()
-
-    monkeypatch.setattr(RemotePath, "opened", RemotePath.open, raising=False)
-    monkeypatch.setattr(RemotePath, "open", read)
+    monkeypatch.setattr(Progress, "advance", advance)
     with pytest.raises(Cut):
         local_prefix(url, "cache")
     (part,) = Path("cache").rglob("*.bin.part")
     assert part.stat().st_size == 300
     copy = local_prefix(url, "cache")
-    size = source.with_suffix(".bin").stat().st_size
-    assert len(reads) <= 4 + -(-(size - 300) // 100) + 1 + 10
-    assert Path(f"{copy}.bin").read_bytes() == source.with_suffix(".bin").read_bytes()
+    assert sum(read) == size + source.with_suffix(".idx").stat().st_size  # nothing came twice
+    for ending in (".bin", ".idx"):
+        assert Path(copy + ending).read_bytes() == source.with_suffix(ending).read_bytes()
     assert not list(Path("cache").rglob("*.part"))
 
 
