@@ -22,14 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = "needs the package lm_eval, which is not installed: pip install lm_eval, or megacore[eval]"
         print(f"run_lm_eval.py: error: {needed}", file=sys.stderr)
         return EXIT_REFUSED
-    from lm_eval.__main__ import cli_evaluate
-
     importlib.import_module("megacore.inference.lm_eval_model")  # registers the type of model
+    harness = importlib.import_module("lm_eval.__main__")
     given = list(sys.argv[1:] if argv is None else argv)
     asks = bool({"-h", "--help", "--model", "-m"} & {word.partition("=")[0] for word in given})
     before, sys.argv = sys.argv, ["run_lm_eval.py", *given, *([] if asks or not given else ["--model", "megacore"])]
     try:
-        cli_evaluate()
+        harness.cli_evaluate()
     except UserError as error:
         print(f"run_lm_eval.py: error: {error}", file=sys.stderr)
         return EXIT_REFUSED

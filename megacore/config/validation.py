@@ -264,6 +264,25 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about(*degree_fields(), "gradient_noise_interval", "micro_batch_size", "global_batch_size", "trace", "schedule_csv")
+def _gradient_noise(config: Config, world_size: int) -> Iterator[str]:
+    interval, training, file = config.logging.gradient_noise_interval, config.training, config.parallel.schedule_csv
+    if not interval:
+        return
+    given = f"--gradient-noise-interval {interval}"
+    small = training.micro_batch_size * size_of_role("batch", fill_degrees(config.parallel, world_size))
+    batch = training.global_batch_size or small
+    if batch <= small:
+        yield (
+            f"{given} compares the gradient of one microbatch per replica with that of all of them, and there is one: "
+            f"use --global-batch-size {2 * small} or more, or a smaller --micro-batch-size"
+        )
+    if config.logging.trace:
+        yield f"{given} adds a pass to steps that --trace records: leave one of them out"
+    if file is not None:
+        yield f"{given} is not possible with --schedule-csv {file}, which has one number of microbatches: leave it out"
+
+
 @_about("trace_steps", "train_iters")
 def _traced(config: Config, world_size: int) -> Iterator[str]:
     steps, last = config.logging.trace_steps, config.training.train_iters

@@ -144,27 +144,8 @@ class WeightUpdate:
             TrainingDiverged: too many steps in a row were spikes, which are skipped.
             TrainingStopped: the fp16 loss scale is at its minimum.
         """
-        data_parallel = self.data_parallel
-        data_parallel.finish()
-        data_parallel.record_norms(self._summed_further)
-        if self._sequence_parallel:
-            self._all_reduce_replicated_grads()
-        for name, holders in self._shared.items():
-            self._all_reduce_tied_grads(name, holders)
-        data_parallel.convert_exact_sums()
-        data_parallel.drop_frozen_gradients()
-        exact = data_parallel.options.exact_terms > 0
-        scale = 1.0 if exact else self.scaler.scale  # still a factor of the gradients
-        total = totals(
-            self._counted,
-            self.mesh,
-            loss=loss,
-            overflow=data_parallel.overflow(),
-            weights=data_parallel.weight_check(step),
-            per_count=per_count,
-            votes=votes,
-            exact=exact,
-        )
+        data_parallel, scale = self.data_parallel, self._gradient_scale
+        total = self._finish_gradients(loss, step=step, per_count=per_count, votes=votes)
         self._set_rates(step)
         if self.average is not None:
             self.average.begin()
@@ -204,6 +185,45 @@ class WeightUpdate:
         if self._adaptive_clip is not None:
             self._adaptive_clip.observe(norm)
         return Outcome(loss=total.loss, norm=norm, votes=summed_votes, spike=spike, clip_limit=clip_limit)
+
+    @torch.no_grad()
+    def gradient_norm(self, loss: Tensor, *, step: int, per_count: Tensor) -> Tensor:
+        """The global norm of gradients that no update follows, without the loss scale: an fp64 scalar on the device.
+        All ranks call this together, after a backward.
+
+        Args:
+            loss: as for `apply`.
+            step: likewise.
+            per_count: likewise.
+        """
+        return self._finish_gradients(loss, step=step, per_count=per_count).norm / self._gradient_scale
+
+    @property
+    def _gradient_scale(self) -> float:
+        """What is still a factor of finished gradients."""
+        return 1.0 if self.data_parallel.options.exact_terms > 0 else self.scaler.scale
+
+    def _finish_gradients(self, loss: Tensor, *, step: int, per_count: Tensor, votes: Sequence[int] = ()) -> Totals:
+        """Sum the gradients over all that hold a part of them, and the squares, the loss and the votes over ranks."""
+        data_parallel = self.data_parallel
+        data_parallel.finish()
+        data_parallel.record_norms(self._summed_further)
+        if self._sequence_parallel:
+            self._all_reduce_replicated_grads()
+        for name, holders in self._shared.items():
+            self._all_reduce_tied_grads(name, holders)
+        data_parallel.convert_exact_sums()
+        data_parallel.drop_frozen_gradients()
+        return totals(
+            self._counted,
+            self.mesh,
+            loss=loss,
+            overflow=data_parallel.overflow(),
+            weights=data_parallel.weight_check(step),
+            per_count=per_count,
+            votes=votes,
+            exact=data_parallel.options.exact_terms > 0,
+        )
 
     def _set_rates(self, step: int) -> None:
         """Give the optimizer the weight decay and the momentum of a step."""

@@ -30,6 +30,7 @@ from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
 from megacore.train.expert_balance import ExpertBalance
+from megacore.train.gradient_noise import GradientNoise
 from megacore.train.parallelize import parallelize
 from megacore.train.replay import Replay
 from megacore.train.same_operations import different_operations
@@ -118,6 +119,7 @@ class TrainStep:
         model: this rank's part of the model.
         update: the optimizer, and the checks before its step.
         balance: of the experts; None: the model has none.
+        noise: the gradient noise scale; None: it is not measured.
         source: where microbatches come from, if it is known.
         rate: learning rate of the next step, where the caller sets it; None: that of the configuration.
     """
@@ -141,6 +143,9 @@ class TrainStep:
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
         self._summed_loss: Tensor | None = None
+        interval = config.logging.gradient_noise_interval
+        self.noise = GradientNoise(interval) if interval else None
+        self._small_norm: Tensor | None = None
 
     def compute_gradients(self, microbatches: Sequence[Any]) -> None:
         """Forward and backward of this replica's microbatches.
@@ -155,11 +160,19 @@ class TrainStep:
             SilentCorruption: a microbatch that was computed again gave other numbers.
         """
         self._microbatches = microbatches = [self.task.of_rank(microbatch) for microbatch in microbatches]
+        if self.noise is not None and self.noise.is_due(self.step + 1) and len(microbatches) > 1:
+            self._small_norm = self._norm_of_first(microbatches)
         weight = self.begin(torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0))
         if self._replay is not None and self._replay.is_due(self.step + 1):
             self._summed_loss = self._replay.train_step(microbatches, weight, step=self.step + 1)
         else:
             self._summed_loss = self.model.runtime.train_step(microbatches, weight, self.model.data_parallel)
+
+    def _norm_of_first(self, microbatches: Sequence[Any]) -> Tensor:
+        """The norm of the gradient of the first microbatches of all replicas, as if they were the global batch."""
+        weight = self.begin(self.task.counts(microbatches[0]))
+        loss = self.model.runtime.train_step(microbatches[:1], weight, self.model.data_parallel)
+        return self.update.gradient_norm(loss, step=self.step + 1, per_count=weight.per_count())
 
     def begin(self, counts: Tensor) -> BatchWeight:
         """Begin a step: drop the gradients of the last one.
@@ -217,6 +230,11 @@ class TrainStep:
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
             outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
+        if self.noise is not None and self._small_norm is not None:
+            small, count = self.config.replica_batch_size, len(microbatches)
+            norms = float(self._small_norm), float(outcome.norm)
+            self.noise.measure(*norms, small_batch=small, large_batch=small * count)
+            self._small_norm = None
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
             raise TrainingStopped(different_operations(self.step, self.mesh))
         if self.balance is not None:
@@ -321,7 +339,7 @@ class TrainStep:
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
             counters=self.update.counters() | {"learning_rate": self.lr()},
-            series={**self.update.series(), **series},
+            series={**self.update.series(), **({} if self.noise is None else self.noise.series()), **series},
             buffers={**(buffers or {}), **({} if self.balance is None else self.balance.buffers())},
         )
 
@@ -354,6 +372,8 @@ class TrainStep:
             self.step = manifest.step
         if with_optimizer:
             self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
+        if with_progress and self.noise is not None:
+            self.noise.load(manifest.series)
         if non_finite := self.update.non_finite_state():
             raise CheckpointError(
                 f"{directory} holds numbers that are not finite, first in forward order "

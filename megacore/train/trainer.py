@@ -257,7 +257,8 @@ class Trainer:
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
         balance = {} if self.train_steps.balance is None else self.train_steps.balance.figures()
-        further = {**balance, **self.rollbacks.figures(), **self.callbacks.figures()}
+        noise = {} if self.train_steps.noise is None else self.train_steps.noise.figures()
+        further = {**balance, **noise, **self.rollbacks.figures(), **self.callbacks.figures()}
         self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:

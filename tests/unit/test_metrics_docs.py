@@ -29,7 +29,7 @@ def written(directory: Path) -> set[str]:
 
 def test_every_metric_is_documented_and_every_documented_one_written(tmp_path: Path) -> None:
     mesh = Mesh(device=torch.device("cpu"))
-    guards = {"on_spike": "rollback", "save_interval": 1, "clip_grad_adaptive": True}
+    guards = {"on_spike": "rollback", "save_interval": 1, "clip_grad_adaptive": True, "gradient_noise_interval": 1}
     gpt = make_config((1, 1, 1), tmp_path / "gpt", precision="fp16", peak_tflops=1.0, **guards, **SHORT)
     make_trainer(gpt, mesh).run()
     make_bert_trainer(make_bert_config((1, 1, 1), tmp_path / "bert", **SHORT), mesh).run()

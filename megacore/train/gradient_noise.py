@@ -1,0 +1,65 @@
+"""The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1): how large a batch is worth it.
+
+Gradients of two batch sizes b < B estimate the squared norm of the true gradient, and the trace of the covariance of
+the gradients of single samples:
+
+    |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        tr(S) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
+
+Their ratio is the noise scale, in samples. Both are averaged over measurements before they are divided, because each of
+them by itself is noisy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+_SERIES = "gradient_noise"
+_DECAY = 0.95  # of both averages, per measurement
+
+
+class GradientNoise:
+    """The averages of a run.
+
+    Args:
+        interval: steps between measurements.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._signal, self._noise = 0.0, 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether step number `step` is measured."""
+        return step % self._interval == 0
+
+    def measure(self, small: float, large: float, *, small_batch: int, large_batch: int) -> None:
+        """Take in a measurement; one that is not finite is left out.
+
+        Args:
+            small: norm of the mean gradient of the small batch.
+            large: that of the large one.
+            small_batch: samples of the small batch.
+            large_batch: those of the large one, more.
+        """
+        small, large = small * small, large * large
+        signal = (large_batch * large - small_batch * small) / (large_batch - small_batch)
+        noise = (small - large) / (1 / small_batch - 1 / large_batch)
+        if math.isfinite(signal) and math.isfinite(noise):
+            # The averages begin at 0; what they lack at the beginning is the same factor of both.
+            self._signal = _DECAY * self._signal + (1 - _DECAY) * signal
+            self._noise = _DECAY * self._noise + (1 - _DECAY) * noise
+
+    def figures(self) -> dict[str, float | None]:
+        """The noise scale by its key of metrics.jsonl; None where the averages give no positive number."""
+        is_known = self._signal > 0 and self._noise > 0
+        return {"train/gradient_noise_scale": self._noise / self._signal if is_known else None}
+
+    def series(self) -> dict[str, list[float]]:
+        """The averages, for a checkpoint."""
+        return {_SERIES: [self._signal, self._noise]}
+
+    def load(self, series: Mapping[str, Sequence[float]]) -> None:
+        """Continue with the averages of a checkpoint, if it has some."""
+        if len(averages := series.get(_SERIES, ())) == 2:
+            self._signal, self._noise = averages
