@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore.config.compression import FORMATS, Format
-from megacore.parallel.collectives import PartsExchanged, all_gather, start_all_gather
+from megacore.parallel.collectives import PartsExchanged, start_all_gather
 from megacore.parallel.mesh import Group
 
 
@@ -185,8 +185,9 @@ class CompressedSum:
         x += self.part_of_sum()
         message = self._code.encode(x, mask)
         _leave_out(x, self._code.decode(message, mask))
-        messages = all_gather(message, self._group).flatten(0, 1)
-        return self._code.decode(messages, self._mask).view(-1)[: self._size]
+        messages = message.new_empty(self._group.size * message.numel())
+        start_all_gather(messages, message.view(-1), self._group).wait()
+        return self._code.decode(messages.view(-1, message.shape[1]), self._mask).view(-1)[: self._size]
 
     def _part_of_mask(self) -> Tensor | None:
         return None if self._mask is None else self._mask.view(-1)[self.part].view(self._part, -1)

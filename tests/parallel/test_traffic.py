@@ -281,3 +281,31 @@ def _mean_of_shards(config: ResolvedConfig, counted: list[list[tuple[int, Counts
     assert parallel.pp == 1 == parallel.cp
     total = sum((counted[replica][case][1] for replica in replicas), Counter())
     return Counter({distance: size // len(replicas) for distance, size in total.items()})
+
+
+COMPRESSED: dict[str, tuple[dict[str, Any], float]] = {
+    "onebitadam": ({"optimizer": "onebitadam", "onebit_freeze_step": 1}, 4 * 2048 / 260),
+    "int8": ({"grad_reduce_compression": "int8"}, 4 * 256 / 260),
+    "bf16": ({"grad_reduce_compression": "bf16", "zero_stage": 1}, 2.0),
+}
+
+
+def test_compressed_sums_send_the_bytes_that_are_planned(tmp_path: Any) -> None:
+    """But for the padding of vectors to blocks."""
+    cases = {name: ((1, 1, 2), changes) for name, (changes, _) in COMPRESSED.items()}
+    counted = run_distributed(sent_by_replicas, 2, cases, str(tmp_path))[0]
+    for (name, (changes, ratio)), (parameters, found) in zip(COMPRESSED.items(), counted, strict=True):
+        config = make_config((1, 1, 2), tmp_path, **(SIZES | changes), train_iters=2)
+        (planned,) = [s.sent_bytes for s in rank_traffic(config, outline(config), 0) if s.what == "gradients"]
+        gathered = 4 * parameters / 2 if changes.get("zero_stage") else 0
+        full = 4 * parameters / 2 * (1 if changes.get("zero_stage") else 2)
+        assert planned == pytest.approx(full / ratio, rel=1e-6), name
+        assert planned <= found[1] - gathered <= 1.12 * planned, name
+
+
+def sent_by_replicas(
+    rank: int, world_size: int, cases: dict[str, tuple[tuple[int, int, int], dict[str, Any]]], directory: str
+) -> list[tuple[int, Counts]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "CASES", cases)
+        return sent_per_step(rank, world_size, list(cases), directory)
