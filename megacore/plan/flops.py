@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Literal
 
 from megacore.config import ResolvedModel
+from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
 from megacore.plan.model_size import attention_matrices, short_matrices
 
 CONVENTION = "model FLOPs, full attention"
@@ -31,12 +33,30 @@ def flops_per_sequence(config: ResolvedModel, seq_length: int, *, attention: Att
     return 3.0 * seq_length * (forward + head_flops(config))
 
 
-def blocks_of(config: ResolvedModel) -> list[tuple[ResolvedModel, int]]:
-    """The kinds of blocks of a causal language model, with or without experts, and how many there are of each."""
-    if config.experts is None:
-        return [(config, config.num_layers)]
-    held = sum(map(config.experts.holds, range(config.num_layers)))
-    return [(config, held), (without_experts(config), config.num_layers - held)]
+@functools.lru_cache(maxsize=16)
+def blocks_of(config: ResolvedModel) -> tuple[tuple[ResolvedModel, int], ...]:
+    """The kinds of blocks of a causal language model, by experts and attention, and how many there are of each."""
+    kinds = Counter(
+        (config.experts is None or config.experts.holds(i), letter) for i, letter in enumerate(config.attention_kinds)
+    )
+    return tuple(
+        (block_of_kind(config if has_experts else without_experts(config), letter), number)
+        for (has_experts, letter), number in kinds.items()
+    )
+
+
+def block_of_kind(config: ResolvedModel, kind: str) -> ResolvedModel:
+    """The configuration with the attention of one block, by its letter of --attention-pattern."""
+    if config.attention_pattern is None or kind == WINDOW:
+        return config
+    full = without_window(config)
+    return dataclasses.replace(full, position_embedding_type="none") if kind == WITHOUT_POSITIONS else full
+
+
+@functools.lru_cache(maxsize=16)  # one object for all blocks that are alike
+def without_window(config: ResolvedModel) -> ResolvedModel:
+    """The configuration of a block that sees the whole sequence."""
+    return dataclasses.replace(config, window_size=None)
 
 
 @functools.lru_cache(maxsize=16)  # one object for all blocks that are alike

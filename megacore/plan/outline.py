@@ -7,7 +7,6 @@ planned before torch is loaded and what is built later are the same stages.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
@@ -15,8 +14,7 @@ from typing import NamedTuple, TypedDict
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
-from megacore.plan.flops import block_flops, head_flops, without_experts
+from megacore.plan.flops import block_flops, block_of_kind, head_flops, without_experts, without_window
 from megacore.plan.model_size import (
     bert_embedding_parameters,
     bert_head_parameters,
@@ -86,7 +84,7 @@ def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> lis
     for i, letter in enumerate(config.attention_kinds):
         kind = (config.experts is None or config.experts.holds(i), letter)
         if kind not in kinds:
-            kinds[kind] = outlined(_block_of_kind(config if kind[0] else without_experts(config), letter))
+            kinds[kind] = outlined(block_of_kind(config if kind[0] else without_experts(config), letter))
         blocks.append(dataclasses.replace(kinds[kind], name=f"blocks.{i}"))
     return _between_embedding_and_head(
         blocks,
@@ -96,14 +94,6 @@ def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> lis
         head=_Parameters(head_parameters(config), head_parameters(config, tp)),
         head_flops=head_flops(config),
     )
-
-
-def _block_of_kind(config: ResolvedModel, kind: str) -> ResolvedModel:
-    """The configuration with the attention of one block."""
-    if config.attention_pattern is None or kind == WINDOW:
-        return config
-    full = _without_window(config)
-    return dataclasses.replace(full, position_embedding_type="none") if kind == WITHOUT_POSITIONS else full
 
 
 def bert_outline(config: ResolvedBertConfig) -> list[LayerOutline]:
@@ -160,12 +150,7 @@ def _between_embedding_and_head(
 def bert_block(config: ResolvedBertConfig, number: int) -> ResolvedModel:
     """The configuration with the window of a block: None where it sees the whole document."""
     is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
-    return config.model if is_local or config.model.window_size is None else _without_window(config.model)
-
-
-@functools.lru_cache(maxsize=16)  # one object for all blocks that are alike
-def _without_window(config: ResolvedModel) -> ResolvedModel:
-    return dataclasses.replace(config, window_size=None)
+    return config.model if is_local or config.model.window_size is None else without_window(config.model)
 
 
 class _Tie(TypedDict, total=False):

@@ -234,9 +234,9 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
         blocks = blocks_of(model)
         flops += share * s * sum(number * block_flops(block, s, attention=attention) for block, number in blocks)
     elif hardware and config.training.recompute == "selective":
-        keys = float(min(s, model.window_size or s)) * (0.5 if attention == "causal" else 1.0)
-        width = model.head_size + model.value_size
-        flops += s * model.num_layers * 2.0 * keys * model.num_attention_heads * width
+        keys = sum(number * min(s, block.window_size or s) for block, number in blocks_of(model))
+        width = (model.head_size + model.value_size) * (0.5 if attention == "causal" else 1.0)
+        flops += s * 2.0 * keys * model.num_attention_heads * width
     return batch * flops
 
 

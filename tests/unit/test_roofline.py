@@ -398,6 +398,23 @@ def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys
     assert printed[0] == printed[1] != printed[2]
 
 
+def test_ranks_that_divide_sequences_divide_the_flops_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    flops = []
+    for flags in ([], ["--cp", "2"]):
+        assert roofline.main([*TINY, "--num-layers", "1", "--attention-dropout", "0", "--json", *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        flops.append(found["mfu_full_attention"]["expected"] * found["step_seconds"]["expected"])
+    assert flops[1] == pytest.approx(flops[0] / 2, rel=1e-6)
+
+
+def test_flops_of_a_pattern_are_those_of_its_blocks() -> None:
+    windowed = {"position_embedding_type": "rope", "window_size": 16, "num_layers": 4}
+    configs = [config_of(1, 1, **windowed, attention_pattern=pattern) for pattern in ("w", "f", "3*w,f")]
+    flops = [flops_per_sequence(config.model, 64) for config in configs]
+    assert flops[2] == pytest.approx((3 * flops[0] + flops[1]) / 4, rel=1e-12)
+    assert flops[0] < flops[1]
+
+
 def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert roofline.main([*TINY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
