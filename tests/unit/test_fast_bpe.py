@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -62,6 +63,42 @@ def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
     texts = [*TEXTS, *(text * 50 for text in TEXTS), Path(__file__).read_text()]
     for text, ids in zip(texts, fast.encode_batch(texts), strict=True):
         assert ids.tolist() == tokenizer.encode(text), text
+
+
+def test_words_have_the_ids_that_they_have_in_a_text(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr(fast_bpe, "_PROBED", ())
+    monkeypatch.setattr(fast_bpe, "_MOST_WORDS", 50)
+    monkeypatch.setattr(fast_bpe, "_LONGEST_WORD", 6)
+    fast = fast_encoder(trained)
+    assert fast is not None
+    assert fast._words is not None
+    parts = [
+        "a",
+        "B",
+        "é",
+        "東",
+        "1",
+        "½",
+        "'",
+        "'s",
+        "'ll",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "\r\n",
+        "\x1c",
+        "\x85",
+        "\xa0",
+        "\u3000",
+    ]
+    parts += ["\u2028", "\u180e", "\u200b", ".", "!?", "_", "\u0301", "\U0001f600", "<|"]
+    random = Random(0)
+    texts = ["".join(random.choices(parts, k=random.randrange(1, 14))) for _ in range(3000)]
+    assert fast.agrees(texts)
+    assert 0 < len(fast._words) <= 50
+    assert max(map(len, fast._words)) == 6
 
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3])

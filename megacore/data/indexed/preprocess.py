@@ -48,7 +48,7 @@ from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
 _BAD_SHOWN = 50  # of those that are an error
-_COMPARED_BYTES = 1 << 22  # of the inputs, that both encoders are compared on
+_COMPARED_BYTES = 1 << 21  # of the inputs, that both encoders are compared on
 _DIGEST_BYTES = 16
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
 

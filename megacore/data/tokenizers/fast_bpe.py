@@ -5,6 +5,9 @@ that was trained both give the same ids, if its ids are in the order of its merg
 `fast_encoder` looks at the order, and compares both on every token of the vocabulary and on every character of two
 planes of Unicode, and `FastEncoder.agrees` on text of the user's. What the encoder does not know, such as texts with
 special tokens, `tokenizers` encodes.
+
+Most words of a text are repeated, so that GPT-2's pattern needs an encoder for the new ones only: `_Words` keeps the
+ids of the others.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,11 +34,34 @@ _FORMS: Mapping[str | None, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "
 # How GPT-2's tokenizer divides texts (Radford et al. 2019, section 2.2), with possessive repetitions: the same pieces,
 # without backtracking.
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# The same divisions, and some fewer: a word is what is between white space, with a space before it. All alternatives of
+# _GPT2 but the last two match no white space except a first space, and look at nothing outside of what they match. So
+# each of its pieces lies within one word, or is white space that the last two alternatives here divide as it does.
+_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
+_WORD = re.compile(rf" ?[^{_SPACE}]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]")
+_MOST_WORDS = 1 << 18  # that are kept: some 50 MB
+_LONGEST_WORD = 64  # characters of a word that is kept
 _PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
 _RUN = 64  # code points of a probe
 _WHOLE = 1 << 20  # characters that are encoded at once, where a text can be divided
 _PLACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _SIGNS = ("", "'", "1", ".", "-", "\n", " ", "é", "東")
+
+
+class _Words(dict[str, bytes]):
+    """The ids of words, as bytes of uint32; those of a new word are encoded, and kept."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        super().__init__()
+        self._encode = encode
+
+    def __missing__(self, word: str) -> bytes:
+        ids = array("I", self._encode(word)).tobytes()
+        if len(word) <= _LONGEST_WORD:
+            if len(self) == _MOST_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
 
 
 class FastEncoder:
@@ -46,6 +73,7 @@ class FastEncoder:
         special: what texts must not hold, because the tokenizer finds it before it divides a text.
         normal_form: of Unicode, that texts are brought to; None: they stay as they are.
         strips_spaces: whether a special token takes the spaces beside it.
+        by_words: whether the encoder's pattern is GPT-2's.
     """
 
     def __init__(
@@ -56,9 +84,11 @@ class FastEncoder:
         normal_form: NormalForm | None,
         *,
         strips_spaces: bool = False,
+        by_words: bool = False,
     ) -> None:
         self._tokenizer, self._encoding, self._normal_form = tokenizer, encoding, normal_form
         self._special, self._strips_spaces = tuple(special), strips_spaces
+        self._words = _Words(encoding.encode_ordinary) if by_words else None
         # One search rules out most texts: what all special tokens begin with.
         same = takewhile(lambda letters: len(set(letters)) == 1, zip(*special, strict=False))
         self._common = "".join(letters[0] for letters in same)
@@ -92,7 +122,9 @@ class FastEncoder:
 
     def _encode_part(self, text: str) -> NDArray[np.uint32]:
         if self._is_plain(text):
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
+            if self._words is None:
+                return np.array(self._encoding.encode_ordinary(text), np.uint32)
+            return np.frombuffer(b"".join(map(self._words.__getitem__, _WORD.findall(text))), np.uint32)
         return np.array(self._tokenizer.encode(text), np.uint32)
 
     def agrees(self, texts: Sequence[str]) -> bool:
@@ -142,7 +174,8 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
         encoding = tiktoken.Encoding("megacore", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     except (KeyError, ValueError):  # a token that is no text of bytes, or a pattern that tiktoken does not have
         return None
-    encoder = FastEncoder(tokenizer, encoding, sorted(added), form, strips_spaces=strips)
+    by_words = pattern == _GPT2
+    encoder = FastEncoder(tokenizer, encoding, sorted(added), form, strips_spaces=strips, by_words=by_words)
     return encoder if encoder.agrees([*_tokens(ranks), *_characters()]) else None
 
 
