@@ -93,7 +93,7 @@ class Sides:
 
     def __init__(self, state: TrainingState, directory: Path, device: torch.device) -> None:
         self.state, self.directory, self.device = state, directory, device
-        self.tensors = {f"{kind}/{spec.name}": tensor for kind, spec, tensor in state.entries()}
+        self.tensors = {f"{kind}/{spec.name}": tensor for kind, spec, tensor, _ in state.entries()}
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         mesh = Mesh(device=device)
         self.saver = CheckpointSaver(config_of(directory / "ours", async_save=False), mesh)
@@ -141,7 +141,7 @@ def measure(sides: Sides, rounds: int) -> dict[str, float]:
             if name == "save_ours":
                 shutil.rmtree(folder / "ours", ignore_errors=True)
             if name == "load_ours":
-                sides.tensors = {f"{kind}/{spec.name}": t for kind, spec, t in sides.state.entries()}
+                sides.tensors = {f"{kind}/{spec.name}": t for kind, spec, t, _ in sides.state.entries()}
             try:
                 seconds.setdefault(name, []).append(timed(getattr(sides, name), sides.device))
             except (Exception, CheckpointException) as error:  # the latter is no Exception

@@ -378,7 +378,7 @@ def replica_traffic(
     if d == 1 or not parameters:
         return ReplicaTraffic(gradients=None, parameters=None)
     e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
-    summed = term_bytes(config)
+    summed: float = term_bytes(config)
     if (compressed := format_of(config)) is not None:  # as many bytes to the ranks that add up, and from them to all
         summed = compressed.bytes_per_element
     stride = parallel.ep * parallel.expert_split if of_experts else ranks_of_role("layer", parallel)
