@@ -191,7 +191,7 @@ def save_and_load(rank: int, world_size: int, directory: str, targets: list[tupl
         load_checkpoint(Path(directory), state, mesh.world)
         found = list(state.entries())
         assert len(found) == len(KINDS) * len(SHAPES)
-        for kind, spec, tensor in found:
+        for kind, spec, tensor, _ in found:
             assert torch.equal(tensor, spec.take(value(spec.name, kind))), (kind, spec)
 
 

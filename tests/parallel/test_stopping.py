@@ -172,10 +172,10 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
         ready = threading.Event()
         monkeypatch.setattr(save_module, "write_tensors", lambda *given: (ready.wait(patience(10)), write(*given))[1])  # noqa: B023
         entries = list(trainer.state().entries())
-        expected = {(kind, spec.name): tensor.clone() for kind, spec, tensor in entries}
+        expected = {(kind, spec.name): tensor.clone() for kind, spec, tensor, _ in entries}
         trainer.saving.save(trainer.state())
         with torch.no_grad():
-            for _, _, tensor in entries:
+            for _, _, tensor, _ in entries:
                 tensor.fill_(7.0)
         ready.set()
         trainer.save()
