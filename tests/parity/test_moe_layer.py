@@ -27,7 +27,7 @@ def model_with(activation: str = "swiglu", **fields: Any) -> ResolvedModel:
         hidden_size=H,
         num_attention_heads=4,
         ffn_hidden_size=FFN,
-        activation=activation,  # type: ignore[arg-type]
+        activation=activation,
         disable_bias_linear=True,
     )
     fields = {"num_experts": 6, "moe_ffn_hidden_size": WIDTH, **fields}
