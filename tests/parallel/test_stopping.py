@@ -28,6 +28,7 @@ from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
 from megacore.errors import DataError, StorageError, TrainingStopped
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from megacore.remote import Location
 from megacore.train.metrics import StepTimes
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -261,7 +262,7 @@ DIVERGING = {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 
 
 
 def slowly(
-    path: Path, tensors: Mapping[str, Tensor], on_written: Callable[[int], None] = lambda count: None
+    path: Location, tensors: Mapping[str, Tensor], on_written: Callable[[int], None] = lambda count: None
 ) -> FileEntry:
     """Writes a shard while the next step fails."""
     time.sleep(1.0)
