@@ -51,7 +51,7 @@ class MegacoreLM(LM):
             raise ValueError(f"megacore's model has no argument {', '.join(unknown)}")
         if not 0 <= seed <= MAX_SEED:
             raise ValueError(f"seed {seed} must be from 0 to {MAX_SEED}")
-        size = int(batch_size) if str(batch_size).isdigit() else 8  # lm_eval also has `auto`
+        size = int(str(batch_size)) if str(batch_size).isdigit() else 8  # lm_eval also has `auto`
         self.scorer = TextScorer.of_checkpoint(
             checkpoint,
             tokenizer=tokenizer,
