@@ -55,7 +55,7 @@ def test_it_is_that_of_the_formula(tmp_path: Path) -> None:
             trainer.save()
     again = trainer_of((1, 1, 1), tmp_path, load=str(tmp_path))
     again.run()
-    assert again.train_steps.noise is not None
+    assert again.train_steps.noise is not None and trainer.train_steps.noise is not None
     assert again.train_steps.noise.series() == trainer.train_steps.noise.series()
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert record["train/gradient_noise_scale"] == (noise / signal if min(noise, signal) > 0 else None) or (

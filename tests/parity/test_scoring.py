@@ -22,6 +22,7 @@ from tools.perplexity import main as perplexity
 
 ENDS = {"bos": "<begin>", "eos": "<end>"}
 TOKENIZER = tokenizer(ENDS)
+BEGIN = TOKENIZER.encode(ENDS["bos"])[0]
 LENGTHS = (28 + 3 * 6, 20, 2)  # tokens of the documents
 
 
@@ -88,9 +89,9 @@ def test_perplexity_is_that_of_transformers(
     begun = measured(capsys, checkpoint, input=tmp_path / "t.jsonl")  # auto: <begin>, and the model's positions
     assert (begun["tokens"], begun["context"], begun["stride"]) == (count + 3, POSITIONS, POSITIONS // 2)
     (tmp_path / "t.txt").write_text(texts()[1])
-    assert TOKENIZER.bos is not None
+    assert TOKENIZER.bos == BEGIN
     begun = measured(capsys, checkpoint, input=tmp_path / "t.txt")
-    tokens = [TOKENIZER.bos, *TOKENIZER.encode(texts()[1])]
+    tokens = [BEGIN, *TOKENIZER.encode(texts()[1])]
     assert begun["nats"] == pytest.approx(-log_likelihood(model, tokens, len(tokens) - 1), rel=1e-5)
 
 
@@ -112,7 +113,7 @@ def test_continuations_are_as_likely_as_in_transformers(pair: tuple[nn.Module, P
     scorer = scorer_of(checkpoint, batch_size=3)
     pairs = [("w1 w2", " w3 w4"), ("w1 w2 ", "w3"), ("", "w5 w6"), (texts()[0], " w7 w8"), ("w9", " " + texts()[1])]
     for (context, continuation), (found, greedy) in zip(pairs, scorer.log_likelihoods(pairs), strict=True):
-        before = TOKENIZER.encode(context) or [TOKENIZER.bos]
+        before = TOKENIZER.encode(context) or [BEGIN]
         after = TOKENIZER.encode(continuation)
         tokens = [*before, *after][-POSITIONS - 1 :]
         assert found == pytest.approx(log_likelihood(model, tokens, len(after)), rel=1e-5)
@@ -120,7 +121,7 @@ def test_continuations_are_as_likely_as_in_transformers(pair: tuple[nn.Module, P
             likeliest = model(torch.tensor([tokens[:-1]])).logits[0, -len(after) :].argmax(-1).tolist()
         assert greedy == (likeliest == after)
     (rolling,) = scorer.rolling([texts()[0]])
-    tokens = [TOKENIZER.bos, *TOKENIZER.encode(texts()[0])]  # 46 of them are predicted, 40 at first
+    tokens = [BEGIN, *TOKENIZER.encode(texts()[0])]  # 46 of them are predicted, 40 at first
     rest = log_likelihood(model, tokens[-POSITIONS - 1 :], len(tokens) - 1 - POSITIONS)
     assert rolling == pytest.approx(log_likelihood(model, tokens[: POSITIONS + 1], POSITIONS) + rest, rel=1e-5)
 
