@@ -160,7 +160,10 @@ class Config:
 
     @property
     def eval_iters(self) -> int:
-        """Global batches per evaluation. Forward is a third of a step, so the default adds about 3% to a run."""
+        """Global batches per evaluation; 0: there is none.
+
+        Forward is a third of a step, so the default adds about 3% to a run.
+        """
         training = self.training
         if training.eval_iters is not None:
             return training.eval_iters
@@ -203,7 +206,10 @@ class Config:
                 ResolvedOptimizer, min_lr=self.optimizer.end_lr, lr_decay_iters=self.lr_decay_iters
             ),
             "training": training.resolved_as(
-                ResolvedTraining, global_batch_size=global_batch_size, eval_iters=self.eval_iters
+                ResolvedTraining,
+                global_batch_size=global_batch_size,
+                eval_interval=training.eval_interval if self.eval_iters else 0,
+                eval_iters=self.eval_iters,
             ),
         }
 

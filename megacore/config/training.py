@@ -34,9 +34,9 @@ class TrainingConfig(Section):
     differently. Default: the largest of 8, 4, 2 and 1 into which the model can be divided."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Number of steps between evaluations on the validation split. 0: no evaluation."""
-    eval_iters: Annotated[int | None, Range(1)] = None
-    """Number of global batches per evaluation. --eval-interval 0 turns evaluation off. Default: a tenth of the steps
-    between two evaluations, from 1 to 100."""
+    eval_iters: Annotated[int | None, Range(0)] = None
+    """Number of global batches per evaluation. 0: no evaluation, as with --eval-interval 0. Default: a tenth of the
+    steps between two evaluations, from 1 to 100."""
     skip_train: bool = False
     """Evaluates once instead of training, and saves no checkpoint: the model of --load, --init-from-hf or
     --pretrained-checkpoint on the validation split."""
@@ -88,8 +88,10 @@ class TrainingConfig(Section):
     fit (docs/guides/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.skip_train and self.eval_interval == 0 and not wrong & {"skip_train", "eval_interval"}:
-            yield "--skip-train only evaluates, which --eval-interval 0 turns off: leave one of them out"
+        for name in ("eval_interval", "eval_iters") if self.skip_train else ():
+            if getattr(self, name) == 0 and not wrong & {"skip_train", name}:
+                off = f"--{name.replace('_', '-')} 0"
+                yield f"--skip-train only evaluates, which {off} turns off: leave one of them out"
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
             yield (
                 f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "

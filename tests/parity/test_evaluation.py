@@ -49,6 +49,13 @@ def test_without_training_a_checkpoint_is_evaluated_and_nothing_is_saved(tmp_pat
     assert not list((tmp_path / "b").glob("step_*"))
 
 
+@pytest.mark.parametrize("off", ["eval_interval", "eval_iters"])
+def test_an_interval_or_a_length_of_0_is_no_evaluation(off: str, tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, **{"train_iters": 2, "eval_interval": 1, "eval_iters": 1, off: 0})
+    make_trainer(config, Mesh(device=torch.device("cpu")), RaggedData(16)).run()
+    assert not evaluations(tmp_path)
+
+
 def test_an_evaluation_leaves_the_settings_of_the_training(tmp_path: Path) -> None:
     mesh = Mesh(device=torch.device("cpu"))
     for skip in (True, False, True):  # an evaluation writes them only where there are none

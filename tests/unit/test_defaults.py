@@ -89,6 +89,7 @@ def test_defaults_of_another_optimizer_do_not_count_as_given(flags: tuple[str, .
         ({"train-iters": 100_000, "eval-interval": 50}, 5),
         ({"train-iters": 100_000, "eval-interval": 50_000}, 100),
         ({"train-iters": 20, "eval-iters": 100}, 100),
+        ({"train-iters": 20, "eval-iters": 0}, 0),
     ],
 )
 def test_an_evaluation_takes_at_most_a_tenth_of_the_steps_before_it(flags: dict[str, int], expected: int) -> None:
