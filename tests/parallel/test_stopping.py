@@ -181,7 +181,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
         ready.set()
         trainer.save()
         with torch.no_grad():
-            for kind, spec, tensor in entries:
+            for kind, spec, tensor, _ in entries:
                 tensor.copy_(expected[kind, spec.name])
         for kind in ("model", "exp_avg", "exp_avg_sq"):
             found = stored(tmp_path / f"step_{number:08d}", kind)

@@ -46,7 +46,8 @@ def test_what_sums_lack_is_in_the_errors(name: str, masked: bool) -> None:
     ranks = 2
     found = run_distributed(sums, ranks, name, masked)
     size = len(found[0][1])
-    expected = sum(terms_of(rank, step, size).double() for rank in range(ranks) for step in range(5)) / 4.0
+    terms = [terms_of(rank, step, size).double() for rank in range(ranks) for step in range(5)]
+    expected = torch.stack(terms).sum(0) / 4.0
     if masked:
         expected[torch.arange(size) % 7 == 0] = 0
     results = [[value.double() for value in values] for values, _ in found]

@@ -61,7 +61,8 @@ def updated(rank: int, ranks: int, name: str) -> Weights:
         data_parallel.begin_step(1.0, sums_gradients=optimizer.begin_step(step - 1))
         data_parallel.begin_backward(0, last=True, all_weights=True)
         gradients = drawn(step, rank + 1)
-        sum((p * (gradients[p.spec.name] / ranks).float()).sum() for p in data_parallel.parameters).backward()
+        products = [(p * (gradients[p.spec.name] / ranks).float()).sum() for p in data_parallel.parameters]
+        torch.stack(products).sum().backward()
         data_parallel.end_backward(0)
         data_parallel.finish()
         with torch.no_grad():
