@@ -34,7 +34,7 @@ END = "<!-- tools: end -->"
 PARTS = {
     "Data": ("train_tokenizer", "preprocess_data", "merge_datasets"),
     "Before a run": ("plan", "verify", "draw_schedule", "draw_lr"),
-    "After a run": ("generate", "fill_mask", "inspect_checkpoint", "convert_checkpoint", "report"),
+    "After a run": ("generate", "fill_mask", "perplexity", "inspect_checkpoint", "convert_checkpoint", "report"),
     "Of developers": ("where", "roofline", "mup_check", "flag_reference", "tool_reference"),
 }
 """Tools by the part of the reference that has them."""
@@ -45,6 +45,7 @@ UNLISTED = {
     "kernel_liger": "what kernel_report compares with",
     "kernel_report": "writes the tables of kernels.md",
     "quickstart": "`make quickstart`",
+    "run_lm_eval": "the program of lm-evaluation-harness, with its flags",
 }
 """Tools that a make target or another tool starts."""
 

@@ -48,7 +48,7 @@ REPLACED = {
     "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in "
     "docs/guides/data.md",
     "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/guides/data.md",
-    "--standalone-embedding-stage": "use --pipeline-layout E|..., whose first stage holds the embedding only",
+    "--standalone-embedding-stage": "use --pipeline-layout with E alone as the first stage, the embedding",
     "--use-custom-fsdp": _FSDP,
     "--use-megatron-fsdp": _FSDP,
     "--use-precision-aware-optimizer": _DTYPES,
@@ -61,7 +61,7 @@ _NOT_YET = """
     --fp16-lm-cross-entropy --fp32-residual-connection --full-validation --heterogeneous-layers-config-path
     --hybrid-override-pattern --is-hybrid-model --iterations-to-skip --load-main-params-from-ckpt
     --mamba-state-dim --moe-apply-probs-on-input --moe-router-force-load-balancing --moe-use-upcycling
-    --mtp-loss-scaling-factor --mtp-num-layers --multiple-validation-sets --no-rope-freq --no-save-optim
+    --mtp-loss-scaling-factor --mtp-num-layers --no-rope-freq --no-save-optim
     --phase-transition-iterations --qk-clip --relative-attention-num-buckets --retro-add-retriever
     --softmax-type --spec --step-batch-size-schedule --use-tp-pp-dp-mapping --vocab-extra-ids
     --window-attn-skip-freq
