@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from megacore.config.data import FILL_IN_FIELDS
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
@@ -142,6 +143,9 @@ class BertConfig(Config):
         "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
         "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",
         "reset_attention_mask": "is for pretrain_gpt.py: leave it out, because BERT always attends within a document",
+        **dict.fromkeys(
+            FILL_IN_FIELDS, "is for pretrain_gpt.py: leave it out, because BERT predicts tokens where they are"
+        ),
         "eod_mask_loss": (
             "is for a model that predicts the next token, which BERT does not: leave it out "
             "(BERT never predicts a special token)"

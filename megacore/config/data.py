@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.fields import Flag, Range, Section, field_infos
+from megacore.config.messages import number
 from megacore.config.numbers import parse_float
 from megacore.config.valid_sets import parse_valid_sets, valid_set_problems
+
+FILL_IN_FIELDS = (
+    *("fim_rate", "fim_spm_rate", "fim_cut"),
+    *("fim_prefix_token", "fim_middle_token", "fim_suffix_token"),
+)
+"""The fields of fill-in-the-middle."""
 
 
 class SplitShares(NamedTuple):
@@ -68,6 +76,24 @@ class DataConfig(Section):
     eod_mask_loss: bool = False
     """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
     --tokenizer."""
+    fim_rate: Annotated[float, Range(0, 1)] = 0.0
+    """Fill-in-the-middle: the share of the documents of training samples that are cut into prefix, middle and suffix
+    and trained on with the middle last. Evaluations read the text as it is. Needs --tokenizer, with three tokens that
+    mark the parts. 0: none."""
+    fim_spm_rate: Annotated[float, Range(0, 1)] = 0.5
+    """Share of the documents of --fim-rate in the order suffix, prefix, middle. The others are in the order prefix,
+    suffix, middle."""
+    fim_cut: Literal["character", "token"] = "character"
+    """Where --fim-rate cuts a document. character: anywhere, so that the model learns to fill in parts of words; the
+    parts are tokenized again. token: between tokens, which is the case anyway for a document that the tokenizer does
+    not give back exactly, and with a loss mask."""
+    fim_prefix_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
+    """The token before the prefix, for --fim-rate. Default: that of the first known set whose tokens are in the
+    vocabulary: of StarCoder (<fim_prefix>), SantaCoder, Qwen2.5-Coder, Code Llama, DeepSeek-Coder, Codestral."""
+    fim_middle_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
+    """The token before the middle, for --fim-rate. Default: as for --fim-prefix-token."""
+    fim_suffix_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
+    """The token before the suffix, for --fim-rate. Default: as for --fim-prefix-token."""
 
     @property
     def beside_tokens(self) -> tuple[str, ...]:
@@ -84,6 +110,11 @@ class DataConfig(Section):
     def is_split(self) -> bool:
         """Whether training and validation data are separate datasets, which --split does not divide."""
         return bool(self.train_data_path)
+
+    def without_fill_in(self) -> DataConfig:
+        """The same without fill-in-the-middle."""
+        infos = field_infos(DataConfig)
+        return dataclasses.replace(self, **{name: infos[name].default for name in FILL_IN_FIELDS})
 
     def named_valid_sets(self) -> dict[str, str]:
         """The prefixes of --valid-sets by name."""
@@ -173,12 +204,30 @@ class DataConfig(Section):
                 yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
         if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
             yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
+        if not wrong & {"fim_rate", "tokenizer", "packing", "mock_data"}:
+            yield from self._fill_in(wrong)
         if self.merge_file is not None and self.tokenizer is None and not wrong & {"merge_file", "tokenizer"}:
             yield "--merge-file has no effect without the vocab.json that it belongs to: use --tokenizer vocab.json"
         if self.sample_order == "megatron" and self.packing != "concat" and not wrong & {"sample_order", "packing"}:
             yield (
                 f"--sample-order megatron is that of --packing concat, not of --packing {self.packing}: leave one of "
                 "them out"
+            )
+
+    def _fill_in(self, wrong: frozenset[str]) -> Iterator[str]:
+        """What is wrong with fill-in-the-middle."""
+        if not self.fim_rate:
+            yield from self.without_effect(FILL_IN_FIELDS[1:], wrong, "--fim-rate 0", "--fim-rate 0.5")
+            return
+        rate = f"--fim-rate {number(self.fim_rate)}"
+        if self.mock_data:
+            yield f"{rate} has no effect with --mock-data, whose tokens are no text: leave one of them out"
+        elif self.tokenizer is None:
+            yield f"{rate} needs the tokens that mark the parts: use --tokenizer PATH, or leave --fim-rate out"
+        if self.packing == "best-fit":
+            yield (
+                f"{rate} lengthens documents, and --packing best-fit fills samples exactly: use --packing concat or "
+                "none, or leave --fim-rate out"
             )
 
     def _paths(self) -> Iterator[str]:

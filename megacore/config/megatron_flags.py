@@ -14,6 +14,7 @@ from typing import Any
 _NO_FP8 = "leave it out, and use --precision bf16: megacore does not compute in fp8"
 _DTYPES = "use --moments-dtype for the moments and --grad-reduce-dtype for gradients; master weights are fp32"
 _FSDP = "use --zero-stage: 0 is no_shard, 1 optim, 2 optim_grads, 3 optim_grads_params"
+_FIM_FRAGMENTS = "leave it out, and make each file a document of the dataset: --fim-rate is for documents"
 REPLACED = {
     "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--ckpt-convert-format": "use tools/convert_checkpoint.py",
@@ -25,6 +26,9 @@ REPLACED = {
     "--encoder-seq-length": "use --seq-length",
     "--exp-avg-dtype": _DTYPES,
     "--exp-avg-sq-dtype": _DTYPES,
+    "--fim-fragment-rate": _FIM_FRAGMENTS,
+    "--fim-no-prefix": "leave it out: --fim-rate is for every document; keep the others in a dataset of their own",
+    "--fim-split-sample": _FIM_FRAGMENTS,
     "--first-last-layers-bf16": _NO_FP8,
     "--fp4-format": _NO_FP8,
     "--fp8-amax-compute-algo": _NO_FP8,

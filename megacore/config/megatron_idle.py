@@ -144,6 +144,8 @@ IDLE_VALUES: Mapping[str, str] = {
     "--dist-ckpt-strictness": "a checkpoint that does not fit the model is refused",
     "--distributed-backend": "cuda communicates through NCCL, cpu through gloo",
     "--empty-unused-memory-level": "the allocator keeps its memory",
+    "--fim-eod-token": "documents are those of the dataset's index",
+    "--fim-pad-token": "padding at the end of a sample has no loss, and no token attends to it",
     "--high-priority-stream-groups": _COMMUNICATED,
     "--kill-switch-path": "SIGTERM and SIGINT always save and end the run",
     "--manual-gc-interval": "the interpreter collects garbage by itself",

@@ -433,6 +433,12 @@ FOREIGN: Mapping[str, ForeignFlag] = {
     "--checkpoint-activations": _switch("--recompute full", recompute="full"),
     "--deterministic-mode": _switch("--reproducible", reproducible=True),
     "--embed-layernorm": _switch("--embedding-layernorm", embedding_layernorm=True),
+    "--fim-data": ForeignFlag(
+        "--fim-rate, 0.5 where it is not given",
+        ("fim_rate",),
+        lambda flag, text, shape: Translation(implied={"fim_rate": 0.5}),
+        is_switch=True,
+    ),
     "--fp16": _switch("--precision fp16", precision="fp16"),
     "--grad-reduce-in-bf16": _switch("--grad-reduce-dtype bf16", grad_reduce_dtype="bf16"),
     "--group-query-attention": ForeignFlag(

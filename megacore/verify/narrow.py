@@ -87,7 +87,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         ),
         "precision": ResolvedPrecision(precision="fp32"),
         "data": replace(
-            config.data,
+            config.data.without_fill_in(),
             data_path=(),
             mock_data=True,
             tokenizer=None,

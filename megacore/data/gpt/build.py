@@ -7,6 +7,7 @@ nothing of them is read or built.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +21,7 @@ from megacore.config.data import SplitShares
 from megacore.data.gpt import megatron_order
 from megacore.data.gpt.blend import BlendedDataset, NamedSets, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
+from megacore.data.gpt.fill_in_middle import FillInTheMiddle, sentinels_of
 from megacore.data.gpt.index_cache import Arrays
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.gpt.packing import PackedDataset
@@ -68,6 +70,8 @@ def check_inputs(config: Config) -> int:
     try:
         tokenizer = tokenizer_of(config)
         vocab_size: int | None = _vocab_size(config, tokenizer)
+        if tokenizer is not None and config.data.fim_rate:
+            sentinels_of(tokenizer, _sentinel_names(config))
     except DataError as error:
         problems.append(str(error))
         vocab_size = None
@@ -114,6 +118,7 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
     vocab_size = config.model.vocab_size
     eod = None if config.data.mock_data else _masked_eod(config)
     tells_padding = "padding" in config.beside_hidden_states
+    fill_in = _fill_in(config)
 
     def mock(stream: int, num_samples: int) -> SampleDataset:
         return MockDataset(
@@ -141,6 +146,7 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
             eod=eod,
             vocab_size=vocab_size,
             boundaries=bool(config.beside_hidden_states),
+            fill_in=None if fill_in is None or part.stream else dataclasses.replace(fill_in, number=part.number),
         )
 
     return datasets_of(config, train_samples, mock, dataset)
@@ -319,6 +325,30 @@ def _masked_eod(config: Config) -> int | None:
     """Id of the token that --eod-mask-loss leaves out of the loss."""
     tokenizer = tokenizer_of(config) if config.data.eod_mask_loss else None
     return tokenizer.eod if tokenizer is not None else None
+
+
+def _fill_in(config: ResolvedConfig) -> FillInTheMiddle | None:
+    """What --fim-rate does to documents.
+
+    Raises:
+        DataError: The tokenizer has no tokens that mark the parts.
+    """
+    data = config.data
+    tokenizer = tokenizer_of(config) if data.fim_rate and not data.mock_data else None
+    if tokenizer is None:
+        return None
+    return FillInTheMiddle(
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        sentinels=sentinels_of(tokenizer, _sentinel_names(config)),
+        eod=tokenizer.eod,
+        seed=config.training.seed,
+        tokenizer=tokenizer if data.fim_cut == "character" else None,
+    )
+
+
+def _sentinel_names(config: Config) -> tuple[str | None, ...]:
+    return config.data.fim_prefix_token, config.data.fim_middle_token, config.data.fim_suffix_token
 
 
 def cache_dir(config: Config, indexed: IndexedDataset) -> Path:

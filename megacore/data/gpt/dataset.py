@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.gpt import megatron_order
+from megacore.data.gpt.fill_in_middle import FillInTheMiddle
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import EPOCHS_DRAWN_SEPARATELY, generator, shuffled_epochs
 from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
@@ -130,6 +131,7 @@ class GPTDataset:
         vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
         boundaries: Whether samples tell `documents` and `positions`.
         order: Whose order of samples.
+        fill_in: Puts the middle of documents last; None leaves them as they are.
 
     Raises:
         DataError: The documents hold no tokens, or the loss mask belongs to another dataset.
@@ -148,8 +150,9 @@ class GPTDataset:
         vocab_size: int | None = None,
         boundaries: bool = False,
         order: Literal["megacore", "megatron"] = "megacore",
+        fill_in: FillInTheMiddle | None = None,
     ) -> None:
-        self.indexed = indexed
+        self.indexed, self._fill_in = indexed, fill_in
         self.seq_length = seq_length
         self._num_samples, self._eod, self._vocab_size, self._boundaries = num_samples, eod, vocab_size, boundaries
         self._mask = open_loss_mask(indexed)
@@ -196,11 +199,16 @@ class GPTDataset:
             raise IndexError(f"sample {index} of {self._num_samples}")
         number = int(self.shuffle_index[index])
         window = self.window(number)
-        tokens, labels = window[:-1], window[1:]
-        mask = np.ones(self.seq_length, np.float32)
+        predicted = None
         if self._mask is not None:
-            mask[:] = np.concatenate([is_predicted(self._mask, *span) for span in self._spans(number)])[1:]
+            values = np.concatenate([is_predicted(self._mask, *span) for span in self._spans(number)])
+            predicted = values.astype(np.float32)
         sizes = np.array([stop - start for start, stop in self._spans(number)])
+        if self._fill_in is not None:
+            window, lengths, predicted = self._fill_in.window(index, window, sizes.tolist(), predicted)
+            sizes = np.array(lengths)
+        tokens, labels = window[:-1], window[1:]
+        mask = np.ones(self.seq_length, np.float32) if predicted is None else predicted[1:]
         if self._eod is not None:
             mask[tokens == self._eod] = 0.0
             mask[np.cumsum(sizes[:-1]) - 1] = 0.0

@@ -19,6 +19,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from megacore.data.gpt.fill_in_middle import FillInTheMiddle
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import generator, shuffled_epochs
 from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
@@ -155,6 +156,7 @@ class PackedDataset:
         vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
         boundaries: Whether samples tell `documents` and `positions`.
         tells_padding: Whether they also tell `padding`.
+        fill_in: Puts the middle of the document of a sample last, with --packing none; None leaves it as it is.
 
     Raises:
         DataError: No document has two tokens, or the loss mask belongs to another dataset.
@@ -174,8 +176,10 @@ class PackedDataset:
         vocab_size: int | None = None,
         boundaries: bool = False,
         tells_padding: bool = False,
+        fill_in: FillInTheMiddle | None = None,
     ) -> None:
-        self.indexed, self.seq_length, self._documents = indexed, seq_length, documents
+        assert fill_in is None or packing == "none"
+        self.indexed, self.seq_length, self._documents, self._fill_in = indexed, seq_length, documents, fill_in
         self._num_samples, self._eod, self._vocab_size, self._boundaries = num_samples, eod, vocab_size, boundaries
         self._tells_padding = tells_padding
         self._mask = open_loss_mask(indexed)
@@ -238,10 +242,14 @@ class PackedDataset:
         filled = 0
         for number, (start, stop) in enumerate(self._spans(int(self.order[index])), 1):
             read = int64_tokens(self.indexed, start, stop, self._vocab_size)
+            counted = None if self._mask is None else is_predicted(self._mask, start, stop).astype(np.float32)
+            if self._fill_in is not None:
+                read, counted = self._fill_in.document(index, read, counted)
+                read, counted = read[: self.seq_length + 1], counted[: self.seq_length + 1]
             size = min(len(read), self.seq_length - filled)
             here, predicted = slice(filled, filled + size), slice(filled, filled + len(read) - 1)
             tokens[here], labels[predicted] = read[:size], read[1:]
-            mask[predicted] = 1.0 if self._mask is None else is_predicted(self._mask, start + 1, stop)
+            mask[predicted] = 1.0 if counted is None else counted[1:]
             documents[here], positions[here] = number, np.arange(size)
             filled += size
         documents[filled:], positions[filled:] = documents[filled - 1] + 1, np.arange(self.seq_length - filled)
