@@ -45,7 +45,7 @@ def unnamed_file(folder: Path) -> BinaryIO:
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
-        return tempfile.TemporaryFile(dir=there)  # type: ignore[return-value]
+        return tempfile.TemporaryFile(dir=there)
     except OSError as error:
         raise DataError(f"{there}: cannot write there ({error.strerror})") from error
 
