@@ -18,7 +18,7 @@ from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
-from megacore.config.megatron_values import FOREIGN, SYNONYMS, ForeignSetting, Shape, translate
+from megacore.config.megatron_values import FOREIGN, NOTATIONS, SYNONYMS, ForeignSetting, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.schema import Config, sections_of
@@ -247,8 +247,12 @@ def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:
 
 def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
     try:
-        value = _value(word, info)
-        ours = SYNONYMS.get(info.name, {}).get(value, value) if info.kind is str else value
+        if info.name in NOTATIONS and len(word.values) == 1 and "," in word.values[0]:
+            value: Any = word.values[0]
+            ours = NOTATIONS[info.name](word.flag, value)
+        else:
+            value = _value(word, info)
+            ours = SYNONYMS.get(info.name, {}).get(value, value) if info.kind is str else value
         given.values[info.name] = ours
         if ours != value:
             of_megatron = given.translated.setdefault("Megatron-LM", {})

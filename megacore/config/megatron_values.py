@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from megacore.config.megatron_idle import IDLE_SWITCHES, IDLE_VALUES
@@ -365,6 +366,54 @@ def _only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
     return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True)
 
 
+def _window(flag: str, text: str) -> int:
+    """--window-size LEFT,RIGHT: a token sees LEFT tokens before it, itself, and RIGHT tokens after it."""
+    words = text.strip().removeprefix("(").removesuffix(")").split(",")
+    try:
+        left, right = (parse_int(word.strip()) for word in words)
+    except ValueError:
+        raise ValueError(
+            f"{flag} '{text}' is neither a whole number nor Megatron-LM's LEFT,RIGHT: use, for example, 4096, or 4095,0"
+        ) from None
+    if left < 0:
+        raise ValueError(f"{flag} {text} has no limit to the left: leave it out, for the same without a window")
+    if right != 0:
+        raise ValueError(
+            f"{flag} {text}: a token of these models sees none after it, so that RIGHT must be 0: use {flag} {left},0, "
+            f"or {flag} {left + 1}, which counts the token itself too"
+        )
+    return left + 1
+
+
+_RUN_OF_WINDOWS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?")
+
+
+def _window_pattern(flag: str, text: str, shape: Shape) -> Translation:
+    """Every Nth block attends to all tokens, or a list says which do (0)."""
+    written = re.sub(r"\s", "", text)
+    with contextlib.suppress(ValueError):
+        every = parse_int(written)
+        if every < 1:
+            raise ValueError(f"{flag} {text}: use a whole number of 1 or more, or a list such as [1,1,1,0]*6")
+        windows = {1: "", 2: "w,"}.get(every, f"{every - 1}*w,")
+        return Translation({"attention_pattern": f"{windows}f"})
+    runs = written.split("+")
+    matches = [match for run in runs if (match := _RUN_OF_WINDOWS.fullmatch(run)) is not None]
+    if len(matches) < len(runs):
+        raise ValueError(
+            f"{flag} {text} is neither a whole number nor a list such as [1,1,1,0]*6: use one, or --attention-pattern"
+        )
+    kinds = [kind for match in matches for kind in match[1].split(",") * int(match[2] or 1)]
+    if shape.num_layers and len(kinds) != shape.num_layers:
+        raise ValueError(
+            f"{flag} {text} is for {len(kinds)} blocks, and --num-layers is {shape.num_layers}: use a list of "
+            f"{shape.num_layers}"
+        )
+    blocks = [{"1": "w", "0": "f"}[kind] for kind in kinds]
+    lengths = [(kind, len(list(group))) for kind, group in groupby(blocks)]
+    return Translation({"attention_pattern": ",".join(k if n == 1 else f"{n}*{k}" for k, n in lengths)})
+
+
 _CP_COMMS = {"p2p": "ring", "a2a": "ulysses", "all_gather": "allgather"}
 
 
@@ -401,11 +450,17 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         "--train-iters: the number of steps that its value suffices for", ("train_iters",), _train_samples
     ),
     "--lr-decay-samples": _in_steps("lr_decay_iters", "--lr-decay-iters"),
+    "--lr-wsd-decay-samples": _in_steps("lr_wsd_decay_iters", "--lr-wsd-decay-iters"),
     "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
     "--lr-warmup-fraction": ForeignFlag(
         "--lr-warmup-iters: its value times --lr-decay-iters", ("lr_warmup_iters",), _warmup, is_last=True
     ),
     "--bf16": _switch("--precision bf16", precision="bf16"),
+    "--window-attn-skip-freq": ForeignFlag(
+        "--attention-pattern: of N, all but each Nth block have the window; of a list, those with 1",
+        ("attention_pattern",),
+        _window_pattern,
+    ),
     "--cp-comm-type": ForeignFlag(
         "--cp-comm: p2p is ring, a2a is ulysses, all_gather is allgather", ("cp_comm",), _cp_comm
     ),
@@ -426,6 +481,21 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         "--pretrained-checkpoint with the directory of --load", ("pretrained_checkpoint",), _finetune, is_switch=True
     ),
     "--moe-router-dtype": _only({"fp32": "the router computes in fp32"}, "the router computes in fp32: leave it out"),
+    "--exit-signal": _only(
+        {name: f"{name} always saves and ends the run" for name in ("SIGTERM", "SIGINT")},
+        "use SIGTERM or SIGINT, which always save and end the run",
+    ),
+    "--muon-tp-mode": _only(
+        dict.fromkeys(("distributed", "duplicated"), "matrices are orthogonalized as a whole"),
+        "matrices are orthogonalized as a whole, as with distributed",
+    ),
+    "--rerun-mode": _only(
+        {"disabled": "no step is repeated"}, "use --replay-interval N, which repeats every Nth step and compares"
+    ),
+    "--softmax-type": _only(
+        {"vanilla": "attention's softmax has no offset"},
+        "attention's softmax has no offset here, so that the model would be another one",
+    ),
     "--recompute-modules": _only(
         {"core_attn": "--recompute selective is that"},
         "use --recompute selective, which is core_attn, or full",
@@ -496,3 +566,6 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = {
     "position_embedding_type": {"learned_absolute": "learned"},
 }
 """Megatron-LM's names of values, by field."""
+
+NOTATIONS: Mapping[str, Callable[[str, str], Any]] = {"window_size": _window}
+"""Values with a comma that Megatron-LM writes otherwise, by field: from the flag and its text to megacore's."""

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -257,30 +256,6 @@ def test_a_parquet_file_without_pyarrow_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"pip install pyarrow, or give \.jsonl"):
         check_files([str(tmp_path / "a.parquet")], ["text"])
-
-
-@pytest.mark.slow
-def test_a_long_line_takes_a_few_times_its_length_in_memory(tmp_path: Path) -> None:
-    """100 MB, more than a document that is tokenized at once may have: at most 10 bytes per byte above a short line."""
-    pytest.importorskip("tiktoken")
-    train_tokenizer(SOURCES, "bpe", 500).save(tmp_path / "tokenizer")
-    text = "".join(SOURCES)
-    peaks = []
-    for name, length in (("short", 17_000_000), ("long", 100_000_000)):
-        lines = [text] * (length // len(text)) if name == "short" else [text * (length // len(text))]
-        with open(tmp_path / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps({"text": line}) + "\n")
-        words = f"--input {name}.jsonl --tokenizer tokenizer --output-prefix {name} --workers 1"
-        code = (
-            f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); from tools.preprocess_data import main; "
-            f"assert main({words.split()}) == 0; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout.split()[-1]) * 1024)
-    assert peaks[1] - peaks[0] < 10 * (tmp_path / "long.jsonl").stat().st_size
-    short, long = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name in ("short", "long"))
-    assert long.startswith(short[: len(short) // 2])
 
 
 def test_the_sidecar_describes_the_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:

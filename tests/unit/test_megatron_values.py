@@ -45,6 +45,18 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--attention-backend", "unfused"], ["--attention", "fused-softmax"]),
         (["--attention-backend", "auto"], []),
         (["--use-flash-attn", "--attention-backend=fused"], ["--attention", "sdpa"]),
+        (["--window-size", "128,0"], ["--window-size", "129"]),
+        (["--window-size", "(15, 0)"], ["--window-size", "16"]),
+        (["--window-size=0,0"], ["--window-size", "1"]),
+        (
+            ["--window-size", "128,0", "--window-attn-skip-freq", "4"],
+            ["--window-size", "129", "--attention-pattern", "3*w,f"],
+        ),
+        (
+            ["--window-size", "7,0", "--window-attn-skip-freq", "[1,1,0]*7 + [1]*2+[0]"],
+            ["--window-size", "8", "--attention-pattern", ",".join(["2*w,f"] * 8)],
+        ),
+        (["--softmax-type", "vanilla", "--use-tokenizer-model-from-checkpoint-args", "--rerun-mode", "disabled"], []),
     ],
 )
 def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
@@ -240,6 +252,13 @@ def test_a_script_loads_from_where_it_saves(tmp_path: Path, refuse: Refuse, capf
         (["--recompute-granularity", "some"], "use selective or full"),
         (["--bf16", "--fp16"], "--fp16 is --precision fp16, and --bf16 is given as well"),
         (["--bf16", "True"], "a switch takes no value"),
+        (["--window-size", "128,64"], "RIGHT must be 0: use --window-size 128,0, or --window-size 129"),
+        (["--window-size", "1,2,3"], "is neither a whole number nor Megatron-LM's LEFT,RIGHT: use, for example"),
+        (["--window-attn-skip-freq", "[1,1,0]"], "is for 3 blocks, and --num-layers is"),
+        (["--window-attn-skip-freq", "[2]*4"], "is neither a whole number nor a list such as [1,1,1,0]*6"),
+        (["--softmax-type", "learnable"], "has no offset here, so that the model would be another one"),
+        (["--mtp-num-layers", "1"], "megacore does not have it: there is no multi-token prediction"),
+        (["--no-rope-freq", "4"], "use --attention-pattern, whose n is a block without rotary positions"),
         (["--ckpt-format"], "needs one value, and has 0: leave it out, as it changes nothing here"),
         (
             ["--data-args-path", "/dev/zero"],

@@ -11,16 +11,19 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import zstandard
 
 from megacore.data.indexed.parquet import check_parquet, is_parquet, read_rows
 from megacore.errors import DataError
+
+if TYPE_CHECKING:
+    from megacore.data.indexed.long_lines import LongLine
 
 TextUnit = Literal["line", "paragraph", "file"]
 CHUNK_BYTES = 1 << 19
@@ -28,7 +31,10 @@ _BLOCK = 1 << 18
 MOST_DOCUMENT_BYTES = 1 << 25
 """Of one document that is tokenized at once, which takes up to 200 bytes of memory per byte."""
 MOST_DIVIDED_BYTES = 1 << 30
-"""Of one document that is tokenized in parts, which takes up to 10 bytes of memory per byte."""
+"""Of one document that is tokenized in parts: a long JSON line through a temporary file, another document with up to 10
+bytes of memory per byte."""
+LONG_LINE_BYTES = 1 << 23
+"""Of a JSON line that goes through a temporary file."""
 _WAYS_OUT = {
     "json": "split it over several lines",
     "line": "split the line, or use --text-unit paragraph if blank lines separate documents",
@@ -50,6 +56,7 @@ class Chunk:
         data: The bytes, after decompression.
         unit: What a document is: a JSON object a line, or a unit of plain text.
         file_bytes: Bytes of the file on disk that were read for this chunk.
+        long: The one line of the chunk, instead of data, if it is long.
     """
 
     source: str
@@ -57,6 +64,12 @@ class Chunk:
     data: bytes
     unit: Literal["json", "line", "paragraph", "file"]
     file_bytes: int
+    long: LongLine | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes after decompression."""
+        return len(self.data) if self.long is None else self.long.size
 
 
 def check_files(paths: Sequence[str], columns: Sequence[str] | None = None) -> int:
@@ -97,6 +110,8 @@ def read_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     most_document_bytes: int = MOST_DOCUMENT_BYTES,
     columns: Sequence[str] | None = None,
+    long_line: Callable[[], LongLine] | None = None,
+    long_line_bytes: int = LONG_LINE_BYTES,
 ) -> Iterator[Chunk]:
     """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
 
@@ -106,6 +121,8 @@ def read_chunks(
         chunk_bytes: Of a chunk.
         most_document_bytes: Of a document.
         columns: That are read of a Parquet file; None: all.
+        long_line: Makes what keeps a long JSON line, which the caller closes; None: such lines are held in memory.
+        long_line_bytes: Of a JSON line that is long.
 
     Raises:
         DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer than
@@ -117,8 +134,22 @@ def read_chunks(
     unit = "json" if is_json(path) else text_unit
     line, seen, first = 1, 0, True
     pending = bytearray()
+    long: LongLine | None = None  # what is being read, up to the next newline
     with open(path, "rb") as file:
         for block in _blocks(path, file):
+            if long is not None:
+                end = block.find(b"\n") + 1
+                long.write(block[: end or len(block)])
+                if long.size > most_document_bytes:
+                    long.close()
+                    raise _too_long(f"{path}:{line}", most_document_bytes, unit)
+                if not end:
+                    continue
+                pending += block[end:]
+                seen, before = _position(file), seen
+                yield Chunk(source=path, first_line=line, data=b"", unit="json", file_bytes=seen - before, long=long)
+                line, long = line + 1, None
+                continue
             searched = max(0, len(pending) - _BLOCK)
             pending += block
             if first:
@@ -132,12 +163,19 @@ def read_chunks(
             cut = 0 if unit == "file" else _last_boundary(pending, unit, searched)
             if not cut and len(pending) > most_document_bytes:
                 raise _too_long(f"{path}:{line}", most_document_bytes, unit)
+            if not cut and unit == "json" and long_line is not None and len(pending) > long_line_bytes:
+                long = long_line()
+                long.write(pending)
+                pending.clear()
             if cut:
                 data = bytes(pending[:cut])
                 del pending[:cut]
                 seen, before = _position(file), seen
                 yield Chunk(source=path, first_line=line, data=data, unit=unit, file_bytes=seen - before)
                 line += data.count(b"\n")
+        if long is not None:
+            size = _position(file) - seen
+            yield Chunk(source=path, first_line=line, data=b"", unit="json", file_bytes=size, long=long)
         if pending:
             yield Chunk(source=path, first_line=line, data=bytes(pending), unit=unit, file_bytes=_position(file) - seen)
 

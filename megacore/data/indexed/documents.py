@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -59,14 +59,22 @@ def _parse_json(chunk: Chunk, keys: Sequence[str]) -> Parsed:
     return parsed
 
 
-def json_record(line: bytes) -> dict[str, Any]:
-    """The object of one JSON line; ValueError says what is wrong with it."""
+def json_record(line: bytes, column: Callable[[int], int] = lambda number: number) -> dict[str, Any]:
+    """The object of one JSON line.
+
+    Args:
+        line: without its end.
+        column: from a column of the line to the one that messages name.
+
+    Raises:
+        ValueError: says what is wrong with the line.
+    """
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
+        raise ValueError(not_utf8(error)) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"not JSON ({error.msg} at column {column(error.colno)})") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, or brackets nested as deep
         raise ValueError("not usable JSON (too deep or too long a number)") from None
     if not isinstance(record, dict):
@@ -113,7 +121,7 @@ def _parse_lines(chunk: Chunk) -> Parsed:
         try:
             texts.append(line.removesuffix(b"\r").decode("utf-8"))
         except UnicodeDecodeError as error:
-            parsed.bad.append(BadLine(chunk.source, number, _not_utf8(error)))
+            parsed.bad.append(BadLine(chunk.source, number, not_utf8(error)))
     return parsed
 
 
@@ -125,7 +133,7 @@ def _parse_blocks(chunk: Chunk) -> Parsed:
         try:
             lines.append(line.removesuffix(b"\r").decode("utf-8"))
         except UnicodeDecodeError as error:
-            parsed.bad.append(BadLine(chunk.source, number, _not_utf8(error)))
+            parsed.bad.append(BadLine(chunk.source, number, not_utf8(error)))
     if chunk.unit == "file":
         units = [lines]
     else:
@@ -134,8 +142,9 @@ def _parse_blocks(chunk: Chunk) -> Parsed:
     return parsed
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at column {error.start + 1})"
+def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
+    """What is wrong with a line, of which `before` bytes come before those that were decoded."""
+    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at column {before + error.start + 1})"
 
 
 def _encodable(text: str) -> bool:

@@ -17,9 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +31,7 @@ from megacore.config.messages import counted
 from megacore.data.indexed.conversations import rendered_lines
 from megacore.data.indexed.corpus import (
     CHUNK_BYTES,
+    LONG_LINE_BYTES,
     MOST_DIVIDED_BYTES,
     MOST_DOCUMENT_BYTES,
     Chunk,
@@ -36,6 +40,7 @@ from megacore.data.indexed.corpus import (
     read_chunks,
 )
 from megacore.data.indexed.documents import BadLine, parse
+from megacore.data.indexed.long_lines import LongLine, LongText, unnamed_file
 from megacore.data.indexed.loss_mask import MASK_DTYPE, loss_mask_prefix
 from megacore.data.indexed.reader import token_dtype
 from megacore.data.indexed.sentences import split_sentences
@@ -50,6 +55,7 @@ from megacore.errors import DataError
 _BAD_SHOWN = 50  # of those that are an error
 _COMPARED_BYTES = 1 << 21  # of the inputs, that both encoders are compared on
 _DIGEST_BYTES = 16
+_COPIED_BYTES = 1 << 22  # of tokens, from a temporary file
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
 
 
@@ -135,9 +141,12 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The tokens of a chunk for one output, as bytes of the output's dtype, int32 lengths and int64 document sizes."""
+    """The tokens of a chunk for one output, as bytes of the output's dtype, int32 lengths and int64 document sizes.
 
-    tokens: bytes
+    Those of a long line are in an open temporary file, which whoever writes them closes.
+    """
+
+    tokens: bytes | BinaryIO
     lengths: bytes
     document_sizes: bytes
 
@@ -175,10 +184,14 @@ class Encoder:
         if fast is not None:
             self._encode_batch = fast.encode_batch
         self._dtype = token_dtype(tokenizer.vocab_size)
+        self._fast = fast
         self._tail = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Parse and tokenize a chunk."""
+        if chunk.long is not None:
+            with closing(chunk.long) as line:
+                return self._encode_long(chunk, line)
         parsed = parse(chunk, self._job.json_keys)
         encoded = [self._encode(texts) for texts in parsed.texts]
         # A document without tokens under one key is left out under all, so that the outputs stay aligned.
@@ -191,6 +204,39 @@ class Encoder:
             digests = b"".join(_digest([texts[number] for texts in parsed.texts]) for number in kept)
         return Encoded(packed=made, documents=len(kept), empty=total - len(kept), bad=parsed.bad, digests=digests)
 
+    def _encode_long(self, chunk: Chunk, line: LongLine) -> Encoded:
+        """Parse and tokenize a long line, with a part of each text in memory."""
+        try:
+            texts = line.texts(self._job.json_keys)
+        except ValueError as error:
+            bad = [BadLine(chunk.source, chunk.first_line, str(error))]
+            nothing = tuple(packed([], self._dtype) for _ in self._job.json_keys)
+            return Encoded(packed=nothing, documents=0, empty=0, bad=bad)
+        if texts is None:
+            return self(replace(chunk, data=line.read(), long=None))
+        made = tuple(map(self._spooled, texts))
+        if any(not part.document_sizes for part in made):
+            _close(made)
+            made = tuple(packed([], self._dtype) for _ in made)
+            return Encoded(packed=made, documents=0, empty=1, bad=[])
+        digests = _digest(texts) if self._job.deduplicate else b""
+        return Encoded(packed=made, documents=1, empty=0, bad=[], digests=digests)
+
+    def _spooled(self, text: LongText) -> Packed:
+        """The tokens of a text in a temporary file; no document if there are none."""
+        assert self._fast is not None, "only an encoder that divides texts gets long lines"
+        file = unnamed_file(Path(self._job.output_prefix).absolute().parent)
+        length = 0
+        for ids in self._fast.encode_parts(text):
+            file.write(ids.astype(self._dtype).tobytes())
+            length += len(ids)
+        if not length:
+            return replace(packed([], self._dtype), tokens=file)
+        file.write(np.array(self._tail, self._dtype).tobytes())
+        file.seek(0)
+        lengths = np.array([length + len(self._tail)], np.int32)
+        return Packed(tokens=file, lengths=lengths.tobytes(), document_sizes=np.ones(1, np.int64).tobytes())
+
     def _encode(self, texts: list[str]) -> list[list[Ids]]:
         """Token ids of the sequences of each document."""
         if not self._job.split_sentences:
@@ -200,13 +246,24 @@ class Encoder:
         return [[sequence for _ in sentences if len(sequence := next(ids))] for sentences in split]
 
 
-def _digest(texts: list[str]) -> bytes:
+def _digest(texts: Sequence[str | LongText]) -> bytes:
     """What tells a document from others, by all its texts."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for text in texts:
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
+        length = 0
+        for piece in [text] if isinstance(text, str) else text:
+            data = piece.encode()
+            digest.update(data)
+            length += len(data)
+        digest.update(length.to_bytes(8, "little"))  # behind the text, so that a long one is read once
     return digest.digest()
+
+
+def _close(parts: Sequence[Packed]) -> None:
+    """Remove the temporary files."""
+    for part in parts:
+        if not isinstance(part.tokens, bytes):
+            part.tokens.close()
 
 
 class ConversationEncoder:
@@ -255,6 +312,7 @@ def preprocess(
     *,
     template: Template | None = None,
     fast: FastEncoder | None = None,
+    long_line_bytes: int = LONG_LINE_BYTES,
 ) -> Report:
     """Tokenize the inputs of a job and write its outputs.
 
@@ -264,6 +322,7 @@ def preprocess(
         on_progress: Called with the report so far after every chunk.
         template: Renders the messages of a job of conversations.
         fast: Gives the ids instead of the tokenizer, if both agree on the first megabytes of the inputs.
+        long_line_bytes: Of a JSON line that goes through a temporary file, where `fast` can encode it in parts.
 
     Raises:
         DataError: An input is unusable, nothing is left to write, or (strict, conversations) a line is bad. There is no
@@ -272,9 +331,12 @@ def preprocess(
     _check(job)
     begun = time.monotonic()
     report = Report()
-    most = MOST_DIVIDED_BYTES if fast is not None and fast.divides else MOST_DOCUMENT_BYTES
-    if fast is not None and not fast.agrees(_first_texts(job, most)):
-        fast, most = None, MOST_DOCUMENT_BYTES
+    chunks = partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
+    if fast is not None and fast.divides:
+        in_parts = not (job.split_sentences or job.sft)
+        chunks = partial(_chunks, job, MOST_DIVIDED_BYTES, long_line_bytes if in_parts else None)
+    if fast is not None and not fast.agrees(_first_texts(job, chunks())):
+        fast, chunks = None, partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
     encoder: ChunkEncoder = Encoder(job, tokenizer, fast)
     seen: set[bytes] = set()
     if job.sft:
@@ -283,16 +345,12 @@ def preprocess(
     with ExitStack() as stack:
         outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
         writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
-        for chunk, encoded in _encoded_chunks(job, encoder, most):
+        for chunk, encoded in _encoded_chunks(job, encoder, chunks()):
             if job.deduplicate:
                 encoded = _without_repeated(encoded, seen, job, tokenizer, report)
             _count(report, job, chunk, encoded)
             for writer, part in zip(writers, encoded.packed, strict=True):
-                writer.extend(
-                    np.frombuffer(part.tokens, writer.dtype),
-                    np.frombuffer(part.lengths, np.int32),
-                    np.frombuffer(part.document_sizes, np.int64),
-                )
+                _write(writer, part)
             report.tokens = sum(writer.num_tokens for writer in (writers[:1] if job.sft else writers))
             report.seconds = time.monotonic() - begun
             on_progress(report)
@@ -308,21 +366,41 @@ def preprocess(
     return report
 
 
-def _chunks(job: Job, most_document_bytes: int) -> Iterator[Chunk]:
-    """The inputs, in order."""
+def _chunks(job: Job, most_document_bytes: int, long_line_bytes: int | None) -> Iterator[Chunk]:
+    """The inputs, in order; with `long_line_bytes`, longer JSON lines are in temporary files beside the outputs."""
+    folder = Path(job.output_prefix).absolute().parent
+    read = partial(read_chunks, text_unit=job.text_unit, most_document_bytes=most_document_bytes, columns=job.columns)
+    if long_line_bytes is not None:
+        read = partial(read, long_line=partial(LongLine, folder), long_line_bytes=long_line_bytes)
     for path in job.inputs:
-        yield from read_chunks(path, job.text_unit, most_document_bytes=most_document_bytes, columns=job.columns)
+        yield from read(path)
 
 
-def _first_texts(job: Job, most_document_bytes: int) -> list[str]:
+def _first_texts(job: Job, chunks: Iterator[Chunk]) -> list[str]:
     """The texts of the first megabytes of the inputs."""
     texts, size = list[str](), 0
-    for chunk in _chunks(job, most_document_bytes):
-        texts += (text[:_COMPARED_BYTES] for text in chain.from_iterable(parse(chunk, job.json_keys).texts))
-        size += len(chunk.data)
+    for chunk in chunks:
+        size += chunk.size
+        if chunk.long is None:
+            texts += (text[:_COMPARED_BYTES] for text in chain.from_iterable(parse(chunk, job.json_keys).texts))
+        else:
+            with closing(chunk.long) as line, suppress(ValueError):  # a bad line is reported later
+                texts += (next(iter(text), "")[:_COMPARED_BYTES] for text in line.texts(job.json_keys) or ())
         if size >= _COMPARED_BYTES:
             break
     return texts
+
+
+def _write(writer: IndexedWriter, part: Packed) -> None:
+    """Append the tokens of a chunk to an output."""
+    tokens = part.tokens
+    if not isinstance(tokens, bytes):
+        with closing(tokens) as file:
+            for block in iter(lambda: file.read(_COPIED_BYTES), b""):
+                writer.begin_sequence(np.frombuffer(block, writer.dtype))
+        tokens = b""
+    lengths, sizes = np.frombuffer(part.lengths, np.int32), np.frombuffer(part.document_sizes, np.int64)
+    writer.extend(np.frombuffer(tokens, writer.dtype), lengths, sizes)
 
 
 def _without_repeated(encoded: Encoded, seen: set[bytes], job: Job, tokenizer: Tokenizer, report: Report) -> Encoded:
@@ -342,6 +420,7 @@ def _without_repeated(encoded: Encoded, seen: set[bytes], job: Job, tokenizer: T
         seen.add(digest)
     if keep.all():
         return encoded
+    _close(encoded.packed)
     report.repeated += int((~keep).sum())
     parts = tuple(
         _some_documents(part, keep, dtype) for part, dtype in zip(encoded.packed, job.dtypes(tokenizer), strict=True)
@@ -353,6 +432,8 @@ def _some_documents(part: Packed, keep: NDArray[np.bool_], dtype: np.dtype) -> P
     """The tokens of some of the documents."""
     lengths, sizes = np.frombuffer(part.lengths, np.int32), np.frombuffer(part.document_sizes, np.int64)
     sequences = np.repeat(keep, sizes)
+    if not isinstance(part.tokens, bytes):  # the one document of a long line
+        return packed([], dtype)
     tokens = np.frombuffer(part.tokens, dtype)[np.repeat(sequences, lengths)]
     return Packed(tokens=tokens.tobytes(), lengths=lengths[sequences].tobytes(), document_sizes=sizes[keep].tobytes())
 
@@ -380,7 +461,7 @@ def _count(report: Report, job: Job, chunk: Chunk, encoded: Encoded) -> None:
         raise DataError(f"{encoded.bad[0]} (--strict)")
     report.documents += encoded.documents
     report.empty += encoded.empty
-    report.text_bytes += len(chunk.data)
+    report.text_bytes += chunk.size
     report.file_bytes += chunk.file_bytes
     report.bad_count += len(encoded.bad)
     report.bad.extend(encoded.bad[: _BAD_KEPT - len(report.bad)])
@@ -428,9 +509,11 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
 _worker_encoder: ChunkEncoder | None = None  # in a worker process: what its chunks are encoded with
 
 
-def _encoded_chunks(job: Job, encoder: ChunkEncoder, most_document_bytes: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Every chunk with its encoding, in order, with a bounded number under way."""
-    chunks = _chunks(job, most_document_bytes)
+def _encoded_chunks(job: Job, encoder: ChunkEncoder, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+    """Every chunk with its encoding, in order, with a bounded number under way.
+
+    This process encodes long lines, whose temporary files have no name by which a worker could open them.
+    """
     if job.workers == 1:
         yield from ((chunk, encoder(chunk)) for chunk in chunks)
         return
@@ -440,17 +523,17 @@ def _encoded_chunks(job: Job, encoder: ChunkEncoder, most_document_bytes: int) -
         job.workers, multiprocessing.get_context(method), initializer=_start_worker, initargs=(encoder, os.getpid())
     )
     try:
-        under_way: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        under_way: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
         size, most = 0, 2 * job.workers + 2
         for chunk in chunks:
-            under_way.append((chunk, pool.submit(_encode_in_worker, chunk)))
+            under_way.append((chunk, pool.submit(_encode_in_worker, chunk) if chunk.long is None else None))
             size += len(chunk.data)
             while len(under_way) > most or (size > 2 * most * CHUNK_BYTES and len(under_way) > 1):
                 chunk, future = under_way.popleft()
                 size -= len(chunk.data)
-                yield chunk, future.result()
+                yield chunk, encoder(chunk) if future is None else future.result()
         for chunk, future in under_way:
-            yield chunk, future.result()
+            yield chunk, encoder(chunk) if future is None else future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

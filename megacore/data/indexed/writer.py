@@ -44,6 +44,7 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = dtype_code(self.dtype)
         self.num_sequences = self.num_documents = self.num_tokens = 0
+        self._begun = 0  # tokens of a sequence that is not complete
         self.max_token_id = -1
         self._last_boundary = 0
         self._published = False
@@ -83,29 +84,40 @@ class IndexedWriter:
         """End the current document after the sequences added so far."""
         self.extend(np.empty(0, self.dtype), np.array([], np.int64), np.array([0]))
 
+    def begin_sequence(self, tokens: NDArray) -> None:
+        """Append the first tokens of a sequence, or the next ones, which `extend` completes.
+
+        Args:
+            tokens: [tokens] of the writer's dtype.
+        """
+        assert tokens.dtype == self.dtype
+        with naming(self._partial):
+            self._bin.write(tokens.tobytes())
+        self._begun += tokens.size
+        self.num_tokens += tokens.size
+        if tokens.size:
+            self.max_token_id = max(self.max_token_id, int(tokens.max()))
+
     def extend(self, tokens: NDArray, lengths: NDArray, document_sizes: NDArray) -> None:
         """Append many sequences at once.
 
         Args:
             tokens: [sum(lengths)] of the writer's dtype.
-            lengths: Tokens of each sequence.
+            lengths: Tokens of each sequence; those of `begin_sequence` are counted in the first.
             document_sizes: Sequences of each document that ends here; the first continues the current document.
         """
-        assert tokens.dtype == self.dtype
-        assert int(lengths.sum()) == tokens.size
+        assert int(lengths.sum()) == self._begun + tokens.size
+        self.begin_sequence(tokens)
+        self._begun = 0
         # Sequences added since the last end_document() belong to the first document that ends here.
         ends = self.num_sequences + np.cumsum(document_sizes, dtype=np.int64)
         with naming(self._partial):
-            self._bin.write(tokens.tobytes())
             self._lengths.write(lengths.astype("<i4").tobytes())
             self._boundaries.write(ends.astype("<i8").tobytes())
         if document_sizes.size:
             self.num_documents += document_sizes.size
             self._last_boundary = int(ends[-1])
         self.num_sequences += lengths.size
-        self.num_tokens += tokens.size
-        if tokens.size:
-            self.max_token_id = max(self.max_token_id, int(tokens.max()))
 
     def append(self, dataset: IndexedDataset) -> None:
         """Append all documents of another dataset of the same dtype, holes of sparse files included."""

@@ -16,7 +16,7 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,8 +100,12 @@ class FastEncoder:
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text."""
         if len(text) > _WHOLE and self.divides:
-            return np.concatenate([self._encode_part(part) for part in _parts(text, _WHOLE)])
+            return np.concatenate(list(self.encode_parts([text])))
         return self._encode_part(text)
+
+    def encode_parts(self, pieces: Iterable[str]) -> Iterator[NDArray[np.uint32]]:
+        """The ids of a text that comes in pieces, a part at a time; only for an encoder that `divides`."""
+        return map(self._encode_part, _parts(pieces, _WHOLE))
 
     @cached_property
     def divides(self) -> bool:
@@ -138,13 +142,21 @@ class FastEncoder:
         return self._normal_form is None or text.isascii() or unicodedata.is_normalized(self._normal_form, text)
 
 
-def _parts(text: str, length: int) -> Iterator[str]:
-    """A text in parts of `length` characters or more, which begin with a space between two letters of ASCII."""
-    begin = 0
-    while (place := _PLACE.search(text, begin + length)) is not None:
-        yield text[begin : place.start()]
-        begin = place.start()
-    yield text[begin:]
+def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
+    """A text in parts of `length` characters or more, which begin with a space between two letters of ASCII.
+
+    The parts do not depend on the pieces that the text comes in.
+    """
+    text, searched = "", 0
+    for piece in pieces:
+        text += piece
+        begin = 0
+        while (place := _PLACE.search(text, max(begin + length, searched))) is not None:
+            yield text[begin : place.start()]
+            begin = place.start()
+        text = text[begin:] if begin else text
+        searched = len(text) - 1  # a space that ends it may be a place
+    yield text
 
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
