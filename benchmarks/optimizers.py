@@ -27,7 +27,7 @@ from megacore.config.optimizers import OPTIMIZERS
 from megacore.parallel.mesh import Mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from tools.quickstart import corpus_files
+from tools.quickstart import source_files
 
 Text = NDArray[np.uint8]
 _MOST_BYTES = 8 << 20
@@ -74,7 +74,7 @@ class Bytes:
 def texts() -> tuple[Text, Text]:
     """The bytes for training and for validation."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for number, path in enumerate(corpus_files(Path(sysconfig.get_paths()["stdlib"]))):
+    for number, path in enumerate(source_files(Path(sysconfig.get_paths()["stdlib"]))):
         parts[number % _VALIDATION == 0].append(path.read_bytes())
     training, validation = (np.frombuffer(b"\n".join(files)[:_MOST_BYTES], np.uint8) for files in parts)
     return training, validation

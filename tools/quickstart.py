@@ -2,7 +2,8 @@
 
     make quickstart                           # or, in the environment that `make setup` made:
     .venv/bin/python tools/quickstart.py      # the whole of it
-    .venv/bin/python tools/quickstart.py corpus     # only its first step
+    .venv/bin/python tools/quickstart.py corpus     # only its corpus: English prose
+    .venv/bin/python tools/quickstart.py sources    # the code of the standard library, for docs/guides/bert.md
 
 Every step is a command that is printed before it runs, and that works when repeated by hand from the repository's root.
 Everything is written under quickstart/. Without a GPU the model trains on 8 CPU processes that talk through gloo.
@@ -20,20 +21,27 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
+import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.prose import docstrings, paragraphs
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = Path("quickstart")
 CORPUS = DIRECTORY / "corpus.jsonl"
+SOURCES = DIRECTORY / "sources.jsonl"
 TOKENIZER = DIRECTORY / "tokenizer"
-DATASET = DIRECTORY / "stdlib"
+DATASET = DIRECTORY / "english"
 RUN = DIRECTORY / "run"
 CONFIG = Path("examples/quickstart.toml")
 VOCAB_SIZE = 4096
+PROMPT = "This function"
 # Left out: what is not part of the library, its tests (odd cases in long rows), and its tables of character codes.
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
@@ -109,10 +117,24 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
     )
     tokenizer = ("--model", "bpe", "--vocab-size", str(VOCAB_SIZE), "--output", str(TOKENIZER), "--overwrite")
     dataset = ("--tokenizer", str(TOKENIZER), "--output-prefix", str(DATASET), "--append-eod", "--workers", "2")
-    sample = ("--checkpoint", str(RUN), "--prompt", "def ", "--seed", "1")
+    sample = (
+        "--checkpoint",
+        str(RUN),
+        "--prompt",
+        "This function",
+        "--temperature",
+        "0.7",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "1",
+    )
     return [
         Step(title="clear the run of an earlier quick start", words=("rm", "-rf", str(RUN))),
-        Step(title="collect a corpus: the standard library's sources", words=(python, "tools/quickstart.py", "corpus")),
+        Step(
+            title="collect a corpus: English from docstrings",
+            words=(python, "tools/quickstart.py", "corpus"),
+        ),
         Step(title="train a tokenizer", words=(python, "tools/train_tokenizer.py", "--input", str(CORPUS), *tokenizer)),
         Step(title="tokenize", words=(python, "tools/preprocess_data.py", "--input", str(CORPUS), *dataset)),
         Step(
@@ -135,32 +157,67 @@ def _torchrun(python: str, processes: int) -> tuple[str, ...]:
     return (*launcher, "--nproc-per-node", str(processes))
 
 
-def corpus_files(library: Path) -> list[Path]:
-    """The library's .py files, shuffled by the hash of their names.
+def source_files(root: Path) -> list[Path]:
+    """The .py files of a library or a package, shuffled by the hash of their names.
 
     The split into training and validation is by position: in alphabetical order it would separate packages.
     """
     files: list[Path] = []
-    for folder, folders, names in os.walk(library):
+    for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - NOT_CORPUS
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
+    return sorted(files, key=lambda path: _digest(path.relative_to(root).as_posix()))
 
 
-def write_corpus(library: Path, target: Path) -> tuple[int, int]:
+def write_corpus(roots: Sequence[Path], topics: Mapping[str, str], target: Path) -> tuple[int, int]:
+    """Write the English of source files and of reference topics; return the number of documents and of their bytes.
+
+    A document is all docstrings of one file, or one topic: its paragraphs, a line each. A paragraph that several
+    documents have is kept once.
+
+    Args:
+        roots: folders with .py files, which are read except in folders of tests and in private ones (_NAME).
+        topics: texts by their names.
+        target: the file to write, one JSON object per document.
+    """
+    texts: dict[str, Iterable[str]] = {f"topics/{name}": [text] for name, text in topics.items()}
+    for root in roots:
+        for path in source_files(root):
+            inside = path.relative_to(root)
+            if not any(folder.startswith("_") or folder == "testing" for folder in inside.parts[:-1]):
+                texts[f"{root.name}/{inside.as_posix()}"] = docstrings(path)
+    seen: set[str] = set()
+    documents: dict[str, str] = {}
+    for name in sorted(texts, key=_digest):
+        fresh = dict.fromkeys(line for text in texts[name] for line in paragraphs(text) if line not in seen)
+        seen.update(fresh)
+        if fresh:
+            documents[name] = "\n".join(fresh)
+    return _write_documents(documents, target)
+
+
+def write_sources(library: Path, target: Path) -> tuple[int, int]:
     """Write one JSON object per readable source file; return the number of documents and of their bytes."""
+    documents: dict[str, str] = {}
+    for path in source_files(library):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # some of the library's files are in another encoding on purpose
+        if text.strip():
+            documents[path.relative_to(library).as_posix()] = text
+    return _write_documents(documents, target)
+
+
+def _write_documents(documents: Mapping[str, str], target: Path) -> tuple[int, int]:
     target.parent.mkdir(parents=True, exist_ok=True)
-    documents = size = 0
-    with target.open("w", encoding="utf-8") as output:
-        for path in corpus_files(library):
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue  # some of the library's files are in another encoding on purpose
-            if text.strip():
-                output.write(json.dumps({"text": text, "path": path.relative_to(library).as_posix()}) + "\n")
-                documents, size = documents + 1, size + len(text.encode())
-    return documents, size
+    lines = [json.dumps({"text": text, "path": name}) + "\n" for name, text in documents.items()]
+    target.write_text("".join(lines), encoding="utf-8")
+    return len(documents), sum(len(text.encode()) for text in documents.values())
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def summary(directory: Path) -> str:
@@ -222,18 +279,25 @@ def _what_lies_where() -> list[tuple[str, str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The whole quick start, or with `corpus` its first step; returns the exit status."""
+    """The whole quick start, or with `corpus` or `sources` a corpus alone; returns the exit status."""
+    library = Path(sysconfig.get_paths()["stdlib"])
     if argv == ["corpus"]:
-        documents, size = write_corpus(Path(sysconfig.get_paths()["stdlib"]), ROOT / CORPUS)
-        print(f"{documents:,} documents, {size / 1e6:.1f} MB -> {CORPUS}")
-        return 0 if documents else 1
+        packages = [Path(str(package.__file__)).parent for package in (np, torch)]
+        return _report(CORPUS, *write_corpus([library, *packages], topics, ROOT / CORPUS))
+    if argv == ["sources"]:
+        return _report(SOURCES, *write_sources(library, ROOT / SOURCES))
     if argv in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     if argv:
-        print(f"quickstart.py takes no arguments, or `corpus`; not {' '.join(argv)}", file=sys.stderr)
+        print(f"quickstart.py takes no arguments, `corpus` or `sources`; not {' '.join(argv)}", file=sys.stderr)
         return 2
     return run_all(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+
+
+def _report(path: Path, documents: int, size: int) -> int:
+    print(f"{documents:,} documents, {size / 1e6:.1f} MB -> {path}")
+    return 0 if documents else 1
 
 
 if __name__ == "__main__":

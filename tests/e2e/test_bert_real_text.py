@@ -14,7 +14,7 @@ import pytest
 from megacore.data.indexed.reader import IndexedDataset
 from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, words
 from tools.preprocess_data import main as preprocess
-from tools.quickstart import write_corpus
+from tools.quickstart import write_sources
 from tools.train_tokenizer import main as train_tokenizer
 
 
@@ -29,7 +29,7 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
 @pytest.mark.slow
 def test_both_tasks_are_learned_from_the_standard_library(tmp_path: Path) -> None:
     text, tokenizer, output = tmp_path / "corpus.jsonl", tmp_path / "tokenizer", tmp_path / "run"
-    write_corpus(Path(sysconfig.get_paths()["stdlib"]), text)
+    write_sources(Path(sysconfig.get_paths()["stdlib"]), text)
     assert train_tokenizer(words(input=text, model="wordpiece", vocab_size=2048, output=tokenizer)) == 0
     made = words(input=text, tokenizer=tokenizer, output_prefix=tmp_path / "pairs", split_sentences=True)
     assert preprocess(made) == 0

@@ -72,7 +72,7 @@ def test_what_is_printed_is_what_runs() -> None:
     assert "--global-batch-size 12" in quickstart.steps(3, TRAINING)[4].line
 
 
-def test_the_corpus_is_every_readable_source_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: Path) -> None:
     library = tmp_path / "library"
     names = ("b.py", "a.py", "c.txt", "empty.py", "pkg/z.py", "test/no.py", "site-packages/no.py", "pkg/tests/no.py")
     for name in names:
@@ -80,10 +80,72 @@ def test_the_corpus_is_every_readable_source_in_an_order_of_its_own(tmp_path: Pa
         (library / name).write_text("" if name == "empty.py" else f"# {name}: é\n", encoding="utf-8")
     (library / "latin.py").write_bytes(b"# caf\xe9\n")
     size = sum(len(f"# {name}: é\n".encode()) for name in ("a.py", "b.py", "pkg/z.py"))
-    assert quickstart.write_corpus(library, tmp_path / "out" / "corpus.jsonl") == (3, size)
-    lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    assert quickstart.write_sources(library, tmp_path / "out" / "sources.jsonl") == (3, size)
+    lines = (tmp_path / "out" / "sources.jsonl").read_text(encoding="utf-8").splitlines()
     # `printf b.py | sha256sum` begins 4a5b; pkg/z.py 5380; a.py f0de.
     assert [json.loads(line)["text"] for line in lines] == ["# b.py: é\n", "# pkg/z.py: é\n", "# a.py: é\n"]
+
+
+SOURCE = '''"""Tools for the text of a page.
+
+They need no other package, and they
+are the same on every machine.
+"""
+class Page:
+    """A page of a book (see :class:`Book`) with the text that is on it.
+
+    Parameters
+    ----------
+    width : int
+        The number of letters that fit into a line.
+    height : int, optional (default: 5)
+
+    >>> Page("This is the text of a page in a book.")
+    Page(1)
+
+    - The first of its two rules.
+    - The second one goes over
+      two lines of the text.
+    """
+    def words(self):
+        """words() -> list of str"""
+    if True:
+        def copy(self):
+            """They need no other package, and they are the same on every machine."""
+'''
+PROSE = [
+    "Tools for the text of a page.",
+    "They need no other package, and they are the same on every machine.",
+    "A page of a book (see Book) with the text that is on it.",
+    "The number of letters that fit into a line.",
+    "The first of its two rules.",
+    "The second one goes over two lines of the text.",
+]
+TOPIC = """The "with" statement
+********************
+
+The "with" statement is used to wrap a block.
+
+   with_stmt ::= "with" expression ["as" target]
+
+They need no other package, and they are the same on every machine.
+"""
+
+
+def test_the_corpus_is_english_without_code_and_repetition(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "page.py").write_text(SOURCE, encoding="utf-8")
+    (library / "copy.py").write_text(SOURCE, encoding="utf-8")
+    (library / "_private").mkdir()
+    (library / "_private" / "no.py").write_text('"""This is not a part of the corpus."""', encoding="utf-8")
+    (library / "broken.py").write_text("not Python", encoding="utf-8")
+    target = tmp_path / "out" / "corpus.jsonl"
+    documents, size = quickstart.write_corpus([library], {"with": TOPIC}, target)
+    texts = [json.loads(line)["text"] for line in target.read_text(encoding="utf-8").splitlines()]
+    assert (documents, size) == (len(texts), sum(len(text.encode()) for text in texts))
+    lines = [line for text in texts for line in text.splitlines()]
+    assert sorted(lines) == sorted([*PROSE, 'The "with" statement is used to wrap a block.'])
 
 
 def test_a_failing_step_gives_its_status_and_its_command(
