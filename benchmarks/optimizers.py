@@ -22,11 +22,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megacore.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megacore.config.optimizers import OPTIMIZERS
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import build_mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
 from tools.quickstart import source_files
 
 Text = NDArray[np.uint8]
@@ -36,12 +45,14 @@ _VALIDATION = 10  # one file of so many
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """An optimizer with its settings, and the learning rates that are tried."""
+    """An optimizer with its settings, the learning rates that are tried, and the replicas."""
 
     optimizer: str
     rates: tuple[float, ...]
     settings: dict[str, Any]
     weight_decay: float = 0.1
+    compression: str = "none"  # of the gradients
+    ranks: int = 1  # that share the batch
 
 
 _ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -51,8 +62,12 @@ WAYS: dict[str, Way] = {
     "adamw, int8 moments": Way(optimizer="adamw", rates=_ADAM_RATES, settings={"moments_dtype": "int8"}),
     "muon": Way(optimizer="muon", rates=_ADAM_RATES, settings={}),
     "lamb": Way(optimizer="lamb", rates=(5e-3, 1e-2, 2e-2, 4e-2), settings={}),
-    "lion": Way(optimizer="lion", rates=(1e-4, 2e-4, 4e-4, 8e-4), settings={}, weight_decay=1.0),
+    "lion": Way(optimizer="lion", rates=(4e-4, 8e-4, 1e-3, 2e-3), settings={}, weight_decay=1.0),
     "adafactor": Way(optimizer="adafactor", rates=(1e-2, 2e-2, 4e-2, 8e-2), settings={}),
+    "onebitadam, 2 replicas": Way(optimizer="onebitadam", rates=_ADAM_RATES, settings={}, ranks=2),
+    "adamw, int8 gradients, 2 replicas": Way(
+        optimizer="adamw", rates=_ADAM_RATES, settings={}, compression="int8", ranks=2
+    ),
 }
 
 
@@ -80,8 +95,18 @@ def texts() -> tuple[Text, Text]:
     return training, validation
 
 
-def losses(way: Way, rate: float, options: argparse.Namespace, data: tuple[Text, Text]) -> list[float]:
+def losses(way: Way, rate: float, options: argparse.Namespace) -> list[float]:
     """The validation losses of a run, after every `options.every` steps."""
+    if way.ranks == 1:
+        return losses_of_rank(0, 1, way, rate, options)
+    found: list[float] = run_distributed(losses_of_rank, way.ranks, way, rate, options, timeout=600)[0]
+    return found
+
+
+def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: argparse.Namespace) -> list[float]:
+    """Of one of the ranks, which know the same losses."""
+    torch.set_num_threads(1)
+    data = texts()
     with tempfile.TemporaryDirectory() as directory:
         settings: dict[str, Any] = {way.optimizer: OPTIMIZERS[way.optimizer](**way.settings)} if way.settings else {}
         config = Config(
@@ -91,22 +116,23 @@ def losses(way: Way, rate: float, options: argparse.Namespace, data: tuple[Text,
                 num_attention_heads=options.heads,
                 vocab_size=256,
             ),
-            parallel=ParallelConfig(device="cpu"),
+            parallel=ParallelConfig(device="cpu", dp=world_size),
+            precision=PrecisionConfig(grad_reduce_compression=way.compression),
             data=DataConfig(mock_data=True, seq_length=options.seq),
             optimizer=OptimizerConfig(
                 optimizer=way.optimizer, lr=rate, lr_warmup_iters=options.steps // 20, weight_decay=way.weight_decay
             ),
             training=TrainingConfig(
                 train_iters=options.steps,
-                micro_batch_size=options.batch,
+                micro_batch_size=options.batch // world_size,
                 global_batch_size=options.batch,
                 eval_interval=options.every,
                 eval_iters=8,
                 output_dir=directory,
             ),
             **settings,
-        ).resolve(1)
-        mesh = Mesh(device=torch.device("cpu"))
+        ).resolve(world_size)
+        mesh = build_mesh(config.parallel)
         training = Bytes(data[0], options.seq, options.steps * options.batch, 1)
         validation = Bytes(data[1], options.seq, 8 * options.batch, 2)
         trainer = Trainer(config, mesh, GPTTask(config, mesh), training, validation)
@@ -134,9 +160,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="default: all; adamw always runs")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    data, rows, target = texts(), [], 0.0
+    rows, target = [], 0.0
     for name in dict.fromkeys(["adamw", *options.only]):
-        runs = {rate: losses(WAYS[name], rate, options, data) for rate in WAYS[name].rates}
+        runs = {rate: losses(WAYS[name], rate, options) for rate in WAYS[name].rates}
         best = min(runs, key=lambda rate: runs[rate][-1])
         if name == "adamw":
             target = runs[best][len(runs[best]) * 2 // 3 - 1]

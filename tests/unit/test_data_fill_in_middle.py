@@ -91,8 +91,8 @@ def corpus(path: Path, *, masked: bool = False) -> tuple[IndexedDataset, list[li
 
 
 def dataset(indexed: IndexedDataset, made: FillInTheMiddle | None, samples: int = 40, **options: Any) -> GPTDataset:
-    every, fixed = range(indexed.num_documents), {"seq_length": 50, "seed": 3, "boundaries": True}
-    return GPTDataset(indexed, every, num_samples=samples, fill_in=made, **fixed, **options)
+    options = {"num_samples": samples, "seq_length": 50, "seed": 3, "boundaries": True, "fill_in": made, **options}
+    return GPTDataset(indexed, range(indexed.num_documents), **options)
 
 
 @pytest.mark.parametrize("order", ["megacore", "megatron"])
@@ -149,7 +149,9 @@ def test_longer_runs_and_other_readers_get_the_same_samples(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def coder() -> JsonTokenizer:
     """A byte-level BPE with merges and the tokens of StarCoder."""
-    backend = tokenizers.Tokenizer.from_str(train_tokenizer([TEXT * 3, "return first second"], "bpe", 290).to_json())
+    trained = train_tokenizer([TEXT * 3, "return first second"], "bpe", 290)
+    assert isinstance(trained, JsonTokenizer)
+    backend = tokenizers.Tokenizer.from_str(trained.to_json())
     backend.add_special_tokens(list(NAMES))
     return JsonTokenizer(backend)
 
@@ -195,7 +197,7 @@ def test_training_samples_are_permuted_and_those_of_evaluations_are_not(packing:
         made[rate] = build_datasets(given.resolve(1, vocab_size=vocabulary_size(given)))
     prefix = sentinels_of(load_tokenizer(files / "t")).prefix
     for k in range(4):
-        first, second = (made[rate].valid[k] for rate in (0.0, 1.0))
+        first, second = (valid[k] for rate in (0.0, 1.0) if (valid := made[rate].valid) is not None)
         assert all(np.array_equal(first[name], second[name]) for name in first)
         assert prefix in made[1.0].train[k]["tokens"]
         assert prefix not in made[0.0].train[k]["tokens"]
