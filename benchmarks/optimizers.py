@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Way:
     rates: tuple[float, ...]
     settings: dict[str, Any]
     weight_decay: float = 0.1
-    compression: str = "none"  # of the gradients
+    compression: Literal["none", "bf16", "int8"] = "none"  # of the gradients
     ranks: int = 1  # that share the batch
 
 

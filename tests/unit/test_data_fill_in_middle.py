@@ -52,7 +52,7 @@ def restored(tokens: list[int], sentinels: tuple[int, int, int] = (PRE, MID, SUF
 @pytest.mark.parametrize("spm_rate", [0.0, 1.0])
 def test_both_orders_give_the_document_back(spm_rate: float, ends: tuple[int, ...]) -> None:
     document = np.array([*range(1, 12), *ends])
-    cuts = Counter()
+    cuts: Counter[int] = Counter()
     for index in range(200):
         tokens, predicted = fill_in(spm_rate=spm_rate).document(index, document, None)
         assert predicted.tolist() == [1.0] * (len(document) + 3)
@@ -66,7 +66,8 @@ def test_both_orders_give_the_document_back(spm_rate: float, ends: tuple[int, ..
 
 
 def test_an_order_is_a_function_of_the_sample_and_rates_are_kept() -> None:
-    document, orders, made = np.arange(1, 40), Counter(), fill_in(0.6, 0.25)
+    document, made = np.arange(1, 40), fill_in(0.6, 0.25)
+    orders: Counter[str] = Counter()
     for index in range(4000):
         tokens, _ = made.document(index, document, None)
         orders[restored(tokens.tolist())[1]] += 1
