@@ -123,7 +123,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
         "--prompt",
         "This function",
         "--temperature",
-        "0.7",
+        "0.5",
         "--top-p",
         "0.9",
         "--seed",
