@@ -85,11 +85,11 @@ LLAMA: dict[str, Any] = {
 
 def operator_rows() -> Iterator[Sequence[str]]:
     """Bytes per token that the operators of a block keep on rank 0, with the operators of a GPU."""
-    operators = [name for name in get_args(Operator) if name != "dropout"]  # whose masks are drawn again
+    operators = [name for name in get_args(Operator) if name not in ("dropout", "routing")]  # drawn again; of experts
     yield ("block", "tp", "sequence parallel", "recompute", *operators, "all", "formula")
     for name, shape in (("GPT-2's, h 4096", {}), ("Llama 3 8B's", LLAMA)):
         for tp, case in ((1, CASES), (8, SPLIT_CASES)):
-            for changes in ({**BLOCK, **shape, **saving} for saving in case):
+            for changes in ({**BLOCK, **shape, "sequence_parallel": False, **saving} for saving in case):
                 with tempfile.TemporaryDirectory() as directory:
                     config = activation_config((tp, 1, 1), directory, **changes)
                     counted, formula = (

@@ -5,7 +5,7 @@
 
 The models compute on fake tensors, with the operators that they use on a GPU. Each operator that a GPU would run is
 counted, collectives included; views and allocations are not. Some operators launch more than one kernel: torch's flash
-attention does backward, and so do our norms. A block with experts computes each of them by itself, and the tokens are
+attention does backward, and so do our norms. Experts are computed by the grouped kernels, and the tokens are
 divided over them evenly.
 
 With --compiled a block is compiled for the CPU, and what the generated code calls is counted: generated kernels and

@@ -134,6 +134,8 @@ def _require_known(config: ResolvedConfig, device: Device) -> float:
         )
     if config.parallel.offload_optimizer:
         problems.append("--offload-optimizer: the estimate knows no work of the host: leave it out")
+    if config.training.offload_activations:
+        problems.append("--offload-activations: the estimate knows no copies over the host link: leave it out")
     if config.training.compile:
         problems.append("--compile: which kernels are generated is known on the device only: leave it out")
     form, given = config.precision.precision, config.logging.peak_tflops
