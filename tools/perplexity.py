@@ -11,9 +11,9 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,6 +24,7 @@ from megacore.data.indexed.documents import parse
 from megacore.data.indexed.reader import IndexedDataset, int64_tokens
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import UserError
+from megacore.files import replacing
 from megacore.inference.scoring import Scorer, Surprise, context_of, surprises
 from megacore.inference.trained import causal_model
 from megacore.remote import usable
@@ -46,6 +47,8 @@ def _measure(args: Namespace) -> None:
     if stride > length:
         raise UserError(f"--stride {stride} is more than the context of {length} tokens: use {length} or less")
     check_files(args.input)
+    if args.per_document:
+        _check_output(Path(args.per_document), args.input)
     prefix = _prefix(args.prefix, tokenizer)
     if args.input:
         documents = _texts(args.input, args.text_key, args.text_unit, tokenizer)
@@ -54,10 +57,10 @@ def _measure(args: Namespace) -> None:
     scorer = Scorer(model.stage(args.device), config, batch_size=args.batch_size)
     total = Surprise()
     with ExitStack() as stack:
-        file = stack.enter_context(open(args.per_document, "w", encoding="utf-8")) if args.per_document else None
+        file = stack.enter_context(_results(Path(args.per_document))) if args.per_document else None
         for found in surprises(scorer, documents, prefix=prefix, length=length, stride=stride):
             if file is not None:
-                file.write(json.dumps({"document": total.documents, **_record(found)}) + "\n")
+                file.write((json.dumps({"document": total.documents, **_record(found)}) + "\n").encode())
             total += found
     if not total.tokens:
         raise UserError("there is no token to predict: give longer texts, or --prefix bos or eod")
@@ -79,6 +82,23 @@ def _record(of: Surprise) -> dict[str, Any]:
         "perplexity": of.perplexity,
         "bits_per_byte": of.bits_per_byte,
     }
+
+
+def _check_output(path: Path, inputs: Sequence[str]) -> None:
+    """Refuse a file of results that cannot be written, before anything is computed.
+
+    Raises:
+        UserError: it is one of the inputs, or a directory, or its directory is missing.
+    """
+    if path.exists() and any(path.samefile(each) for each in inputs):
+        raise UserError(f"--per-document {path} would overwrite one of the inputs: name another file")
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--per-document {path} cannot be written: name a file in a directory that exists")
+
+
+def _results(path: Path) -> AbstractContextManager[BinaryIO]:
+    """The file to write: whole or absent, unless it is a pipe or a device."""
+    return path.open("wb") if path.exists() and not path.is_file() else replacing(path.resolve())
 
 
 def _prefix(choice: str, tokenizer: Tokenizer) -> int | None:

@@ -90,6 +90,12 @@ def _one_bit(config: Config, world_size: int) -> Iterator[str]:
             f"{given} is not possible with --reproducible, because its compression depends on the number of replicas: "
             f"leave --reproducible out, or use --optimizer {other}"
         )
+    if config.logging.gradient_noise_interval:
+        yield (
+            f"{given} is not possible with --gradient-noise-interval {config.logging.gradient_noise_interval}, because "
+            "after its warm-up nothing has the gradient of the global batch: leave --gradient-noise-interval out, or "
+            f"use --optimizer {other}"
+        )
     freeze = config.onebitadam.onebit_freeze_step
     if freeze is None and config.training.train_iters == LARGEST_INT:  # an engine
         yield f"{given} needs --onebit-freeze-step where the length of the run is not known: use, for example, 1000"
@@ -121,7 +127,7 @@ COMPRESSION_RULES: list[tuple[frozenset[str], Rule]] = [
         frozenset(
             {
                 *("optimizer", "zero_stage", "offload_optimizer", "grad_reduce_compression", "reproducible"),
-                *("onebit_freeze_step", "train_iters"),
+                *("onebit_freeze_step", "train_iters", "gradient_noise_interval"),
             }
         ),
         _one_bit,

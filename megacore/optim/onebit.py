@@ -88,8 +88,10 @@ class _SharedMomentum(Optimizer[S], Generic[S]):
         bucket = present[0][0].bucket
         old = self.tensors("exp_avg", [run for run, _ in present])
         if bucket.compressed is None:  # there are no replicas
-            for (run, gradient), mean in zip(present, old, strict=True):
-                self.take_momentum(run, mean, torch.lerp(mean, gradient, 1 - self.momentum))
+            squares = self.tensors("exp_avg_sq", [run for run, _ in present])
+            for (run, gradient), mean, square in zip(present, old, squares, strict=True):
+                new = torch.lerp(mean, gradient, 1 - self.momentum)
+                self.take_momentum(run, mean, new.mul_(square > 0))
             return
         share, terms = self.momentum / bucket.group.size, bucket.master.new_zeros(bucket.layout.size)
         if bucket not in self._restricted:

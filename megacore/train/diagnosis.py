@@ -267,7 +267,7 @@ class _Case:
         count, model = len(self._microbatches), self._model
         chosen = [self._microbatches[numbers[position % len(numbers)]] for position in range(count)]
         kept = [(buffer, buffer.clone()) for chunk in model.chunks for buffer in chunk.buffers()]
-        model.data_parallel.begin_step(self._steps.update.scaler.scale)
+        model.data_parallel.begin_step(self._steps.update.scaler.scale, compresses=False)
         model.runtime.train_step(chosen, self._weight, model.data_parallel)
         for buffer, before in kept:
             buffer.copy_(before)

@@ -170,21 +170,22 @@ class TrainStep:
 
     def _norm_of_first(self, microbatches: Sequence[Any]) -> Tensor:
         """The norm of the gradient of the first microbatches of all replicas, as if they were the global batch."""
-        weight = self.begin(self.task.counts(microbatches[0]))
+        weight = self.begin(self.task.counts(microbatches[0]), updates=False)
         loss = self.model.runtime.train_step(microbatches[:1], weight, self.model.data_parallel)
         return self.update.gradient_norm(loss, step=self.step + 1, per_count=weight.per_count())
 
-    def begin(self, counts: Tensor) -> BatchWeight:
+    def begin(self, counts: Tensor, *, updates: bool = True) -> BatchWeight:
         """Begin a step: drop the gradients of the last one.
 
         Args:
             counts: of this rank's microbatches of the step together, fp64 of the loss's shape; replaced by the global
                 batch's.
+            updates: whether the weights are updated from these gradients.
         """
         scale = self.update.scaler.scale
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         sums_gradients = self.update.optimizer.begin_step(self.update.updates)
-        self.model.data_parallel.begin_step(scale, sums_gradients=sums_gradients)
+        self.model.data_parallel.begin_step(scale, sums_gradients=sums_gradients, compresses=updates)
         if self.balance is not None:
             if self._ramp is not None:  # the losses of routers are divided by the sequences of a full batch
                 scale *= self._ramp.full / self._ramp.of_step(self.step + 1)

@@ -185,6 +185,7 @@ class Bucket:
                 self.layout.size, group, options.code, device=self._device, passes_on=options.stage == 0
             )
         self.sums_gradients = True
+        self._compresses = False  # gradients, in the step under way
         self._loss_scale = 1.0
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(options.summed_dtype) if options.offload else None
@@ -296,14 +297,16 @@ class Bucket:
 
     # ---- gradients
 
-    def begin_step(self, loss_scale: float, *, sums_gradients: bool = True) -> None:
+    def begin_step(self, loss_scale: float, *, sums_gradients: bool = True, compresses: bool = True) -> None:
         """Drop the gradients of the last step.
 
         Args:
             loss_scale: a factor of the next step's gradients.
             sums_gradients: whether they are summed over the group; otherwise each rank keeps its own, of stage 0.
+            compresses: whether they are sent as `options.compression` says; otherwise as they are.
         """
         assert sums_gradients or self.options.stage == 0
+        self._compresses = compresses and self.options.compression != "none" and self.group.size > 1
         self.sums_gradients, self._loss_scale = sums_gradients or self.group.size == 1, loss_scale
         if self._download_event is not None:  # of a skipped step: gradients must not be overwritten yet
             self._download_event.wait()
@@ -383,7 +386,7 @@ class Bucket:
             self._record_local_norms(gradients)
         if not self.sums_gradients:
             self._shard_gradients = gradients
-        elif self.options.compression != "none" and self.group.size > 1:
+        elif self._compresses:
             self._reduce_compressed(gradients)
         elif self.options.stage == 0:
             self._reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)

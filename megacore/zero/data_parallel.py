@@ -330,15 +330,17 @@ class DataParallel:
 
     # ---- gradients of a step
 
-    def begin_step(self, loss_scale: float, *, sums_gradients: bool = True) -> None:
+    def begin_step(self, loss_scale: float, *, sums_gradients: bool = True, compresses: bool = True) -> None:
         """Drop the gradients of the last step.
 
         Args:
             loss_scale: a factor of the next step's gradients.
             sums_gradients: whether replicas sum them; otherwise each rank keeps its own, on stage 0.
+            compresses: whether `compression` of the options applies. Gradients of no step of the optimizer go without
+                it, so that the errors of the compression stay as they are.
         """
         for bucket in self.buckets:
-            bucket.begin_step(loss_scale, sums_gradients=sums_gradients)
+            bucket.begin_step(loss_scale, sums_gradients=sums_gradients, compresses=compresses)
 
     def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
         """The backward of a microbatch through a chunk begins.

@@ -85,7 +85,7 @@ def compressed(x: Tensor, mask: Tensor) -> Tensor:
 def mean_momentum(momenta: list[Tensor], errors: list[Tensor], of_sum: Tensor, mask: Tensor) -> Tensor:
     """Tang et al. 2021, algorithm 1, lines 6 to 11; one worker by itself compresses nothing."""
     if len(momenta) == 1:
-        return momenta[0]
+        return momenta[0] * mask
     sent = []
     for momentum, error in zip(momenta, errors, strict=True):
         x = (momentum + error) * mask
@@ -117,7 +117,7 @@ def reference(name: str, workers: int) -> Weights:
                 if step == FREEZE + 1:
                     fresh = square.clone()
                 before = mean
-                mask = square > 0 if workers > 1 else torch.ones_like(square, dtype=torch.bool)
+                mask = square > 0
                 mean = mean_momentum([0.8 * mean + 0.2 * g for g in own], errors, of_sum, mask)
                 fresh = 0.95 * fresh + 0.05 * ((mean - 0.8 * before) / 0.2) ** 2
                 root = (square / (1 - 0.95**FREEZE)).sqrt() + 1e-6

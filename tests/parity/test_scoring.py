@@ -147,6 +147,7 @@ def test_generation_is_that_of_transformers_and_stops(pair: tuple[nn.Module, Pat
         ({"context": 10, "stride": 11}, "--stride 11 is more than the context of 10 tokens: use 10 or less"),
         ({"data_path": "nowhere"}, "give texts with --input FILE..., or a dataset with --data-path PREFIX"),
         ({"input": "nowhere.txt"}, "--input nowhere.txt cannot be read"),
+        ({"per_document": "nowhere/each"}, "--per-document nowhere/each cannot be written: name a file in a directory"),
     ],
     ids=str,
 )
@@ -156,3 +157,16 @@ def test_refusals(
     (tmp_path / "t.txt").write_text("w1 w2")
     assert perplexity(words(**{"checkpoint": pair[1], "input": tmp_path / "t.txt", **flags})) == 2
     assert said in capsys.readouterr().err
+
+
+def test_results_replace_no_input_and_are_whole_or_absent(
+    pair: tuple[nn.Module, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, each = tmp_path / "t.txt", tmp_path / "each.jsonl"
+    text.write_text("w1 w2")
+    assert perplexity(words(checkpoint=pair[1], input=text, per_document=text)) == 2
+    assert "would overwrite one of the inputs" in capsys.readouterr().err
+    assert text.read_text() == "w1 w2"
+    (tmp_path / "bad.jsonl").write_text('{"text": "w1 w2"}\n{"text": 5}\n')
+    assert perplexity(words(checkpoint=pair[1], input=tmp_path / "bad.jsonl", per_document=each)) == 2
+    assert not each.exists()

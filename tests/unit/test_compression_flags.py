@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig, validate
+from megacore.config import (
+    Config,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+    validate,
+)
 from megacore.config.compression import error_bytes
 from megacore.config.optimizers import OneBitAdamConfig
 from tests.parity.runs import make_config
@@ -27,6 +35,7 @@ def test_what_one_bit_does_not_work_with_is_refused_at_once(name: str) -> None:
         parallel=ParallelConfig(dp=4, zero_stage=2, offload_optimizer=True),
         precision=PrecisionConfig(grad_reduce_compression="int8"),
         training=TrainingConfig(train_iters=10, reproducible=True),
+        logging=LoggingConfig(gradient_noise_interval=5),
     )
     other = {"onebitadam": "adamw", "onebitlamb": "lamb"}[name]
     for said in (
@@ -35,6 +44,7 @@ def test_what_one_bit_does_not_work_with_is_refused_at_once(name: str) -> None:
         "with --offload-optimizer, because",
         "with --grad-reduce-compression int8, because",
         "with --reproducible, because",
+        "with --gradient-noise-interval 5, because",
         "--onebit-freeze-step 10 must be below --train-iters 10, because nothing would be compressed: use 9 or less",
     ):
         assert any(said in problem for problem in found), said
