@@ -195,7 +195,6 @@ IDLE_VALUES: Mapping[str, str] = {
     "--fim-pad-token": "padding at the end of a sample has no loss, and no token attends to it",
     "--high-priority-stream-groups": _COMMUNICATED,
     "--kill-switch-path": "SIGTERM and SIGINT always save and end the run",
-    "--local-rank": "the launcher's environment has the ranks",
     "--log-memory-interval": _LOGGED,
     "--logging-level": "messages have one level",
     "--manual-gc-interval": "the interpreter collects garbage by itself",

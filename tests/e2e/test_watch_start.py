@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -24,6 +25,12 @@ HANGING = Path(__file__).with_name("hanging.py")
 MINUTES = 0.004
 
 
+@functools.cache
+def hang_minutes(minutes: float) -> float:
+    """--hang-timeout-minutes: of all ranks the same, although the load of the machine changes between their starts."""
+    return scaled_minutes(minutes)
+
+
 @contextlib.contextmanager
 def started(script: Path, output: Path, *given: object, **variables: object) -> Iterator[Started]:
     """A program with these environment variables, whose errors go to a file; nothing of it outlives the block."""
@@ -39,7 +46,7 @@ def rank_of(
     tmp_path: Path, rank: int, port: int, *, minutes: float = MINUTES, **variables: object
 ) -> contextlib.AbstractContextManager[Started]:
     """A rank of two, started by hand as Slurm does."""
-    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=scaled_minutes(minutes))
+    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=hang_minutes(minutes))
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     script = HANGING if HANG in variables else PROGRAM
