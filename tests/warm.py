@@ -9,16 +9,19 @@ says about the start itself (imports, signals while torch loads, what is refused
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +29,9 @@ from typing import NoReturn
 import torch
 
 from tests.distributed import start_server
+
+_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+_LARGEST_REQUEST = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,8 @@ class Program:
 
     def become(self) -> NoReturn:
         """Turn this process, just forked, into the program; it ends with the script."""
-        os.setsid()
+        if os.getsid(0) != os.getpid():
+            os.setsid()
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -168,40 +175,83 @@ def start(
     return Started(process)
 
 
-def open_files() -> set[int]:
-    """The file descriptors of this process."""
-    return {int(name) for name in os.listdir("/dev/fd") if _is_open(int(name))}
+class Nursery:
+    """A process that starts the programs of another one, whose children they become.
 
+    Where a process has threads, as torchrun has those of its store, a fork of it may inherit a lock that nobody will
+    release, and objects that own descriptors which it has closed. So this one is forked before there are any.
+    """
 
-def _is_open(descriptor: int) -> bool:
-    """Whether it is open; that of the listing itself no longer is."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-class Forked:
-    """The program in a fork of this very process, which is its parent; with what torchrun needs of subprocess.Popen."""
-
-    def __init__(self, program: Program, files: set[int]) -> None:
-        """Start it.
-
-        Args:
-            program: What it becomes.
-            files: The descriptors that it inherits besides its output; a new interpreter has none of the rest either.
-        """
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
+    def __init__(self) -> None:
+        self._requests, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._requests.close()
             try:
-                for descriptor in open_files() - files - {0, 1, 2, program.stdout, program.stderr}:
-                    os.close(descriptor)
-                program.become()
+                _serve(served)
             except BaseException:
                 traceback.print_exc()
-                _leave(1)
+            os._exit(0)
+        served.close()
+
+    def start(self, program: Program) -> Child:
+        """Start a program, whose outputs are descriptors, as a child of this process and in a session of its own."""
+        outputs = [int(program.stdout), int(program.stderr)]
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._requests, [pickle.dumps(program)], outputs)
+            return Child(int(self._requests.recv(_LARGEST_REQUEST)))
+        finally:
+            _adopt_orphans(False)
+
+
+def _serve(requests: socket.socket) -> None:
+    """Start what is asked for, until the other process is gone."""
+    os.setsid()
+    with open(os.devnull, "w") as nowhere:  # it must not seem to be one of those that write to the caller's files
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    while True:
+        request, outputs, _, _ = socket.recv_fds(requests, _LARGEST_REQUEST, 2)
+        if not request:
+            return
+        said, told = os.pipe()
+        if (between := os.fork()) == 0:  # it ends at once, and the caller inherits its child
+            if os.fork() == 0:
+                _begin(pickle.loads(request), outputs, told, {requests.fileno(), said})
+            os._exit(0)
+        os.close(told)
+        number = os.read(said, 32)
+        os.waitpid(between, 0)
+        for descriptor in (said, *outputs):
+            os.close(descriptor)
+        requests.send(number)
+
+
+def _begin(program: Program, outputs: list[int], told: int, others: set[int]) -> NoReturn:
+    """Become the program, once its number is told."""
+    try:
+        os.setsid()
+        os.write(told, str(os.getpid()).encode())
+        for descriptor in (*others, told):
+            os.close(descriptor)
+        replace(program, stdout=outputs[0], stderr=outputs[1]).become()
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+
+
+def _adopt_orphans(yes: bool) -> None:
+    """Make this process the parent of those of its descendants whose parent has ended, or no longer."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(yes)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+class Child:
+    """A program that is a child of this process, with what torchrun needs of subprocess.Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.returncode: int | None = None
+        self.pid = pid
 
     def poll(self) -> int | None:
         """The exit status once there is one."""

@@ -44,7 +44,7 @@ from megacore.parallel.mesh import (
 )
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
 from megacore.plan.outline import outline
-from megacore.train.causes import lost_connection, outside_cause
+from megacore.train.causes import lost_connection, lost_store, outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.memory_check import all_have_room
 from megacore.train.metrics import device_name
@@ -118,7 +118,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
             watch.give_up(gone)  # the exception is only the echo of a death
         if watch is None and (deaths := died_without_a_word(_SECONDS_FOR_A_PEER_TO_DIE)):
             return _end(f"{deaths}; stopping the others", EXIT_FAILED, watch)
-        if has_several_nodes() and (lost := lost_connection(error)):
+        if (lost := lost_store(error)) or (has_several_nodes() and (lost := lost_connection(error))):
             return _end(f"{_this_rank(watch)} {lost}", EXIT_FAILED, watch)
         return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
 

@@ -1,4 +1,4 @@
-"""torchrun, the real one, except that it forks its ranks instead of starting an interpreter for each.
+"""torchrun, the real one, except that its ranks are forked instead of starting an interpreter for each.
 
 Run by `tests/warm.py` in a process that has torch and megacore loaded, and so do the ranks.
 """
@@ -11,13 +11,13 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.run import main
 
-from tests.warm import Forked, Program, open_files
+from tests.warm import Child, Nursery, Program
 
-# What this process was started with; what torchrun opens, such as its store's sockets, is not the ranks'.
-INHERITED = open_files()
+# Before torchrun has threads and descriptors, such as those of its store, which a new interpreter would not have.
+NURSERY = Nursery()
 
 
-def fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
+def start_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Child:
     """In place of SubprocessHandler._popen, for a command `python -u script words`."""
     _, unbuffered, script, *words = args
     assert unbuffered == "-u", args
@@ -29,9 +29,9 @@ def fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forke
         stdout=1 if handler._stdout is None else handler._stdout.fileno(),
         stderr=2 if handler._stderr is None else handler._stderr.fileno(),
     )
-    return Forked(program, INHERITED)
+    return NURSERY.start(program)
 
 
 if __name__ == "__main__":
-    SubprocessHandler._popen = fork_rank  # type: ignore[assignment,method-assign]
+    SubprocessHandler._popen = start_rank  # type: ignore[assignment,method-assign]
     main()
