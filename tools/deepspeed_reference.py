@@ -7,7 +7,6 @@ python tools/deepspeed_reference.py --check docs/guides/coming-from-deepspeed.md
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from megacore.config.deepspeed_keys import KEYS
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.flag_reference import bring_up_to_date
+from tools.generated_pages import written_reference
 
 MARKERS = (
     "<!-- keys: begin (written by tools/deepspeed_reference.py) -->",
@@ -30,16 +29,8 @@ _KINDS = {"sets": "{}", "idle": "accepted, no effect: {}", "some": "accepted onl
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints, writes or checks the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Print what becomes of DeepSpeed's keys and flags as Markdown.")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in FILE")
-    action.add_argument("--check", type=Path, metavar="FILE", help="compare the tables in FILE without changing it")
-    options = parser.parse_args(argv)
-    if options.write or options.check:
-        return bring_up_to_date(options.write or options.check, reference(), MARKERS, writes=bool(options.write))
-    print(reference(), end="")
-    return 0
+    """Prints, writes or checks it; returns the exit status."""
+    return written_reference(argv, "what becomes of DeepSpeed's keys and flags", reference, MARKERS)
 
 
 def reference() -> str:

@@ -9,7 +9,7 @@ In a document the reference is between two marker lines, and only what is betwee
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,49 +21,18 @@ from megacore.config.flags import FILES
 from megacore.config.help import HelpText, help_text_of
 from megacore.config.presets import PRESETS
 
+if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.generated_pages import written_reference
+
 BEGIN = "<!-- flags: begin (written by tools/flag_reference.py) -->"
 END = "<!-- flags: end -->"
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints, writes or checks the reference; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Print the reference of all flags as Markdown.")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE", help="replace the reference in FILE")
-    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE without changing it")
-    options = parser.parse_args(argv)
-    if options.write or options.check:
-        return bring_up_to_date(options.write or options.check, reference(), (BEGIN, END), writes=bool(options.write))
-    print(reference(), end="")
-    return 0
-
-
-def bring_up_to_date(file: Path, text: str, markers: tuple[str, str], *, writes: bool) -> int:
-    """Writes a text between the two marker lines of a document, or checks that it is there.
-
-    Args:
-        file: the document.
-        text: what belongs between the markers.
-        markers: the two lines. The first one names the tool in parentheses.
-        writes: write it; else only check.
-
-    Returns:
-        The exit status: 1 where the check has failed.
-    """
-    begin, end = markers
-    document = file.read_text(encoding="utf-8")
-    before, found_begin, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"{file} has no lines {begin} and {end}")
-    updated = f"{before}{begin}\n\n{text}\n{end}{after}"
-    if writes:
-        file.write_text(updated, encoding="utf-8")
-    elif updated != document:
-        tool = begin.split("written by ")[1].split(")")[0]
-        print(f"{file} is not current: python {tool} --write {file}")
-        return 1
-    return 0
+    return written_reference(argv, "the reference of all flags", reference, (BEGIN, END))
 
 
 def reference() -> str:

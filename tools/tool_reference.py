@@ -9,7 +9,6 @@ In the document the reference is between two marker lines, and only what is betw
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import contextlib
 import importlib
@@ -26,7 +25,7 @@ from unittest import mock
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.flag_reference import bring_up_to_date
+from tools.generated_pages import written_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- tools: begin (written by tools/tool_reference.py) -->"
@@ -41,6 +40,7 @@ PARTS = {
 UNLISTED = {
     "build_docs": "`make docs`",
     "deepspeed_reference": "writes the tables of coming-from-deepspeed.md",
+    "generated_pages": "what the tools that write documentation share",
     "kernel_cases": "what kernel_report measures",
     "kernel_liger": "what kernel_report compares with",
     "kernel_report": "writes the tables of kernels.md",
@@ -52,17 +52,8 @@ UNLISTED = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints, writes or checks the reference; returns the exit status."""
-    about = "Print the reference of all tools as Markdown."
-    parser = argparse.ArgumentParser(prog="tool_reference.py", description=about)
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE", help="replace the reference in FILE")
-    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE without changing it")
-    options = parser.parse_args(argv)
-    if options.write or options.check:
-        return bring_up_to_date(options.write or options.check, reference(), (BEGIN, END), writes=bool(options.write))
-    print(reference(), end="")
-    return 0
+    """Prints, writes or checks it; returns the exit status."""
+    return written_reference(argv, "the reference of all tools", reference, (BEGIN, END), prog="tool_reference.py")
 
 
 def reference() -> str:

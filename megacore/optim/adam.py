@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megacore.config.optimizers import AdamConfig
+from megacore.optim.fused_adam import fused_
 from megacore.optim.optimizer import Optimizer
 from megacore.zero.data_parallel import LocalRun
 
@@ -22,19 +23,15 @@ class Adam(Optimizer[AdamConfig]):
         return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
-        adam(
+        fused_(
+            adam,
             [run.master for run in runs],
-            list(gradients),
-            self.tensors("exp_avg", runs),
-            self.tensors("exp_avg_sq", runs),
-            [],
-            self.steps(runs),
-            fused=True,
-            amsgrad=False,
+            gradients,
+            means=self.tensors("exp_avg", runs),
+            squares=self.tensors("exp_avg_sq", runs),
+            steps=self.steps(runs),
             beta1=self.momentum,
-            beta2=self.adam.adam_beta2,
+            settings=self.adam,
             lr=lr,
             weight_decay=weight_decay,
-            eps=self.adam.adam_eps,
-            maximize=False,
         )

@@ -14,6 +14,7 @@ from megacore.config.optimizers import AdamWConfig, StateKind
 from megacore.ops import adamw_
 from megacore.ops.adamw import DECAY_GROUP
 from megacore.optim.block_moments import SCALES, BlockMoments
+from megacore.optim.fused_adam import fused_
 from megacore.optim.moments import KeptMoments
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.rounded_moments import RoundedMoments
@@ -85,21 +86,17 @@ class AdamW(Optimizer[AdamWConfig]):
         weight_decay: float,
     ) -> None:
         """Update weights and fp32 moments, and count the steps."""
-        adamw(
+        fused_(
+            adamw,
             weights,
             gradients,
-            means,
-            squares,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
+            means=means,
+            squares=squares,
+            steps=steps,
             beta1=self.momentum,
-            beta2=self.settings.adam_beta2,
+            settings=self.settings,
             lr=lr,
             weight_decay=weight_decay,
-            eps=self.settings.adam_eps,
-            maximize=False,
         )
 
     def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:

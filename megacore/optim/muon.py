@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import MuonConfig
 from megacore.errors import ConfigError
+from megacore.optim.fused_adam import fused_
 from megacore.optim.newton_schulz import orthogonalized
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.whole_matrices import WholeMatrices
@@ -62,21 +63,17 @@ class Muon(Optimizer[MuonConfig]):
 
     def _update_others(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
         runs = [run for run, _ in pairs]
-        adamw(
+        fused_(
+            adamw,
             [run.master for run in runs],
             [gradient for _, gradient in pairs],
-            self.tensors("exp_avg", runs),
-            self.tensors("exp_avg_sq", runs),
-            [],
-            self.steps(runs),
-            fused=True,
-            amsgrad=False,
+            means=self.tensors("exp_avg", runs),
+            squares=self.tensors("exp_avg_sq", runs),
+            steps=self.steps(runs),
             beta1=self.adam.adam_beta1,
-            beta2=self.adam.adam_beta2,
+            settings=self.adam,
             lr=lr,
             weight_decay=weight_decay,
-            eps=self.adam.adam_eps,
-            maximize=False,
         )
 
     def _update_matrices(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:

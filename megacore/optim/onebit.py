@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw
 
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import OneBitAdamConfig, OneBitLambConfig, OptimizerSettings
+from megacore.optim.fused_adam import fused_
 from megacore.optim.lamb import LambStep
 from megacore.optim.optimizer import Optimizer, scale_gradients
 from megacore.parallel.collectives import all_reduce_job_
@@ -137,21 +138,17 @@ class OneBitAdam(_SharedMomentum[OneBitAdamConfig]):
                 root = self.root(run, "exp_avg_sq", self._frozen_after)
                 run.master.mul_(1 - lr * weight_decay).addcdiv_(mean, root, value=-lr / self.correction)
             return
-        adamw(
+        fused_(
+            adamw,
             [run.master for run in runs],
-            list(gradients),
-            self.tensors("exp_avg", runs),
-            self.tensors("exp_avg_sq", runs),
-            [],
-            self.steps(runs),
-            fused=True,
-            amsgrad=False,
+            gradients,
+            means=self.tensors("exp_avg", runs),
+            squares=self.tensors("exp_avg_sq", runs),
+            steps=self.steps(runs),
             beta1=self.momentum,
-            beta2=self.adam.adam_beta2,
+            settings=self.adam,
             lr=lr,
             weight_decay=weight_decay,
-            eps=self.adam.adam_eps,
-            maximize=False,
         )
 
 

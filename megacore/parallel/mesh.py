@@ -534,6 +534,17 @@ def is_first_of_job(event: str, *, otherwise: bool) -> bool:
         return otherwise
 
 
+def lost_store(error: Exception) -> str | None:
+    """That the store where the ranks meet is gone, where torch says so; None if it does not."""
+    if not isinstance(error, dist.DistNetworkError):
+        return None
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"lost the connection to the job's store at {where}: the process that serves it (torchrun, or without it rank "
+        "0) has ended or cannot be reached; the first cause is in its output"
+    )
+
+
 def leave(mesh: Mesh) -> None:
     """Wait for all ranks, then leave the job in order."""
     if mesh.world.size > 1 and dist.is_initialized():

@@ -7,11 +7,9 @@ keeps its traceback.
 
 from __future__ import annotations
 
-import os
 import re
 
 import torch
-import torch.distributed as dist
 
 from megacore.errors import StorageError
 
@@ -41,17 +39,6 @@ def lost_connection(error: Exception) -> str | None:
     return (
         f"lost the connection to a rank of another machine{where} ({found['reason']}): the first cause is in the "
         "output of that machine, if it still runs"
-    )
-
-
-def lost_store(error: Exception) -> str | None:
-    """That the store where the ranks meet is gone, where torch says so; None if it does not."""
-    if not isinstance(error, dist.DistNetworkError):
-        return None
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return (
-        f"lost the connection to the job's store at {where}: the process that serves it (torchrun, or without it rank "
-        "0) has ended or cannot be reached; the first cause is in its output"
     )
 
 

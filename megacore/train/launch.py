@@ -39,12 +39,13 @@ from megacore.parallel.mesh import (
     has_fast_bf16,
     join_job,
     leave,
+    lost_store,
     serves_store,
     world_size,
 )
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
 from megacore.plan.outline import outline
-from megacore.train.causes import lost_connection, lost_store, outside_cause
+from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.memory_check import all_have_room
 from megacore.train.metrics import device_name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from megacore.config.nodes import torchrun_flags
+from megacore.parallel.mesh import lost_store
 from megacore.train.causes import lost_connection
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, problems
@@ -58,3 +60,10 @@ def test_a_refusal_speaks_of_the_nodes_that_a_job_has(refuse: Refuse, monkeypatc
 def test_a_lost_connection_is_told_without_a_traceback(said: str, told: str) -> None:
     assert told in str(lost_connection(RuntimeError(said)))
     assert lost_connection(RuntimeError("a bug")) is None
+
+
+def test_a_lost_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "the job's store at head:29500" in str(lost_store(dist.DistNetworkError("Failed to recv, got 0 bytes")))
+    assert lost_store(RuntimeError("a bug")) is None
