@@ -83,10 +83,11 @@ def trainer_on(
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and moments, whole."""
+    """Weights, moments and the average of the weights, whole."""
     optimizer, mesh = trainer.update.optimizer, trainer.mesh
     state = gather(trainer, mesh, lambda owned: owned.master)
-    for kind in ("exp_avg", "exp_avg_sq"):
+    kinds = ("exp_avg", "exp_avg_sq") if trainer.update.average is None else ("exp_avg", "exp_avg_sq", "ema")
+    for kind in kinds:
         values = gather(trainer, mesh, lambda owned, kind=kind: owned.state(optimizer, kind))  # type: ignore[misc]
         state |= {f"{kind} {name}": value for name, value in values.items()}
     return state
@@ -158,7 +159,7 @@ def _look_at_files(directory: Path) -> None:
     ("layout", "changes"),
     [
         ((1, 1, 1), {"async_save": True}),
-        ((1, 2, 2), {"zero_stage": 2, "clip_grad_adaptive": True, "clip_grad_warmup_iters": 5}),
+        ((1, 2, 2), {"zero_stage": 2, "clip_grad_adaptive": True, "clip_grad_warmup_iters": 5, "ema_decay": 0.9}),
         pytest.param((2, 1, 2), {"zero_stage": 3, "precision": "bf16", "keep_last": 9}, marks=pytest.mark.slow),
         pytest.param(
             (1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}, marks=pytest.mark.slow
