@@ -86,8 +86,8 @@ def _url_problems(config: Config, world_size: int) -> list[str]:
             problems.append(f"{name} {problem}")
     if _is_set(checkpoint.save) and checkpoint.save.startswith("memory://") and world_size > 1:
         problems.append(
-            f"--save {checkpoint.save} is in the memory of one process, but the run has {world_size}, and none would have "
-            "a whole checkpoint: use a directory that all processes share, or the URL of a store"
+            f"--save {checkpoint.save} is in the memory of one process, but the run has {world_size}, and none "
+            "would have a whole checkpoint: use a directory that all processes share, or the URL of a store"
         )
     elif _is_set(checkpoint.save) and (problem := url_problem(checkpoint.save, writes=True)):
         problems.append(f"--save {problem}")
