@@ -254,7 +254,7 @@ def _read(
     if not process.problems:
         problems = problems + validate(config, process.world_size, unread=unread)
     # The first rank of a machine looks at its disk for all of them.
-    on_disk = missing_files(config) if process.local_rank == 0 else []
+    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
     meeting = _unknown_address(process)
     local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
     notes += _overridden_preset(kind, flags, file, path)

@@ -30,7 +30,7 @@ _OUTPUT_FILES = (
 _ROOM_FOR_FILES = 100
 
 
-def missing_files(config: Config) -> list[str]:
+def missing_files(config: Config, world_size: int = 1) -> list[str]:
     """Names the input files that do not exist on this machine, and an output directory that cannot be written."""
     # os.path, because pathlib raises for a name that is too long.
     data = config.data
@@ -45,7 +45,7 @@ def missing_files(config: Config) -> list[str]:
     if _is_set(data.merge_file) and not os.path.isfile(data.merge_file):
         problems.append(f"--merge-file {data.merge_file} is not a file: use the merges.txt that --tokenizer belongs to")
     load, init = config.checkpoint.load, config.checkpoint.init_from_hf
-    problems += _url_problems(config)
+    problems += _url_problems(config, world_size)
     if _is_set(load) and load != AUTO and not is_url(load) and not os.path.isdir(load):
         problems.append(
             f"--load {load} is not a directory: use the directory of a checkpoint or of a run, {OR_AUTO}, or leave "
@@ -78,13 +78,18 @@ def missing_files(config: Config) -> list[str]:
     return problems + ([] if is_url(output) else _output_problem(Path(output))) + _tracker_problems(config)
 
 
-def _url_problems(config: Config) -> list[str]:
+def _url_problems(config: Config, world_size: int) -> list[str]:
     """What is wrong with the URLs of object stores: those that cannot be used, and those where only a path can be."""
     checkpoint, data, problems = config.checkpoint, config.data, []
     for name, url in (("--load", checkpoint.load), ("--pretrained-checkpoint", config.start.pretrained_checkpoint)):
         if _is_set(url) and is_url(url) and (problem := url_problem(url)):
             problems.append(f"{name} {problem}")
-    if _is_set(checkpoint.save) and (problem := url_problem(checkpoint.save, writes=True)):
+    if _is_set(checkpoint.save) and checkpoint.save.startswith("memory://") and world_size > 1:
+        problems.append(
+            f"--save {checkpoint.save} is in the memory of one process, but the run has {world_size}, and none "
+            "would have a whole checkpoint: use a directory that all processes share, or the URL of a store"
+        )
+    elif _is_set(checkpoint.save) and (problem := url_problem(checkpoint.save, writes=True)):
         problems.append(f"--save {problem}")
     instead = {
         "--output-dir": (config.training.output_dir, "use a directory, and --save URL for the checkpoints"),

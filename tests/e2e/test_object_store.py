@@ -28,8 +28,8 @@ URL = "s3://bucket/runs/one"
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[s3fs.S3FileSystem]:
-    """A server with one bucket, which the environment leads to."""
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server, which the environment leads to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,12 +51,18 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[s3fs.S3Fi
                 return client.connect_ex(("127.0.0.1", port)) == 0
 
         until(listens, SECONDS, "the server does not listen")
-        files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-        files.mkdir("bucket")
-        yield files
+        yield server
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.fixture
+def store(server: subprocess.Popen[bytes]) -> s3fs.S3FileSystem:
+    """The server with one bucket."""
+    files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+    files.mkdir("bucket")
+    return files
 
 
 def losses(output: Path) -> dict[int, tuple[float, float]]:
@@ -158,3 +164,18 @@ def test_what_cannot_work_is_refused_before_training(
     assert "Traceback" not in said
     assert os.listdir(tmp_path / "logs")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("store")
+def test_a_connection_that_is_lost_midway_ends_the_run_with_one_message(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    flags = small_run(tmp_path / "out", save=URL, save_interval=2, dp=2, train_iters=1_000_000)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        until(lambda: "saved" in job.said("stdout"), SECONDS, "no checkpoint")
+        server.kill()
+        assert job.ends(SECONDS)[0] == 1
+        said = " ".join(job.said().split())
+    assert said.count("failed: the checkpoint cannot be written: s3://bucket/runs/one") == 1, said
+    assert "Could not connect" in said, said
+    assert "Traceback" not in said

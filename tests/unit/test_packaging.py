@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 import tarfile
@@ -48,6 +49,19 @@ def closure() -> set[str]:
             if needed.marker is None or any(needed.marker.evaluate(extra) for extra in extras):
                 waiting.append(needed)
     return found
+
+
+def test_the_version_is_the_newest_dated_one_of_the_changelog() -> None:
+    heading = re.compile(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", re.MULTILINE)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = heading.findall(changelog)
+    assert len(versions) == changelog.count("\n## [") - 1, "all but Unreleased have a number and a date"
+    assert versions[0][0] == megacore.__version__
+    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == megacore.__version__
+    assert metadata.version("megacore") == megacore.__version__
 
 
 def test_the_wheel_holds_the_package_with_its_kernels_and_nothing_else(built: tuple[Path, Path]) -> None:

@@ -86,6 +86,18 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], flags: list[str], m
     assert message in refusal(capsys, *MOCK, *flags)
 
 
+def test_several_processes_do_not_save_into_the_memory_of_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    said = refusal(capsys, *MOCK, "--dp", "2", "--save", "memory://run")
+    assert "refused: 1 problem" in said
+    assert "--save memory://run is in the memory of one process, but the run has 2" in said
+    assert "use a directory that all processes share" in said
+
+
 def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, *BASE, "--data-path", "memory://d/x", "--save", "nosuch://b", "--load", "bad://c/run")
     assert "refused: 3 problems" in said
