@@ -431,7 +431,7 @@ class Bucket:
         if self.options.stage >= 2:
             self._gradients = None
             self._written.clear()
-        if not self.options.overlap_grad_reduce:
+        if not self.options.overlap_grad_reduce or self.group.size == 1:
             self.finish_reduction()
 
     def _reduce_compressed(self, gradients: Tensor) -> None:

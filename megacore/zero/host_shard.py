@@ -46,14 +46,12 @@ class HostStreams:
         return event
 
     def hold(self, tensor: Tensor, until: torch.Event) -> None:
-        """Keep a tensor whose copy to the host is under way. Of all tensors one at a time is kept: the stream that
-        computes waits for the copy of the one before."""
-        if self._held is not None:
-            self.current().wait_event(self._held[0])
+        """Keep a tensor whose copy to the host is under way; none is held yet."""
+        assert self._held is None
         self._held = until, tensor
 
     def release(self) -> None:
-        """Free what is held, once it is copied."""
+        """Free what is held: the stream that computes waits until it is copied."""
         if self._held is not None:
             self.current().wait_event(self._held[0])
             self._held = None
@@ -130,6 +128,7 @@ class HostShard:
             gradients: flat, of the shard, on the device; given away.
         """
         streams = self._streams
+        streams.release()  # before more is fetched
         streams.downloads.wait_stream(streams.current())
         with streams.downloads:
             if self.has_gradients:

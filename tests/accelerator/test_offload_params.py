@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from tests.accelerator.device import needs_pretend
+from tests.accelerator.largest_model import HOST as HOST_FLAGS
+from tests.accelerator.largest_model import PLAIN, largest
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, bitwise, make_config, train_on
 
@@ -51,7 +54,7 @@ MORE: dict[int, list[Case]] = {
         ((1, 1, 1), NO_CLIP),
         ((1, 1, 1), NO_CLIP | MUON),
         ((1, 1, 1), NO_CLIP | BF16 | {"grad_reduce_dtype": "bf16"}),
-        ((1, 1, 1), NO_CLIP | {"param_group": ("blocks.0.*:frozen",)}),
+        ((1, 1, 1), NO_CLIP | {"param_group": ("blocks.0.*:freeze",)}),
     ],
     2: [
         ((1, 1, 2), {}),
@@ -111,3 +114,19 @@ def test_no_bit_differs_from_stage_3_on_the_device(ranks: int, tmp_path: Path) -
 @pytest.mark.parametrize("ranks", MORE)
 def test_no_bit_differs_on_further_layouts(ranks: int, tmp_path: Path) -> None:
     compare(MORE[ranks], str(tmp_path))
+
+
+def test_thirteen_times_the_model_fits_on_a_device(tmp_path: Path) -> None:
+    """ZeRO-Offload's figure (arXiv 2101.06840, section 6.2.1): blocks of a model that completes a step on one device,
+    with mixed precision and AdamW, and blocks of one with its state in host memory. Both recompute."""
+    common = {"limit": 8 << 20, "shape": {"hidden_size": 64, "recompute": "full"}}
+    plain, on_host = (
+        run_distributed(
+            partial(largest, most=most, flags=flags, **common), 1, str(tmp_path), backend="pretend", init=False
+        )[0]
+        for flags, most in ((PLAIN, 40), (HOST_FLAGS, 130))
+    )
+    assert plain.is_limit
+    assert 5 < plain.blocks <= (8 << 20) / (18 * 12 * 64**2)
+    assert on_host.blocks >= 13 * plain.blocks
+    assert on_host.on_host >= 17 * on_host.parameters
