@@ -5,8 +5,8 @@
 
 The device is the pretend accelerator of tests/accelerator, which counts every tensor and refuses what exceeds its
 memory: the figures are counts, the same on every machine with the same torch, and say nothing of time. Each row is the
-deepest model that completes one step of AdamW in bf16. The last one stops at `--times` the blocks of the best row of
-plain data parallelism, where the host's memory would be the limit. Only the table goes to standard output.
+deepest model that completes one step of AdamW in bf16. The last one stops at `--times` the blocks of plain data
+parallelism, because its limit is the host's memory. Only the table goes to standard output.
 """
 
 from __future__ import annotations

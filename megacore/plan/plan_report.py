@@ -87,7 +87,10 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield ""
     fullest = plan.fullest
     if fullest.on_host:
-        yield f"Of it {gib(fullest.on_host):.2f} GiB of the fullest rank are in host memory, and do not count in its peak."
+        yield (
+            f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak, and "
+            "the time below does not count their copies."
+        )
         yield ""
     low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
     term, size = largest_term(fullest)

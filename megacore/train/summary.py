@@ -79,7 +79,7 @@ def launch_summary(
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
         *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
-        *([("parameters", _on_host(mesh.device))] if parallel.offload_params else []),
+        *([("weights", _on_host(mesh.device))] if parallel.offload_params else []),
         *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (

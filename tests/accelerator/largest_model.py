@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +75,8 @@ def largest(
         torch.accelerator.reset_peak_memory_stats()
         limit_memory(before + limit)
         try:
-            trainer = make_trainer(config, mesh)
+            with contextlib.redirect_stdout(sys.stderr):  # the launch summary
+                trainer = make_trainer(config, mesh)
             assert trainer.train_step(next(trainer.batches)).loss.isfinite()
             torch.accelerator.synchronize()
         finally:
