@@ -172,7 +172,9 @@ def _zero() -> dict[str, Key]:
         ),
         "elastic_checkpoint": idle("every checkpoint is loaded on any layout"),
         "offload_param.device": custom(
-            "--offload-params for cpu; nvme is refused", ("offload_params",), _offload("offload_params", "parameters are")
+            "--offload-params for cpu; nvme is refused",
+            ("offload_params",),
+            _offload("offload_params", "parameters are"),
         ),
         "offload_param.pin_memory": idle("what is copied to or from a device is always pinned"),
         "offload_optimizer.device": custom(

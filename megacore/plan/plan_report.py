@@ -88,8 +88,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     fullest = plan.fullest
     if fullest.on_host:
         yield (
-            f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak, and "
-            "the time below does not count their copies."
+            f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak, "
+            "and the time below does not count their copies."
         )
         yield ""
     low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
