@@ -463,7 +463,7 @@ class DataParallel:
             return 0.0
         parts = (bucket.part_of_parameters(step % CHECKED_IN, CHECKED_IN) for bucket in self.buckets)
         if self._streams is None:
-            norms = torch._foreach_norm(list(parts), 2, torch.float32)
+            norms = list(torch._foreach_norm(list(parts), 2, torch.float32))
         else:  # no more than one is on the device
             norms = [torch.linalg.vector_norm(part, 2, dtype=torch.float32) for part in parts]
         return 0.0 * torch.stack(norms).sum()
