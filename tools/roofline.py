@@ -134,6 +134,8 @@ def _require_known(config: ResolvedConfig, device: Device) -> float:
         )
     if config.parallel.offload_optimizer:
         problems.append("--offload-optimizer: the estimate knows no work of the host: leave it out")
+    if config.parallel.offload_params:
+        problems.append("--offload-params: the estimate knows no copies over the host link: leave it out")
     if config.training.offload_activations:
         problems.append("--offload-activations: the estimate knows no copies over the host link: leave it out")
     if config.training.compile:

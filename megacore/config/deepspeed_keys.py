@@ -133,12 +133,15 @@ def _overlap(value: Value) -> Translation:
     return Translation({"overlap_grad_reduce": given, "overlap_param_gather": given})
 
 
-def _optimizer_device(value: Value) -> Translation:
-    if value.value == "nvme":
-        raise ValueError(f"{value}: optimizer state is kept in host memory, not on disks: use cpu, or more --dp ranks")
-    if value.value not in ("none", "cpu"):
-        raise ValueError(f"{value} is not known: use none or cpu")
-    return Translation({"offload_optimizer": True} if value.value == "cpu" else {})
+def _offload(name: str, what: str) -> Callable[[Value], Translation]:
+    def translate(value: Value) -> Translation:
+        if value.value == "nvme":
+            raise ValueError(f"{value}: {what} kept in host memory, not on disks: use cpu, or more --dp ranks")
+        if value.value not in ("none", "cpu"):
+            raise ValueError(f"{value} is not known: use none or cpu")
+        return Translation({name: True} if value.value == "cpu" else {})
+
+    return translate
 
 
 _NO_NVME = "only offload to NVMe uses it, which is refused"
@@ -168,11 +171,16 @@ def _zero() -> dict[str, Key]:
             (True,), "checkpoints hold fp32 weights, from which a run always continues", "leave it out"
         ),
         "elastic_checkpoint": idle("every checkpoint is loaded on any layout"),
-        "offload_param.device": some(
-            ("none",), "parameters stay on the devices", "leave it out, and use stage 3 with more ranks, --tp or --pp"
+        "offload_param.device": custom(
+            "--offload-params for cpu; nvme is refused",
+            ("offload_params",),
+            _offload("offload_params", "parameters are"),
         ),
+        "offload_param.pin_memory": idle("what is copied to or from a device is always pinned"),
         "offload_optimizer.device": custom(
-            "--offload-optimizer for cpu; nvme is refused", ("offload_optimizer",), _optimizer_device
+            "--offload-optimizer for cpu; nvme is refused",
+            ("offload_optimizer",),
+            _offload("offload_optimizer", "optimizer state is"),
         ),
         "offload_optimizer.pin_memory": idle("what is copied to or from a device is always pinned"),
         "offload_optimizer.ratio": some((1, 1.0), "the whole optimizer state is offloaded", "use 1.0"),
@@ -181,7 +189,7 @@ def _zero() -> dict[str, Key]:
         "zenflow": some((None,), "all gradients are used in every step", "leave it out"),
         "sub_group_size": idle("the optimizer updates a bucket at a time"),
         "cpu_offload": if_true("--offload-optimizer", offload_optimizer=True),
-        "cpu_offload_param": some((False,), "parameters stay on the devices", "leave it out, and use more ranks"),
+        "cpu_offload_param": if_true("--offload-params", offload_params=True),
         "cpu_offload_use_pin_memory": idle("what is copied to or from a device is always pinned"),
         "memory_efficient_linear": idle(_BY_LAYER),
         "pipeline_loading_checkpoint": idle("each rank reads its own part of a checkpoint"),
@@ -198,8 +206,8 @@ def _zero() -> dict[str, Key]:
         "zero_quantized_nontrainable_weights": some((False,), _EXACT_COMM, "leave it out"),
         "zero_quantized_gradients": some((False,), _EXACT_COMM, "leave it out"),
     }
-    keys |= {f"offload_param.{name}": idle("offload_param is refused, with device none nothing is offloaded")
-             for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")}  # fmt: skip
+    keys |= {f"offload_param.{name}": idle(_NO_NVME)
+             for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")}  # fmt: skip
     keys |= {f"offload_optimizer.{name}": idle(_NO_NVME)
              for name in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")}  # fmt: skip
     keys |= {f"leaf_module.{name}": idle("the experts of a layer are gathered together")
@@ -439,7 +447,7 @@ def _measurements() -> dict[str, Key]:
         "compile.deepcompile": if_true("--compile", compile=True),
         "compile.offload_activation": if_true("--offload-activations", offload_activations=True),
         "compile.offload_opt_states": if_true("--offload-optimizer", offload_optimizer=True),
-        "compile.offload_parameters": some((False,), "parameters stay on the devices", "leave it out"),
+        "compile.offload_parameters": if_true("--offload-params", offload_params=True),
     }
     keys |= {f"comms_logger.{name}": idle("--trace has every exchange of the traced steps")
              for name in ("prof_all", "prof_ops", "verbose", "debug")}  # fmt: skip

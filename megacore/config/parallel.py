@@ -73,6 +73,9 @@ class ParallelConfig(Section):
     offload_optimizer: bool = False
     """ZeRO-Offload: master weights and optimizer moments stay in host memory and are updated there. The device keeps
     parameters and gradients."""
+    offload_params: bool = False
+    """With --zero-stage 3 and --offload-optimizer, keeps parameters and gradients in host memory too, also with one
+    replica. The device gets the parameters of a layer while it computes with the one before."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced and parameters gathered over --dp. A bucket is never
     larger than a quarter of a stage. With more than 16 ranks buckets grow, so that each rank's share keeps 1 MiB, or
@@ -111,6 +114,17 @@ class ParallelConfig(Section):
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if self.zero_stage == 0 and "zero_stage" not in wrong:
             yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", "--zero-stage 1, 2 or 3")
+        if self.offload_params and not wrong & {"offload_params", "zero_stage", "offload_optimizer"}:
+            if self.zero_stage < 3:
+                yield (
+                    f"--offload-params is not possible with --zero-stage {self.zero_stage}, whose devices hold all "
+                    "parameters of their layers: use --zero-stage 3, which --dp 1 takes too, or leave it out"
+                )
+            if not self.offload_optimizer:
+                yield (
+                    "--offload-params needs --offload-optimizer, which updates the parameters where they are: add it, "
+                    "or leave --offload-params out"
+                )
         if self.cp == 1:
             yield from self.without_effect(("cp_comm",), wrong, "--cp 1", "--cp 2 or more")
         if self.schedule_csv is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 
 import torch
@@ -305,17 +305,20 @@ class WeightUpdate:
     def _all_reduce_replicated_grads(self) -> None:
         """With sequence parallelism, gradients of parameters that are replicated over the layer group cover only this
         rank's positions: sum them over the group, in one message."""
-        replicated = (local for local in self.data_parallel.segments if local.spec.is_replicated)
-        gradients = [gradient for local in replicated if (gradient := local.gradient) is not None]
-        if gradients:
+        replicated = [local for local in self.data_parallel.segments if local.spec.is_replicated]
+        found = [(local, gradient) for local in replicated if (gradient := local.gradient) is not None]
+        if found:
+            gradients = [gradient for _, gradient in found]
             flat = all_reduce_(torch.cat(gradients), self.mesh.layer)
             torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
+            for local, gradient in found:
+                local.write_gradient(gradient)
 
     def _all_reduce_tied_grads(self, name: str, holders: Holders) -> None:
         for local in self.data_parallel.segments_of(name):
             gradient = local.gradient
             assert gradient is not None
-            all_reduce_tied_(gradient, holders)
+            local.write_gradient(all_reduce_tied_(gradient, holders))
 
     def _skip(self, total: Totals) -> Outcome:
         """Count a step that is not finite, and lower a dynamic loss scale.
@@ -446,7 +449,7 @@ def totals(
         if vote:  # `ballot[number] = vote` would copy from the host, for which an accelerator is waited for
             ballot[number].fill_(vote)
     if exact:
-        flat = (*(gradient for gradient, _ in gradients), sums.new_zeros(0))
+        flat = chain((gradient for gradient, _ in gradients), [sums.new_zeros(0)])
         units = torch.stack([square_sum_units(gradient) for gradient in flat]).sum(0)
     else:
         for gradient, weight in gradients:

@@ -105,7 +105,9 @@ def passing_bytes(
       While a layer's first bucket is filled, one of the layer after it is reduced; while its second one is filled, the
       tensors of the inner width are freed. The few parameters of a head share a bucket with the layer before it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
-      for its first gradient, when the input of the product that gave it is freed.
+      for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
+      the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
+      and one that is fetched to be added to.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: those of ranks
     without replicas, or of experts without copies. On an accelerator it copies those of the layer itself into their
@@ -123,10 +125,11 @@ def passing_bytes(
     """
     e, term = ELEMENT_BYTES[config.precision.precision], term_bytes(config)
     shards, splits = shard_ranks(config.parallel), config.parallel.may_split_backward
-    stage = config.parallel.zero_stage if shards > 1 else 0
+    on_host = config.parallel.offload_params
+    stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     table, sizes_by_chunk = shared_table(chunks), held_by_layer(chunks)
     has_copies = expert_copies(config.parallel) > 1
-    if stage and not has_copies:  # experts without copies are neither reduced nor gathered
+    if stage and not has_copies and not on_host:  # experts without copies are neither reduced nor gathered
         alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
         sizes_by_chunk = [
             [size - routed for size, routed in zip(*pair, strict=True)]
@@ -169,6 +172,9 @@ def passing_bytes(
                 gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                 reducing = term * later_size / shards
                 moment += e * gathered + term * (size + later_size)
+                if on_host and shards > 1:
+                    reducing *= 3
+                    moment += e * sizes[max(number - 1, 0)] / shards
             found.append((moment - freed - working, reducing))
             freed += kept_here[number] + waiting[number]
             # Reductions wait for each other: of a layer's two buckets the one without experts is the last.

@@ -107,6 +107,7 @@ def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room
     taken, available = _told_apart(needed, room.available)
     given = {
         "--offload-optimizer": config.parallel.offload_optimizer,
+        "--offload-params": config.parallel.offload_params,
         "--offload-activations": config.training.offload_activations,
     }
     flags = " and ".join(flag for flag, on in given.items() if on)

@@ -65,6 +65,8 @@ class RankMemory:
             up, gradients of activations, buckets that are being reduced.
         reducing: on ZeRO's stages 2 and 3 the rank's shard of the bucket that is being reduced.
         overhead: of the process, certain and expected.
+        gradients_on_host: whether the gradients among `state` lie in host memory, and `computing` and `completing` have
+            none.
     """
 
     pp_rank: int
@@ -81,6 +83,7 @@ class RankMemory:
     passing: float
     reducing: float
     overhead: tuple[float, float]
+    gradients_on_host: bool = False
 
     @property
     def certain(self) -> float:
@@ -97,7 +100,7 @@ class RankMemory:
     @property
     def gradients_apart(self) -> bool:
         """Whether all gradients and all activations never exist at the same time."""
-        return max(self.computing, self.completing) < self.state["grads"] + self.activations
+        return max(self.computing, self.completing) < self._computing_gradients + self.activations
 
     @property
     def _computing_state(self) -> float:
@@ -105,9 +108,14 @@ class RankMemory:
         return sum(self.state.values()) - self.on_host
 
     @property
+    def _computing_gradients(self) -> float:
+        """Gradients in the memory in which the rank computes, from step to step."""
+        return 0.0 if self.gradients_on_host else self.state["grads"]
+
+    @property
     def _backward(self) -> float:
         """State and activations at the peak of forward and backward."""
-        without_gradients = self._computing_state - self.late - self.state["grads"]
+        without_gradients = self._computing_state - self.late - self._computing_gradients
         return without_gradients + max(self.computing + self.working, self.completing)
 
     @property
@@ -127,7 +135,7 @@ def plan_memory(
         on_cpu: whether the ranks compute in host memory.
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
     """
-    config = config.for_device(on_cpu=on_cpu)
+    config = _for_device(config, on_cpu=on_cpu)
     stages = stage_ranges(layers, config)
     count = ranks_of_role("pipeline", config.parallel)
     ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(count)]
@@ -151,7 +159,7 @@ def fullest_rank(
         on_cpu: whether the ranks compute in host memory.
         limit: bytes; the first rank that takes more is returned in place of the fullest.
     """
-    config = config.for_device(on_cpu=on_cpu)
+    config = _for_device(config, on_cpu=on_cpu)
     stages, count = stage_ranges(layers, config), ranks_of_role("pipeline", config.parallel)
     kinds = [layer_kind(layer) for layer in layers]
     first: dict[Hashable, int] = {}  # of the ranks that are alike
@@ -164,6 +172,14 @@ def fullest_rank(
         if ranks[-1].expected > limit:
             return ranks[-1]
     return max(ranks, key=lambda rank: rank.expected)
+
+
+def _for_device(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
+    """What a run does where its ranks compute: on a CPU parameters are in host memory anyway."""
+    config = config.for_device(on_cpu=on_cpu)
+    if not on_cpu:
+        return config
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_params=False))
 
 
 def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
@@ -203,6 +219,8 @@ def _rank_memory(
     if forgets_experts:
         grads = [float(term_bytes(config) * held_experts(config, layers, [numbers])) for numbers in on_rank]
     lasting = state["grads"] - sum(grads)
+    if params_on_host := config.parallel.offload_params:
+        grads, lasting, forgets, forgets_experts = [0.0 for _ in grads], 0.0, False, False
     kept_grads = [sum(kept_gradients(config, chunk)) for chunk in chunks]
 
     def most(*, computing: bool, split: bool, first: bool = False) -> float:
@@ -235,6 +253,7 @@ def _rank_memory(
             if on_cpu or not config.parallel.offload_optimizer
             else state["optimizer"] - held_errors(config, state) + state["buffers"]
         )
+        + (state["params"] + state["grads"] if params_on_host else 0.0)
         + (_products(flying, map(sum, in_blocks)) if offloads else 0.0),
         activations=_products(flying, kept) + _products([max(n - 1, 0) for n in flying], head_kept) + shared,
         in_flight=sum(flying),
@@ -246,6 +265,7 @@ def _rank_memory(
         passing=max(peak - max(certain[0] + working, certain[1]), 0.0),
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
+        gradients_on_host=params_on_host,
     )
 
 

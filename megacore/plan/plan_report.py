@@ -86,6 +86,12 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"| {where} | {rank.parameters:,} | {cells} | {rank.in_flight} | **{gib(rank.expected):.2f}** |"
     yield ""
     fullest = plan.fullest
+    if fullest.on_host:
+        yield (
+            f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak, "
+            "and the time below does not count their copies."
+        )
+        yield ""
     low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
     term, size = largest_term(fullest)
     where = f"pipeline rank {fullest.pp_rank}, {gib(fullest.expected):.1f} GiB ({low:.1f} to {high:.1f})"

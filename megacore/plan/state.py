@@ -43,15 +43,16 @@ def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, bl
     compute, stage = ELEMENT_BYTES[config.precision.precision], zero_stage(config)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
     reduce = term_bytes(config)
-    offload = config.parallel.offload_optimizer
-    master = 4 if offload or compute != 4 else 0
+    # With parameters in host memory the update finds gradients there, and in fp32 the weights themselves.
+    copied = config.parallel.offload_optimizer and not config.parallel.offload_params
+    master = 4 if copied or compute != 4 else 0
     shard = updated_parameters(parameters, config, experts=experts)
     return {
         "params": (shard if stage >= 3 else parameters) * compute,
         "grads": (shard if stage >= 2 else parameters) * reduce,
         "optimizer": shard * (moment_bytes(parameters, config, blocks=blocks) + master)
         + error_bytes(config, parameters),
-        "buffers": shard * summed if offload else 0.0,
+        "buffers": shard * summed if copied else 0.0,
     }
 
 
@@ -152,12 +153,16 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
 
 
 def building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
-    """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
+    """What exists when the last layer has been made: parameters and master weights, unless they are in host memory, and
+    on stage 3 that layer whole."""
     replicas, kept = ranks_of_role("replicas", config.parallel), config.kept_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
         master = (state["optimizer"] - held_errors(config, state)) * 4 / (kept + 4)
-    whole = 4.0 * _largest_layer(layers) if replicas > 1 and config.parallel.zero_stage == 3 else 0.0
+    divides = replicas > 1 and config.parallel.zero_stage == 3
+    whole = 4.0 * _largest_layer(layers) if divides or config.parallel.offload_params else 0.0
+    if config.parallel.offload_params:
+        return whole + held_errors(config, state)
     return state["params"] + master + whole + held_errors(config, state)
 
 

@@ -39,6 +39,7 @@ _BY_PRICE = (
     "--recompute full",
     "--zero-stage 3",
     "--offload-optimizer",
+    "--offload-params",
 )
 
 
@@ -197,9 +198,17 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     ]
     if parallel.tp > 1 and not parallel.sequence_parallel:
         groups.append([("parallel", "--sequence-parallel", {"sequence_parallel": True})])
+    offloads: list[tuple[str, str, dict[str, Any]]] = []
     if on_cpu == parallel.offload_optimizer:  # on a CPU it takes copies of the gradients, and saves nothing
         switch = "--no-offload-optimizer" if on_cpu else "--offload-optimizer"
-        groups.append([("parallel", switch, {"offload_optimizer": not on_cpu})])
+        offloads.append(("parallel", switch, {"offload_optimizer": not on_cpu}))
+    if not on_cpu and not parallel.offload_params:
+        flags = ["--offload-params", *([] if parallel.offload_optimizer else ["--offload-optimizer"])]
+        flags += [] if parallel.zero_stage == 3 else ["--zero-stage 3"]
+        needed = {"offload_params": True, "offload_optimizer": True, "zero_stage": 3}
+        offloads.append(("parallel", " ".join(flags), needed))
+    if offloads:
+        groups.append(offloads)
     if start.config.precision.precision == "fp32":
         groups.append([("precision", "--precision bf16", {"precision": "bf16"})])
     choices = [[option for option in chosen if option] for chosen in itertools.product(*([None, *g] for g in groups))]

@@ -192,6 +192,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         overlap_param_gather=parallel.overlap_param_gather,
         products_add=adds_in_fp32(mesh.device, DTYPES[config.precision.precision]),
         offload=parallel.offload_optimizer,
+        offload_params=parallel.offload_params and mesh.device.type != "cpu",
         one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
         groups=config.parameter_groups,

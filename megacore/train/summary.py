@@ -79,6 +79,7 @@ def launch_summary(
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
         *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
+        *([("weights", _on_host(mesh.device))] if parallel.offload_params else []),
         *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
@@ -154,6 +155,13 @@ def _offloaded(device: torch.device) -> str:
     if device.type == "cpu":
         return "none: on a CPU activations are in host memory (--offload-activations)"
     return "activations of blocks wait in host memory for backward (--offload-activations)"
+
+
+def _on_host(device: torch.device) -> str:
+    """What --offload-params does."""
+    if device.type == "cpu":
+        return "divided by --zero-stage 3: on a CPU they are in host memory anyway (--offload-params)"
+    return "and gradients are kept in host memory; a layer's are on the device while it computes (--offload-params)"
 
 
 def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:

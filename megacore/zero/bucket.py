@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.compressed import CODES, Code, CompressedSum
 from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
 from megacore.zero.flat import FlatLayout, Segment, contiguous_slices
+from megacore.zero.host_shard import HostShard, HostStreams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class ZeroOptions:
         products_add: linear layers add the gradients of their weights to the sums themselves. This applies where the
             sums are fp32 and the parameters are not (see `products.adds_in_fp32`).
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
+        offload_params: stage 3 keeps the shards of parameters and gradients there too, and so do groups of one rank.
         one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
             too.
         optimizer: says which parameters no shard may split.
@@ -66,6 +68,7 @@ class ZeroOptions:
     exact_terms: int = 0
     products_add: bool = False
     offload: bool = False
+    offload_params: bool = False
     one_pass: bool = False
     optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
     groups: ParameterGroups = field(default_factory=ParameterGroups)
@@ -76,6 +79,11 @@ class ZeroOptions:
         """In which the ranks of a replica group send gradients, or the momentum; None: gradients, as they are."""
         name = self.optimizer.momentum_format or self.compression
         return None if name == "none" else CODES[name]
+
+    def for_group(self, group: Group) -> ZeroOptions:
+        """As they are for a replica group. One of a single rank has nothing to shard, and stage 0; but the parameters
+        that are in host memory are there whatever the group."""
+        return self if group.size > 1 or self.offload_params else replace(self, stage=0)
 
     @property
     def summed(self) -> str:
@@ -130,9 +138,10 @@ class Bucket:
 
     Args:
         parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
-        group: the ranks that hold the same parameters, and shard their state; a group of one has stage 0.
-        options: how state is sharded.
+        group: the ranks that hold the same parameters, and shard their state.
+        options: how state is sharded (`ZeroOptions.for_group`).
         across: ranks of other such groups that hold the same shard.
+        streams: of copies; with `offload_params`.
 
     Attributes:
         segments: the parts of parameters in this rank's shard.
@@ -145,9 +154,15 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions, *, across: Group = ALONE
+        self,
+        parameters: Sequence[ShardedParameter],
+        group: Group,
+        options: ZeroOptions,
+        *,
+        across: Group = ALONE,
+        streams: HostStreams | None = None,
     ) -> None:
-        assert group.size > 1 or options.stage == 0
+        assert group.size > 1 or options.stage == 0 or options.offload_params
         assert across.size == 1 or options.stage > 0
         self.parameters, self.group, self.options, self.across = list(parameters), group, options, across
         self._by_name = {parameter.spec.name: parameter for parameter in parameters}
@@ -162,18 +177,22 @@ class Bucket:
         self._name_at = {segment.offset: segment.name for segment in self.segments}
 
         self._full, self._shard_params, self.master = self._move_parameters()
+        self._host: HostShard | None = None
+        if options.offload_params:
+            assert streams is not None and options.stage == 3 and options.offload
+            self._host = HostShard(self._shard_params, group, streams, sum_dtype=options.sum_dtype)
         self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
         # Where nothing is summed over ranks and nothing converted, gradients need no memory between steps, and stay
         # where autograd puts them.
-        self._forgets = group.size == 1 and options.compute_dtype == options.sum_dtype
+        self._forgets = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
         self._in_place = self._forgets and not options.one_pass
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self._reducing: _Reduction | None = None  # under way
         self._is_partial = False  # whether the shard's sum is of this group's ranks only
-        self._summing: Pending | None = None  # it over `across`, under way
+        self._summing: _Reduction | None = None  # it over `across`, under way
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient of this backward has not arrived
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
@@ -188,7 +207,8 @@ class Bucket:
         self._compresses = False  # gradients, in the step under way
         self._loss_scale = 1.0
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
-        self._host_gradients = self._on_host(options.summed_dtype) if options.offload else None
+        downloads = options.offload and self._host is None
+        self._host_gradients = self._on_host(options.summed_dtype) if downloads else None
         self._download_event: torch.Event | None = None
         self.release()
 
@@ -210,8 +230,12 @@ class Bucket:
         segment_of = {segment.name: segment for segment in self.segments}
         full = torch.zeros(0 if stage == 3 else self.layout.size, dtype=dtype, device=self._device)
         shard = full.new_zeros(self.layout.shard_size) if stage == 3 else full[self._shard]
+        if self.options.offload_params:
+            shard = self._on_host(dtype)
         master = shard
-        if self.options.offload:
+        if self.options.offload_params and dtype == torch.float32:
+            pass  # in host memory already
+        elif self.options.offload:
             master = self._on_host(torch.float32)
         elif dtype != torch.float32:
             master = torch.zeros(self.layout.shard_size, device=self._device)
@@ -242,7 +266,10 @@ class Bucket:
                 self._full.data.zero_()
                 self._present = True
                 return
-            self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
+            if self._host is not None:
+                self._gathering = self._host.start_gather(self._full.data)
+            else:
+                self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
 
     def wait(self) -> None:
         """Return once all parameters may be read."""
@@ -275,6 +302,8 @@ class Bucket:
             written: whether the optimizer has written `shard_to_write` already.
         """
         self._end_gathering()
+        if self._host is not None:
+            self._host.wait_for_reads()
         if self.master is not self._shard_params and not written:
             self._shard_params.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):
@@ -305,12 +334,14 @@ class Bucket:
             sums_gradients: whether they are summed over the group; otherwise each rank keeps its own, of stage 0.
             compresses: whether they are sent as `options.compression` says; otherwise as they are.
         """
-        assert sums_gradients or self.options.stage == 0
+        assert sums_gradients or self.options.stage == 0 or self.group.size == 1
         self._compresses = compresses and self.options.compression != "none" and self.group.size > 1
         self.sums_gradients, self._loss_scale = sums_gradients or self.group.size == 1, loss_scale
         if self._download_event is not None:  # of a skipped step: gradients must not be overwritten yet
             self._download_event.wait()
         self._shard_gradients, self._checks = None, None
+        if self._host is not None:
+            self._host.begin_step()
         if self._forgets:
             self._gradients = None
         self._norms.clear()
@@ -382,7 +413,7 @@ class Bucket:
             self._view(name).zero_()
         gradients = self._gradients
         assert gradients is not None
-        if self.group.size > 1 and not self.options.exact_terms:
+        if (self.group.size > 1 or self._host is not None) and not self.options.exact_terms:
             self._record_local_norms(gradients)
         if not self.sums_gradients:
             self._shard_gradients = gradients
@@ -392,12 +423,15 @@ class Bucket:
             self._reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)
         else:
             # On stage 1 the sum goes where this rank's share of the terms was: nothing more is kept.
-            shard = gradients[self._shard] if self.options.stage == 1 else gradients.new_empty(self.layout.shard_size)
+            shard = gradients
+            if self.group.size > 1:
+                is_part = self.options.stage == 1
+                shard = gradients[self._shard] if is_part else gradients.new_empty(self.layout.shard_size)
             self._reducing = _Reduction(start_reduce_scatter(shard, gradients, self.group), shard, gradients)
         if self.options.stage >= 2:
             self._gradients = None
             self._written.clear()
-        if not self.options.overlap_grad_reduce:
+        if not self.options.overlap_grad_reduce or self.group.size == 1:
             self.finish_reduction()
 
     def _reduce_compressed(self, gradients: Tensor) -> None:
@@ -424,7 +458,9 @@ class Bucket:
         pending, shard, _ = self._reducing
         pending.wait()
         self._reducing = None
-        if self._shard_gradients is None:
+        if self._host is not None:
+            self._host.add(shard)
+        elif self._shard_gradients is None:
             self._shard_gradients = shard
         else:
             self._shard_gradients += shard
@@ -432,13 +468,16 @@ class Bucket:
     def begin_sum_across(self) -> None:
         """Begin to sum the shard over the groups that hold copies of it, once all terms of this group are added."""
         if self._is_partial:
-            assert self._shard_gradients is not None
-            self._summing, self._is_partial = start_all_reduce_(self._shard_gradients, self.across), False
+            shard = self._shard_gradients if self._host is None else self._host.gradients(slice(None))
+            assert shard is not None
+            self._summing, self._is_partial = _Reduction(start_all_reduce_(shard, self.across), shard, shard), False
 
     def finish_sum_across(self) -> None:
         """Wait for it."""
         if self._summing is not None:
-            self._summing.wait()
+            self._summing.pending.wait()
+            if self._host is not None:
+                self._host.write(slice(None), self._summing.result)
             self._summing = None
 
     @property
@@ -448,7 +487,9 @@ class Bucket:
 
     def convert_exact_sums(self) -> None:
         """Convert exact sums to fp32 gradients without the loss scale, once all terms are added."""
-        if self._shard_gradients is not None and self._shard_gradients.dtype == torch.int64:
+        if self._host is not None:
+            self._host.convert_exact_sums()
+        elif self._shard_gradients is not None and self._shard_gradients.dtype == torch.int64:
             self._shard_gradients = from_units(self._shard_gradients, UNIT)
             self._gradients = None
 
@@ -460,9 +501,10 @@ class Bucket:
         return self._checks.sum()
 
     def part_of_parameters(self, number: int, parts: int) -> Tensor:
-        """Part `number` of `parts` of this rank's shard of the parameters, flat."""
+        """Part `number` of `parts` of this rank's shard of the parameters, flat, on the device."""
         size = -(-self.layout.shard_size // parts)
-        return self._shard_params[number * size : (number + 1) * size]
+        part = slice(number * size, (number + 1) * size)
+        return self._shard_params[part] if self._host is None else self._host.on_device(part)
 
     def contiguous_segments(self, kind: Callable[[Segment], Any]) -> list[list[Segment]]:
         """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise
@@ -489,27 +531,44 @@ class Bucket:
         assert not self._in_place
         return self._shard_gradients
 
+    def has_gradient(self, elements: slice) -> bool:
+        """Whether a segment or run has a reduced gradient; argument as for `gradient`."""
+        return self._host.has_gradients if self._host is not None else self.gradient(elements) is not None
+
     def gradient(self, elements: slice) -> Tensor | None:
-        """The reduced gradient of a segment or run, flat; None where no loss used the parameters.
+        """The reduced gradient of a segment or run, flat, on the device; None where no loss used the parameters. With
+        `offload_params` it is a copy: `write_gradient` keeps what is changed of it.
 
         Args:
             elements: of the shard.
         """
+        if self._host is not None:
+            return self._host.gradients(elements) if self._host.has_gradients else None
         if self._in_place:
             gradient = self._by_name[self._name_at[elements.start]].grad
             return None if gradient is None else gradient.view(-1)
         return None if self._shard_gradients is None else self._shard_gradients[elements]
 
+    def write_gradient(self, elements: slice, gradient: Tensor) -> None:
+        """Keep a gradient that `gradient` gave, and that has been changed in place.
+
+        Args:
+            elements: of the shard.
+            gradient: of these.
+        """
+        if self._host is not None:
+            self._host.write(elements, gradient)
+
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments, in the shard's order; adjacent ones as one flat tensor, with the
         zeros of the padding between them."""
-        if self._in_place:
-            return [gradient for segment in segments if (gradient := self.gradient(segment.shard_slice)) is not None]
-        shard = self._shard_gradients
-        return [] if shard is None else [shard[elements] for elements in contiguous_slices(segments)]
+        slices = [segment.shard_slice for segment in segments] if self._in_place else contiguous_slices(segments)
+        return [gradient for elements in slices if (gradient := self.gradient(elements)) is not None]
 
     def begin_download(self) -> None:
-        """Begin to copy this rank's reduced gradients into host memory."""
+        """Begin to copy this rank's reduced gradients into host memory, unless they are there."""
+        if self._host is not None:
+            return
         host = self._host_gradients
         assert host is not None
         if self._in_place:
@@ -525,6 +584,8 @@ class Bucket:
     def downloaded(self) -> Tensor:
         """The shard's gradients in host memory, flat and in fp32, once they have arrived. The caller may change them
         until the weights are published. Elements without a gradient have undefined values."""
+        if self._host is not None:
+            return self._host.downloaded().float()
         self._wait_for_download()
         assert self._host_gradients is not None
         return self._host_gradients.float()
@@ -603,7 +664,7 @@ class Bucket:
         gradients = [self._gradients, self._shard_gradients, *(p.grad for p in self.parameters)]
         return {
             "params": [self._full, self._shard_params],
-            "grads": [g for g in gradients if g is not None],
+            "grads": [*(g for g in gradients if g is not None), *([] if self._host is None else self._host.storages)],
             "optimizer": [
                 *([] if self.master is self._shard_params else [self.master]),
                 *([] if self.compressed is None else self.compressed.storages),

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
 from megacore.zero.flat import Segment, assign_buckets, round_up
+from megacore.zero.host_shard import HostStreams
 
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
@@ -62,6 +63,11 @@ class LocalRun:
     is_matrix: bool
     shape: tuple[int, ...] | None = None
     scale: ParameterScale = USUAL
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a loss used the parameters."""
+        return self.bucket.has_gradient(self.shard_slice)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -104,6 +110,10 @@ class LocalSegment:
     def gradient(self) -> Tensor | None:
         """The reduced gradient, flat; None where no loss used the parameter."""
         return self.bucket.gradient(self.segment.shard_slice)
+
+    def write_gradient(self, gradient: Tensor) -> None:
+        """Keep what `gradient` gave, changed in place."""
+        self.bucket.write_gradient(self.segment.shard_slice, gradient)
 
     def state(self, optimizer: HasState, kind: str) -> Tensor | None:
         """The optimizer state of a kind such as `exp_avg`, a flat view; None before the first update."""
@@ -178,9 +188,10 @@ class DataParallel:
         separate: frozenset[str] = frozenset(),
     ) -> None:
         self._mesh, self._separate = mesh, separate
-        copies = options.offload and mesh.device.type != "cpu"
+        copies = options.offload and not options.offload_params and mesh.device.type != "cpu"
         self._downloads = torch.Stream(mesh.device) if copies else None
-        self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
+        self._streams = HostStreams(mesh.device) if options.offload_params else None
+        self.options = options = options.for_group(mesh.replicas)
         layers: list[nn.Module] = []
         new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
         self._chunks: list[range] = []  # of each, the numbers of its layers
@@ -246,8 +257,8 @@ class DataParallel:
         buckets = []
         for members in assign_buckets(parameters, limits, self._separate, least=least):
             role = members[0].spec.replica_role
-            options = self.options if groups[role].size > 1 else replace(self.options, stage=0)
-            buckets.append(Bucket(members, groups[role], options, across=self._mesh.across_group(role)))
+            options, across = self.options.for_group(groups[role]), self._mesh.across_group(role)
+            buckets.append(Bucket(members, groups[role], options, across=across, streams=self._streams))
         return buckets
 
     def _sums_in_ring(self, group: Group) -> bool:
@@ -416,6 +427,8 @@ class DataParallel:
             bucket.finish_reduction()
         for bucket in self.buckets:
             bucket.begin_sum_across()
+            if self._streams is not None:  # no more than one is on the device
+                bucket.finish_sum_across()
         for bucket in self.buckets:
             bucket.finish_sum_across()
 
@@ -437,7 +450,7 @@ class DataParallel:
         """The gradients of frozen parameters count as zero, in the norm too."""
         for run in self._frozen:
             if (gradient := run.gradient) is not None:
-                gradient.zero_()
+                run.bucket.write_gradient(run.shard_slice, gradient.zero_())
 
     def overflow(self) -> Tensor | float:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
@@ -446,8 +459,14 @@ class DataParallel:
     def weight_check(self, step: int) -> Tensor | float:
         """A scalar: 0 if a part of the parameters that this rank updates is finite, otherwise not finite. Each step
         checks another part, so that it costs next to nothing beside the update; in `CHECKED_IN` steps that is all."""
-        parts = [bucket.part_of_parameters(step % CHECKED_IN, CHECKED_IN) for bucket in self.buckets]
-        return 0.0 * torch.stack(torch._foreach_norm(parts, 2, torch.float32)).sum() if parts else 0.0
+        if not self.buckets:
+            return 0.0
+        parts = (bucket.part_of_parameters(step % CHECKED_IN, CHECKED_IN) for bucket in self.buckets)
+        if self._streams is None:
+            norms = list(torch._foreach_norm(list(parts), 2, torch.float32))
+        else:  # no more than one is on the device
+            norms = [torch.linalg.vector_norm(part, 2, dtype=torch.float32) for part in parts]
+        return 0.0 * torch.stack(norms).sum()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)

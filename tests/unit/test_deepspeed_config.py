@@ -237,7 +237,12 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ),
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 must be at least 0 and at most 3"),
         ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage "two" is not a whole number of 0 or more'),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "parameters stay on the devices"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}},
+            "is not possible with --zero-stage 2",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "needs --offload-optimizer"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "parameters are kept in host memory, not on di"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "use cpu, or more --dp ranks"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "is not quantised: leave it out"),
         ({"zero_optimization": 3}, "zero_optimization 3 must be an object"),
@@ -383,7 +388,7 @@ REAL: dict[str, tuple[dict[str, Any], str]] = {
         },
         "--micro-batch-size 2 --global-batch-size 8 --precision bf16 --log-interval 2000",
     ),
-    "the Trainer's for ZeRO-3 with offload of the optimizer": (
+    "the Trainer's for ZeRO-3 with offload of parameters and optimizer": (
         {
             "fp16": {
                 "enabled": "auto",
@@ -405,6 +410,7 @@ REAL: dict[str, tuple[dict[str, Any], str]] = {
             "zero_optimization": {
                 "stage": 3,
                 "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": {"device": "cpu", "pin_memory": True},
                 "overlap_comm": True,
                 "contiguous_gradients": True,
                 "sub_group_size": 1e9,
@@ -423,7 +429,7 @@ REAL: dict[str, tuple[dict[str, Any], str]] = {
             "wall_clock_breakdown": False,
         },
         "--precision fp16 --initial-loss-scale 262144 --lr 1e-3 --adam-beta2 0.999 --weight-decay 0 --zero-stage 3 "
-        "--lr-decay-style constant --offload-optimizer --log-interval 2000",
+        "--lr-decay-style constant --offload-optimizer --offload-params --log-interval 2000",
     ),
     "an image classifier's": (
         {

@@ -1,0 +1,246 @@
+"""Parameters and gradients in host memory: the bits of ZeRO-3 on every layout, and what is left on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.parallel.mesh import build_mesh, compute_reproducibly
+from megacore.plan.memory import plan_memory
+from tests.accelerator.device import counting, needs_pretend, slow
+from tests.accelerator.largest_model import HOST as HOST_FLAGS
+from tests.accelerator.largest_model import PLAIN, largest
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, bitwise, gather, make_config, make_trainer, train_on
+
+pytestmark = needs_pretend
+Changes = dict[str, Any]
+HOST: Changes = {"offload_params": True, "offload_optimizer": True}
+BF16: Changes = {"precision": "bf16"}
+FULL: Changes = {"recompute": "full"}
+ONE: Changes = {"micro_batch_size": 1}
+GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
+NO_CLIP: Changes = {"clip_grad": 0.0}
+EXPERTS: Changes = {
+    **{"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1, "ep": 2},
+    **{"activation": "swiglu", "disable_bias_linear": True},
+}
+INTERLEAVED: Changes = {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}
+FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
+MUON: Changes = FP16 | {"optimizer": "muon", "lr": 1e-3}
+Case = tuple[Layout, Changes]
+# By the number of ranks. A step has four microbatches or more. Without replicas stage 3 is stage 0, with other buckets:
+# the squares of the norm are added in another order, and clipping by it would show.
+CASES: dict[int, list[Case]] = {
+    1: [
+        ((1, 1, 1), NO_CLIP | BF16 | FULL),
+        ((1, 1, 1), NO_CLIP | {"untie_embeddings_and_output_weights": True, "ema_decay": 0.9}),
+        ((1, 1, 1), {"reproducible": True}),
+    ],
+    2: [
+        ((1, 1, 2), BF16),
+        ((1, 1, 2), {"overlap_grad_reduce": False, "offload_activations": True} | GATED),
+        ((1, 2, 1), NO_CLIP | BF16 | ONE),
+    ],
+    4: [
+        ((2, 1, 2), {"sequence_parallel": True} | BF16 | GATED),
+        ((1, 2, 2), ONE | BF16 | FULL),
+    ],
+}
+MORE: dict[int, list[Case]] = {
+    1: [
+        ((1, 1, 1), NO_CLIP),
+        ((1, 1, 1), NO_CLIP | MUON),
+        ((1, 1, 1), NO_CLIP | BF16 | {"grad_reduce_dtype": "bf16"}),
+        ((1, 1, 1), NO_CLIP | {"param_group": ("blocks.0.*:freeze",)}),
+    ],
+    2: [
+        ((1, 1, 2), {}),
+        ((1, 1, 2), MUON),
+        ((1, 1, 2), BF16 | {"grad_reduce_compression": "int8"}),
+        ((1, 1, 2), NO_CLIP | EXPERTS | BF16),
+        ((1, 2, 1), NO_CLIP | ONE | INTERLEAVED),
+        ((1, 2, 1), NO_CLIP | ONE | {"schedule": "zero-bubble"}),
+        ((2, 1, 1), NO_CLIP | {"sequence_parallel": True}),
+        ((1, 1, 1), {"cp": 2, "cp_comm": "ring"} | BF16),
+    ],
+    4: [
+        ((1, 2, 2), ONE | INTERLEAVED),
+        ((1, 2, 2), ONE | {"schedule": "zero-bubble"}),
+        ((1, 1, 4), {"zero_shard_size": 2} | BF16),
+        ((1, 1, 4), {"reproducible": True}),  # last: it cannot be undone in a process
+    ],
+}
+
+
+def both(
+    rank: int, world_size: int, cases: list[Case], device: str, directory: str
+) -> list[tuple[Outcome, Outcome]] | None:
+    """Each case on ZeRO-3, with its state on the device and in host memory."""
+    found = []
+    for number, (layout, changes) in enumerate(cases):
+        outcomes = []
+        for where in ({}, HOST):
+            common = {"zero_stage": 3, "train_iters": 2, "num_layers": 3, "device": device}
+            config = make_config(layout, f"{directory}/{number}{len(where)}", **(common | changes | where))
+            if config.training.reproducible:
+                compute_reproducibly()
+            outcomes.append(train_on(build_mesh(config.parallel), config, moments=changes.get("optimizer") != "muon"))
+        found.append((outcomes[0], outcomes[1]))
+    return found if rank == 0 else None
+
+
+def compare(cases: list[Case], directory: str) -> None:
+    (tp, pp, dp), changes = cases[0]
+    ranks = tp * pp * dp * changes.get("cp", 1)
+    found = run_distributed(
+        both, ranks, cases, "pretend", directory, backend="pretend", init=ranks > 1, timeout=60 * len(cases)
+    )[0]
+    for (plain, on_host), (_, changes) in zip(found, cases, strict=True):
+        if "clip_grad" in changes:
+            assert on_host.norms == pytest.approx(plain.norms, rel=1e-7)
+            on_host = dataclasses.replace(on_host, norms=plain.norms)
+        bitwise(on_host, plain)
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_no_bit_differs_from_stage_3_on_the_device(ranks: int, tmp_path: Path) -> None:
+    compare(CASES[ranks], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", MORE)
+def test_no_bit_differs_on_further_layouts(ranks: int, tmp_path: Path) -> None:
+    compare(MORE[ranks], str(tmp_path))
+
+
+def test_thirteen_times_the_model_fits_on_a_device(tmp_path: Path) -> None:
+    """ZeRO-Offload's figure (arXiv 2101.06840, section 6.2.1): blocks of a model that completes a step on one device,
+    with mixed precision and AdamW, and blocks of one with its state in host memory. Both recompute."""
+    common = {"limit": 8 << 20, "shape": {"hidden_size": 64, "recompute": "full"}}
+    plain, on_host = (
+        run_distributed(
+            partial(largest, most=most, flags=flags, **common), 1, str(tmp_path), backend="pretend", init=False
+        )[0]
+        for flags, most in ((PLAIN, 40), (HOST_FLAGS, 130))
+    )
+    assert plain.is_limit
+    assert 5 < plain.blocks <= (8 << 20) / (18 * 12 * 64**2)
+    assert on_host.blocks >= 13 * plain.blocks
+    assert on_host.on_host >= 17 * on_host.parameters
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Of a steady step: what the host waited for, bytes each way, bytes of the rank's shards of parameters and of
+    gradients, most bytes on the device beyond the batch, and those of the formula."""
+
+    waits: dict[str, int]
+    up: int
+    down: int
+    params: int
+    grads: int
+    peak: int
+    planned: float
+
+
+def steady(rank: int, world_size: int, directory: str, *, slowly: bool, changes: Changes) -> Steady:
+    """The third step of a run with its state in host memory."""
+    layout: Layout = (1, 1, world_size)
+    config = make_config(layout, directory, device="pretend", zero_stage=3, **HOST, **changes)
+    mesh = build_mesh(config.parallel)
+    before = torch.accelerator.memory_allocated()
+    trainer = make_trainer(config, mesh)
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+    batch = next(trainer.batches)
+    torch.accelerator.reset_peak_memory_stats()
+    with slow() if slowly else nullcontext(), counting() as counted:
+        trainer.train_step(batch)
+    peak = torch.accelerator.max_memory_allocated() - before
+    buckets = trainer.model.data_parallel.buckets
+    (planned,) = plan_memory(config, trainer.task.layers, on_cpu=False)
+    return Steady(
+        waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
+        up=counted.bytes_to_device,
+        down=counted.bytes_to_host,
+        params=sum(bucket._shard_params.nbytes for bucket in buckets),
+        grads=4 * sum(bucket.layout.shard_size for bucket in buckets),
+        peak=peak,
+        planned=planned.expected_tensors,
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Path) -> None:
+    """Of two microbatches: parameters travel before each forward and backward; the sum of gradients to the host and,
+    before the second, back; for the norm once more. A part of the parameters is checked."""
+    shape = {"hidden_size": 128, "num_layers": 8, "micro_batch_size": 2, "global_batch_size": 4 * replicas}
+    work = partial(steady, slowly=False, changes=shape | BF16)
+    for found in run_distributed(work, replicas, str(tmp_path), backend="pretend", init=replicas > 1):
+        assert found.waits == {"to_host": 1}
+        assert found.up == pytest.approx(4 * found.params + 2 * found.grads + found.params / 16, rel=0.01)
+        assert found.down == pytest.approx(2 * found.grads, rel=0.01)
+        assert 0.85 * found.planned < found.peak < 1.03 * found.planned
+
+
+def test_the_host_waits_for_gradients_that_it_updates(tmp_path: Path) -> None:
+    (found,) = run_distributed(
+        partial(steady, slowly=True, changes=BF16), 1, str(tmp_path), backend="pretend", init=False
+    )
+    assert found.waits.keys() <= {"to_host", "downloaded", "wait_for_reads"}
+    assert found.waits["to_host"] == 1
+
+
+def losses_around_a_skip(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    """Of four steps, the second of which overflows, on the device and in host memory, which is slow."""
+    found = []
+    for where in ({}, HOST):
+        changes = FP16 | {"hysteresis": 2, "zero_stage": 3, "num_layers": 2} | where
+        config = make_config((1, 1, world_size), f"{directory}/{len(where)}", device="pretend", **changes)
+        trainer, losses = make_trainer(config, build_mesh(config.parallel)), []
+        with slow():
+            for step in range(4):
+                trainer.update.scaler.scale = 2.0**120 if step == 1 else 1024.0
+                losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+        assert trainer.update.skipped_steps == 1
+        found.append(losses)
+    return found
+
+
+def test_a_skipped_step_leaves_the_weights(tmp_path: Path) -> None:
+    for plain, on_host in run_distributed(losses_around_a_skip, 2, str(tmp_path), backend="pretend"):
+        assert on_host == plain
+
+
+def resumed(rank: int, world_size: int, directory: str, changes: list[Changes]) -> tuple[list[float], dict[str, Any]]:
+    """A step with each of these, where each goes on from the checkpoint of the one before: losses and weights."""
+    losses = []
+    for number, one in enumerate(changes):
+        load = {} if number == 0 else {"load": f"{directory}/{number - 1}"}
+        common = {"num_layers": 2, "train_iters": 3, "reproducible": True, "zero_stage": 3, "micro_batch_size": 1}
+        config = make_config((1, 1, world_size), f"{directory}/{number}", device="pretend", **common, **load, **one)
+        compute_reproducibly()
+        mesh = build_mesh(config.parallel)
+        trainer = make_trainer(config, mesh)
+        losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+        trainer.save()
+    return losses, gather(trainer, mesh, lambda owned: owned.master)
+
+
+def test_checkpoints_go_from_host_to_device_and_back(tmp_path: Path) -> None:
+    """With exact sums, bitwise, on other numbers of replicas too."""
+    plain, plain_weights = run_distributed(resumed, 2, str(tmp_path / "a"), [{}, {}, {}], backend="pretend")[0]
+    for name, ranks, cases in (("b", 2, [HOST, {}, HOST]), ("c", 1, [{}, HOST, HOST])):
+        backend: dict[str, Any] = {"backend": "pretend", "init": ranks > 1}
+        losses, weights = run_distributed(resumed, ranks, str(tmp_path / name), cases, **backend)[0]
+        assert losses == plain
+        assert all(torch.equal(weights[key], value) for key, value in plain_weights.items())
