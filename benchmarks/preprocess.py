@@ -53,9 +53,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        measures: dict[str, Measure] = {
-            "megacore": _megacore, "one_worker": _megacore, "tiktoken": _tiktoken, "pool": _pool, "datatrove": _datatrove
-        }  # fmt: skip
+        measures: dict[str, Measure] = {"megacore": _megacore, "one_worker": _megacore, "tiktoken": _tiktoken}
+        measures |= {"pool": _pool, "datatrove": _datatrove}
         print(json.dumps(measures.get(args.side, _library)(args.folder, args.workers, args.side)))
         return
     for name in set(SIDES).difference(_installed()):
