@@ -6,8 +6,9 @@ The text is the standard library's sources as JSON lines. They take turns, each 
 the interpreter's start. CPU seconds stand beside wall-clock, for machines that are not idle.
 
 - megacore: the whole of tools/preprocess_data.py, from opening the file to the renamed .bin/.idx;
+- one_worker: the same with --workers 1;
 - tiktoken: its encoder with the same vocabulary, on texts that are in memory already, and nothing done with the result;
-  one thread: what megacore's encoder cannot exceed;
+  one thread;
 - encode_batch, encode_batch_fast: those of `tokenizers`, likewise, with as many threads as megacore has workers;
 - pool: as Megatron-LM's tools/preprocess_data.py works: a pool of processes, a document at a time through
   `tokenizers`, lists of ids sent back, and an .idx at the end;
@@ -35,7 +36,7 @@ from typing import Any
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SIDES = ("megacore", "tiktoken", "encode_batch", "encode_batch_fast", "pool", "datatrove")
+SIDES = ("megacore", "one_worker", "tiktoken", "encode_batch", "encode_batch_fast", "pool", "datatrove")
 Measure = Callable[[Path, int, str], dict[str, float]]
 _BATCH = 1000  # texts per call of encode_batch: all at once would measure the allocator
 
@@ -52,11 +53,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        measures: dict[str, Measure] = {
-            "megacore": _megacore, "tiktoken": _tiktoken, "pool": _pool, "datatrove": _datatrove
-        }  # fmt: skip
+        measures: dict[str, Measure] = {"megacore": _megacore, "one_worker": _megacore, "tiktoken": _tiktoken}
+        measures |= {"pool": _pool, "datatrove": _datatrove}
         print(json.dumps(measures.get(args.side, _library)(args.folder, args.workers, args.side)))
         return
+    for name in set(SIDES).difference(_installed()):
+        print(f"{name} is not measured: pip install {name}")
     with tempfile.TemporaryDirectory() as folder:
         _compare(Path(folder), args)
 
@@ -126,6 +128,8 @@ def _timed(work: Callable[[], None]) -> dict[str, float]:
 def _megacore(folder: Path, workers: int, side: str) -> dict[str, float]:
     sys.path.insert(0, str(REPOSITORY))
     from tools.preprocess_data import main as preprocess  # only the side that is measured imports it
+
+    workers = 1 if side == "one_worker" else workers
 
     def work() -> None:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):

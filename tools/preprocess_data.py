@@ -175,7 +175,7 @@ def _encoder(args: Namespace, tokenizer: Tokenizer, file_bytes: int) -> FastEnco
     """The fast encoder, where it is asked for, or pays: proving it takes as long as some megabytes of text."""
     if args.encoder == "tokenizers" or args.sft or (args.encoder == "auto" and file_bytes < _WORTH_PROVING):
         return None
-    fast = fast_encoder(tokenizer)
+    fast = fast_encoder(tokenizer, args.workers)
     if fast is None and args.encoder == "tiktoken":
         raise ConfigError(
             [

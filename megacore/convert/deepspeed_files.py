@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.config.messages import counted
 from megacore.convert.hf_directory import inside
 from megacore.convert.megatron_files import UNNEEDED, RankFile, flat
 from megacore.convert.pickled import load
@@ -75,10 +76,17 @@ class DeepSpeedCheckpoint:
         Raises:
             CheckpointError: it is divided, or files contradict each other.
         """
-        if len(self.model) != 1 or self.layers:
+        if self.layers:
+            names = [f"layer {number}: {next(iter(ranks[min(ranks)]), '')}" for number, ranks in self.layers.items()]
             raise CheckpointError(
-                f"{self.path} is of a model that is divided over {len(self.model)} ranks or in layers, and no "
-                "Megatron-DeepSpeed's flags say how: save it with one"
+                f"{self.path} is of a PipelineModule with {counted(len(names), 'layer')} ({'; '.join(names[:2])}), and "
+                "has no flags of Megatron-DeepSpeed's that say which layer of a model each is: load it in the program "
+                "that wrote it, save the weights under the names of transformers, and use --from hf"
+            )
+        if len(self.model) != 1:
+            raise CheckpointError(
+                f"{self.path} is of a model that is divided over {len(self.model)} tensor-parallel ranks, and has no "
+                "flags of Megatron-DeepSpeed's that say how: save it from one rank"
             )
         (ranks,) = self.model.values()
         first = ranks[0]

@@ -113,6 +113,16 @@ class Payload:
         return os.mkdir, (self.marker,)
 
 
+def test_the_layers_of_another_programs_pipeline_are_refused(tmp_path: Path) -> None:
+    put(tmp_path, "mp_rank_00_model_states.pt", {"module": None})
+    put(tmp_path, "layer_00-model_00-model_states.pt", {"table.weight": torch.ones(5, 3)})
+    put(tmp_path, "layer_02-model_00-model_states.pt", {"mix.weight": torch.ones(3, 3), "mix.bias": torch.ones(3)})
+    with pytest.raises(
+        CheckpointError, match=r"PipelineModule with 2 layers \(layer 0: table.weight; layer 2: mix.weight\)"
+    ):
+        open_deepspeed(tmp_path).weights()
+
+
 def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
     put(tmp_path, "mp_rank_00_model_states.pt", {"module": {}, "harm": Payload(str(tmp_path / "marker"))})
     with pytest.raises(CheckpointError, match="holds more than tensors and flags"):

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from megacore.data.indexed.preprocess import Job, preprocess
-from megacore.data.tokenizers import fast_bpe
+from megacore.data.tokenizers import fast_bpe, word_table
 from megacore.data.tokenizers.fast_bpe import fast_encoder
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
@@ -65,40 +65,64 @@ def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
         assert ids.tolist() == tokenizer.encode(text), text
 
 
-def test_words_have_the_ids_that_they_have_in_a_text(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS = [
+    *"aBé東1½'e_.",
+    "'s",
+    "'ll",
+    "'v",
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\r\n",
+    "\x1c",
+    "\x85",
+    "\xa0",
+    "\u3000",
+    "\u2028",
+    "\u180e",
+]
+PARTS += ["\u200b", "!?", "\u0301", "\U0001f600", "<|", "\0", "letters", "123456789", "x" * 40]
+
+
+@pytest.mark.parametrize("together", [1, 1 << 16])
+@pytest.mark.parametrize("bits", [2, 17])
+def test_words_have_the_ids_that_they_have_in_a_text(
+    together: int, bits: int, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few words have a place, and texts that are looked up together stay apart."""
     pytest.importorskip("tiktoken")
     monkeypatch.setattr(fast_bpe, "_PROBED", ())
-    monkeypatch.setattr(fast_bpe, "_MOST_WORDS", 50)
-    monkeypatch.setattr(fast_bpe, "_LONGEST_WORD", 6)
+    monkeypatch.setattr(fast_bpe, "_TOGETHER", together)
+    monkeypatch.setattr(word_table, "_BITS", bits)
+    monkeypatch.setattr(word_table, "_MOST_WORDS", 50)
+    monkeypatch.setattr(word_table, "_LONGEST_WORD", 20)
     fast = fast_encoder(trained)
     assert fast is not None
     assert fast._words is not None
-    parts = [
-        "a",
-        "B",
-        "é",
-        "東",
-        "1",
-        "½",
-        "'",
-        "'s",
-        "'ll",
-        " ",
-        "  ",
-        "\n",
-        "\t",
-        "\r\n",
-        "\x1c",
-        "\x85",
-        "\xa0",
-        "\u3000",
-    ]
-    parts += ["\u2028", "\u180e", "\u200b", ".", "!?", "_", "\u0301", "\U0001f600", "<|"]
     random = Random(0)
-    texts = ["".join(random.choices(parts, k=random.randrange(1, 14))) for _ in range(3000)]
-    assert fast.agrees(texts)
-    assert 0 < len(fast._words) <= 50
-    assert max(map(len, fast._words)) == 6
+    texts = ["".join(random.choices(PARTS, k=random.randrange(14))) for _ in range(1000)]
+    ascii_texts = ["".join(random.choices([part for part in PARTS if part.isascii()], k=9)) for _ in range(1000)]
+    assert fast.agrees([*texts, *ascii_texts])
+    assert max(map(len, fast._words.words)) <= 20
+    if together == 1:
+        assert 0 < len(fast._words.words) <= 80  # the words of a text come after the limit is looked at
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr(fast_bpe, "_PROBED", ())
+    fast = fast_encoder(trained, workers)
+    assert fast is not None
+    assert fast.agrees(TEXTS, workers)
+    encode = fast._tokenizer.encode_batch
+
+    def wrong(texts: list[str]) -> list[list[int]]:
+        return [[1] if text == "<|endoftext|>" else ids for text, ids in zip(texts, encode(texts), strict=True)]
+
+    monkeypatch.setattr(fast._tokenizer, "encode_batch", wrong)
+    assert not fast.agrees([*TEXTS, "a", "<|endoftext|>"], workers)
 
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3])
@@ -144,7 +168,7 @@ class Wrong:
 
     divides = False
 
-    def agrees(self, texts: list[str]) -> bool:
+    def agrees(self, texts: list[str], workers: int) -> bool:
         assert texts == ["some text", "more"]
         return False
 
@@ -191,7 +215,7 @@ class Arrays:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def agrees(self, texts: list[str]) -> bool:
+    def agrees(self, texts: list[str], workers: int) -> bool:
         return True
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:

@@ -335,7 +335,7 @@ def preprocess(
     if fast is not None and fast.divides:
         in_parts = not (job.split_sentences or job.sft)
         chunks = partial(_chunks, job, MOST_DIVIDED_BYTES, long_line_bytes if in_parts else None)
-    if fast is not None and not fast.agrees(_first_texts(job, chunks())):
+    if fast is not None and not fast.agrees(_first_texts(job, chunks()), job.workers):
         fast, chunks = None, partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
     encoder: ChunkEncoder = Encoder(job, tokenizer, fast)
     seen: set[bytes] = set()

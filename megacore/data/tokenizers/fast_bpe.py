@@ -6,18 +6,20 @@ that was trained both give the same ids, if its ids are in the order of its merg
 planes of Unicode, and `FastEncoder.agrees` on text of the user's. What the encoder does not know, such as texts with
 special tokens, `tokenizers` encodes.
 
-Most words of a text are repeated, so that GPT-2's pattern needs an encoder for the new ones only: `_Words` keeps the
+Most words of a text are repeated, so that GPT-2's pattern needs an encoder for the new ones only: `WordTable` has the
 ids of the others.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
+import sys
 import unicodedata
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
+from megacore.data.tokenizers.word_table import WordTable
 
 if TYPE_CHECKING:
     import tiktoken
@@ -34,34 +37,12 @@ _FORMS: Mapping[str | None, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "
 # How GPT-2's tokenizer divides texts (Radford et al. 2019, section 2.2), with possessive repetitions: the same pieces,
 # without backtracking.
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# The same divisions, and some fewer: a word is what is between white space, with a space before it. All alternatives of
-# _GPT2 but the last two match no white space except a first space, and look at nothing outside of what they match. So
-# each of its pieces lies within one word, or is white space that the last two alternatives here divide as it does.
-_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
-_WORD = re.compile(rf" ?[^{_SPACE}]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]")
-_MOST_WORDS = 1 << 18  # that are kept: some 50 MB
-_LONGEST_WORD = 64  # characters of a word that is kept
 _PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
 _RUN = 64  # code points of a probe
-_WHOLE = 1 << 20  # characters that are encoded at once, where a text can be divided
+_TOGETHER = 1 << 16  # characters of the texts whose words are looked up at once: what a core's cache holds
+_WHOLE = 1 << 18  # characters that are encoded at once, where a text can be divided
 _PLACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _SIGNS = ("", "'", "1", ".", "-", "\n", " ", "é", "東")
-
-
-class _Words(dict[str, bytes]):
-    """The ids of words, as bytes of uint32; those of a new word are encoded, and kept."""
-
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        super().__init__()
-        self._encode = encode
-
-    def __missing__(self, word: str) -> bytes:
-        ids = array("I", self._encode(word)).tobytes()
-        if len(word) <= _LONGEST_WORD:
-            if len(self) == _MOST_WORDS:
-                self.clear()
-            self[word] = ids
-        return ids
 
 
 class FastEncoder:
@@ -88,14 +69,29 @@ class FastEncoder:
     ) -> None:
         self._tokenizer, self._encoding, self._normal_form = tokenizer, encoding, normal_form
         self._special, self._strips_spaces = tuple(special), strips_spaces
-        self._words = _Words(encoding.encode_ordinary) if by_words else None
+        self._words = WordTable(encoding.encode_ordinary) if by_words else None
         # One search rules out most texts: what all special tokens begin with.
         same = takewhile(lambda letters: len(set(letters)) == 1, zip(*special, strict=False))
         self._common = "".join(letters[0] for letters in same)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of every text."""
-        return [self.encode(text) for text in texts]
+        if self._words is None:
+            return [self.encode(text) for text in texts]
+        ids = list[NDArray[np.uint32]]()
+        group, size = list[bytes](), 0
+        for text in texts:
+            if len(text) > _TOGETHER or (data := self._as_bytes(text)) is None:
+                ids += self._words.encode_batch(group)
+                ids.append(self.encode(text))
+                group, size = [], 0
+                continue
+            group.append(data)
+            size += len(data)
+            if size >= _TOGETHER:
+                ids += self._words.encode_batch(group)
+                group, size = [], 0
+        return ids + self._words.encode_batch(group)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text."""
@@ -125,14 +121,26 @@ class FastEncoder:
         return True
 
     def _encode_part(self, text: str) -> NDArray[np.uint32]:
-        if self._is_plain(text):
-            if self._words is None:
-                return np.array(self._encoding.encode_ordinary(text), np.uint32)
-            return np.frombuffer(b"".join(map(self._words.__getitem__, _WORD.findall(text))), np.uint32)
+        if self._words is not None and (data := self._as_bytes(text)) is not None:
+            return self._words.encode_batch([data])[0]
+        if self._words is None and self._is_plain(text):
+            return np.array(self._encoding.encode_ordinary(text), np.uint32)
         return np.array(self._tokenizer.encode(text), np.uint32)
 
-    def agrees(self, texts: Sequence[str]) -> bool:
-        """Whether the tokenizer itself gives the same ids for these texts."""
+    def _as_bytes(self, text: str) -> bytes | None:
+        """A text in UTF-8, if the encoder knows all that is in it."""
+        return text.encode() if self._is_plain(text) else None
+
+    def agrees(self, texts: Sequence[str], workers: int = 1) -> bool:
+        """Whether the tokenizer itself gives the same ids for these texts, which `workers` processes share."""
+        if workers == 1 or sys.platform != "linux":
+            return self._agrees(texts)
+        # Forked, so that neither the encoder nor the texts are sent.
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(workers, fork, initializer=_share, initargs=(self, texts, workers)) as pool:
+            return all(pool.map(_agrees_on_share, range(workers)))
+
+    def _agrees(self, texts: Sequence[str]) -> bool:
         pairs = zip(self.encode_batch(texts), self._tokenizer.encode_batch(texts), strict=True)
         return all(ours.tolist() == theirs for ours, theirs in pairs)
 
@@ -140,6 +148,20 @@ class FastEncoder:
         if self._special and self._common in text and any(token in text for token in self._special):
             return False
         return self._normal_form is None or text.isascii() or unicodedata.is_normalized(self._normal_form, text)
+
+
+_shared: tuple[FastEncoder, Sequence[str], int] | None = None  # in a process that shares a comparison
+
+
+def _share(*shared: Any) -> None:
+    global _shared
+    _shared = shared
+
+
+def _agrees_on_share(number: int) -> bool:
+    assert _shared is not None
+    encoder, texts, workers = _shared
+    return encoder._agrees(texts[number::workers])
 
 
 def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
@@ -159,9 +181,12 @@ def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
     yield text
 
 
-def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
-    """An encoder that gives the tokenizer's ids; None where there is none: it is no byte-level BPE, tiktoken is not
-    installed, or some ids differ."""
+def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
+    """An encoder that gives the tokenizer's ids; None where there is none.
+
+    That is where it is no byte-level BPE, tiktoken is not installed, or some ids differ, which `workers` processes find
+    out.
+    """
     if not isinstance(tokenizer, JsonTokenizer):
         return None
     described = json.loads(tokenizer.to_json())
@@ -187,8 +212,9 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
     except (KeyError, ValueError):  # a token that is no text of bytes, or a pattern that tiktoken does not have
         return None
     by_words = pattern == _GPT2
-    encoder = FastEncoder(tokenizer, encoding, sorted(added), form, strips_spaces=strips, by_words=by_words)
-    return encoder if encoder.agrees([*_tokens(ranks), *_characters()]) else None
+    new = partial(FastEncoder, tokenizer, encoding, sorted(added), form, strips_spaces=strips, by_words=by_words)
+    # Another one is returned than is tried, which has the words of the user's texts only.
+    return new() if new().agrees([*_tokens(ranks), *_characters()], workers) else None
 
 
 def _is_plain_bpe(model: dict[str, Any]) -> bool:
