@@ -395,6 +395,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--liger has other shapes and another table: leave out --json and --shapes")
     architectures = [options.architecture] if options.architecture else [90] if options.liger else list(ARCHITECTURES)
     shapes = "liger" if options.liger else options.shapes
+    names = [case.name for case in SETS[shapes]()]
+    if unknown := [part for part in options.only if not any(part in name for name in names)]:
+        known = ", ".join(dict.fromkeys(name.split()[0] for name in names))
+        parser.error(
+            f"--only {', '.join(unknown)}: no case of these shapes has this in its name; names begin with: {known}"
+        )
     compiled = compile_all(shapes, options.only, architectures, options.jobs)
     problems = [problem for c in compiled if not c.case.startswith("Liger: ") for problem in c.problems()]
     if options.json:

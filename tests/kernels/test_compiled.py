@@ -94,6 +94,13 @@ def test_no_kernel_spills_or_moves_rows_in_pieces(architecture: int, compiled: d
     assert not compiled["problems"], "\n".join(compiled["problems"])
 
 
+def test_a_name_that_no_case_has_is_refused() -> None:
+    command = [sys.executable, "tools/kernel_report.py", "--only", "rms_norm 4096", "--only", "no_kernel"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert "--only no_kernel: no case" in done.stderr and "add_rms_norm" in done.stderr
+
+
 def check_occupancy(kernels: list[dict[str, Any]]) -> None:
     """Warps enough to hide the latency of memory, and copies that need none, where rows are aligned."""
     assert any(c["kernel"] == "backward_chunked" for c in kernels)
