@@ -93,24 +93,13 @@ class TorchProducts(Products):
             super().add_input_gradient(total, grad, weight)
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
-        if grad.dtype != total.dtype:
-            torch.addmm(total, grad.t(), x, beta=int(has_terms), out_dtype=total.dtype, out=total)
-        elif has_terms:  # the numbers are those of a product and a sum
-            total.add_(grad.t() @ x)
-        else:
-            torch.mm(grad.t(), x, out=total)
+        torch.addmm(total, grad.t(), x, beta=int(has_terms), out_dtype=total.dtype, out=total)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) if gradient_sum(weight) is None else super().linear(x, weight, bias)
 
 
 TORCH = TorchProducts()
-
-
-def writes_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of a dtype give the gradients of their weights to sums in fp32 rather than to autograd: of
-    16-bit ones where the device adds their products in fp32, of fp32 ones on a CPU, which is spared a copy."""
-    return adds_in_fp32(device, dtype) or (dtype == torch.float32 and device.type == "cpu")
 
 
 def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:

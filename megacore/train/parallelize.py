@@ -29,7 +29,7 @@ from megacore.optim.optimizers import has_one_pass
 from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import ALONE, Holders, Mesh
-from megacore.parallel.products import writes_sums
+from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.saved import Kept, Offload
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
@@ -190,7 +190,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
-        products_add=writes_sums(mesh.device, DTYPES[config.precision.precision]),
+        products_add=adds_in_fp32(mesh.device, DTYPES[config.precision.precision]),
         offload=parallel.offload_optimizer,
         offload_params=parallel.offload_params and mesh.device.type != "cpu",
         one_pass=has_one_pass(config, mesh.device),

@@ -49,8 +49,8 @@ class ZeroOptions:
         overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
         exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks.
             If positive, they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
-        products_add: linear layers add the gradients of their weights to the sums themselves (see
-            `products.writes_sums`). This applies where the sums are fp32, and are not where autograd puts gradients.
+        products_add: linear layers add the gradients of their weights to the sums themselves. This applies where the
+            sums are fp32 and the parameters are not (see `products.adds_in_fp32`).
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
         offload_params: stage 3 keeps the shards of parameters and gradients there too, and so do groups of one rank.
         one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
@@ -375,7 +375,9 @@ class Bucket:
     @property
     def takes_products(self) -> bool:
         """Whether products may add to the sums of this bucket."""
-        return self.options.products_add and self.options.sum_dtype == torch.float32 and not self._in_place
+        options = self.options
+        sixteen = options.compute_dtype in (torch.bfloat16, torch.float16)
+        return options.products_add and sixteen and options.sum_dtype == torch.float32
 
     def sum_of(self, name: str) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
