@@ -125,7 +125,7 @@ def test_no_bit_differs_on_further_layouts(ranks: int, tmp_path: Path) -> None:
 def test_thirteen_times_the_model_fits_on_a_device(tmp_path: Path) -> None:
     """ZeRO-Offload's figure (arXiv 2101.06840, section 6.2.1): blocks of a model that completes a step on one device,
     with mixed precision and AdamW, and blocks of one with its state in host memory. Both recompute."""
-    common = {"limit": 8 << 20, "shape": {"hidden_size": 64, "recompute": "full"}}
+    common: Changes = {"limit": 8 << 20, "shape": {"hidden_size": 64, "recompute": "full"}}
     plain, on_host = (
         run_distributed(
             partial(largest, most=most, flags=flags, **common), 1, str(tmp_path), backend="pretend", init=False
