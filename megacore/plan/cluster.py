@@ -68,12 +68,14 @@ def _cpu(name: str, *, cores: int, memory_gb: float, price: float) -> Cluster:
         node_ranks=cores,
         node_link=Link(bandwidth=2e9, latency=60e-6),
         network=Link(bandwidth=1.25e9 / cores, latency=100e-6),
+        host_link=8e9,  # the host is the device
+        host_bandwidth=8e9,
         product_efficiency=Range(0.35, 0.60, 0.85),
         attention_efficiency=Range(0.15, 0.30, 0.50),
         memory_efficiency=Range(0.4, 0.7, 0.9),
         link_efficiency=Range(0.4, 0.7, 0.9),
         launch_seconds=Range(8e-6, 4e-6, 2e-6),
-        host_seconds=Range(0.0, 0.0, 0.0),  # the host is the device
+        host_seconds=Range(0.0, 0.0, 0.0),
     )
     core = 80e9  # FLOP/s of a core with 256-bit units at 2.5 GHz
     peaks: dict[Format, float] = {"fp32": core, "bf16": core / 4, "fp16": core / 4}
@@ -117,6 +119,8 @@ _NUMBERS = {
     "nics_per_node": "network cards of a node",
     "nic_bandwidth_gb_s": "of one network card, one direction",
     "network_latency_us": "of a message between nodes",
+    "host_link_gb_s": "between a device and host memory, one direction",
+    "host_memory_gb_s": "of a node's host memory",
     "price_per_hour": "USD per device",
 }
 _RANGES = {
@@ -127,6 +131,7 @@ _RANGES = {
     "launch_us": "launch_seconds",
     "host_us": "host_seconds",
 }
+_USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0}  # of a file that leaves them out
 _ZERO_ALLOWED = {"price_per_hour", "node_latency_us", "network_latency_us"}
 
 
@@ -184,6 +189,8 @@ def _assembled(
         network=Link(
             bandwidth=numbers["nic_bandwidth_gb_s"] * 1e9 * nics / n, latency=numbers["network_latency_us"] * 1e-6
         ),
+        host_link=numbers["host_link_gb_s"] * 1e9,
+        host_bandwidth=numbers["host_memory_gb_s"] * 1e9 / n,
     )
     kept = {} if base is None else {field: getattr(base.device, field) for field in _RANGES.values()}
     return Cluster(
@@ -218,6 +225,8 @@ def fields_of(cluster: Cluster) -> dict[str, float]:
         "nics_per_node": cluster.nics_per_node,
         "nic_bandwidth_gb_s": device.network.bandwidth * device.node_ranks / cluster.nics_per_node / 1e9,
         "network_latency_us": device.network.latency * 1e6,
+        "host_link_gb_s": device.host_link / 1e9,
+        "host_memory_gb_s": device.host_bandwidth * device.node_ranks / 1e9,
         "price_per_hour": cluster.price_per_hour,
     }
 
@@ -228,6 +237,8 @@ def _number(
     if name not in table:
         if base is not None:
             return fields_of(base)[name]
+        if name in _USUAL:
+            return _USUAL[name]
         problems.append(f'{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = "a100-80g"')
         return None
     value = table[name]

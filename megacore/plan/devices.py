@@ -60,6 +60,8 @@ class Device:
         node_ranks: devices of a node.
         node_link: between the devices of a node.
         network: between nodes, per device.
+        host_link: bytes per second between a device and its host's memory, in one direction.
+        host_bandwidth: bytes per second of the host's memory, for each device.
         product_efficiency: share of the peak that large matrix products reach.
         attention_efficiency: the same of fused attention, forward and backward together.
         memory_efficiency: share of the memory's bandwidth that elementwise kernels reach.
@@ -75,6 +77,8 @@ class Device:
     node_ranks: int = 8
     node_link: Link
     network: Link
+    host_link: float = 32e9
+    host_bandwidth: float = 50e9
     product_efficiency: Range = Range(0.62, 0.72, 0.80)
     attention_efficiency: Range = Range(0.38, 0.48, 0.58)
     memory_efficiency: Range = Range(0.70, 0.82, 0.92)
@@ -93,6 +97,9 @@ _NVLINK_3 = Link(bandwidth=300e9, latency=3e-6)
 _NVLINK_4 = Link(bandwidth=450e9, latency=3e-6)
 _NVLINK_5 = Link(bandwidth=900e9, latency=3e-6)
 _INFINITY_FABRIC = Link(bandwidth=50e9, latency=4e-6)  # between two cards, which a ring of all devices passes
+_PCIE_4, _PCIE_5 = 32e9, 64e9  # of 16 lanes
+# Two processors for 8 devices: 16 channels of DDR4-3200, DDR5-4800 and DDR5-5600.
+_DDR4_3200, _DDR5_4800, _DDR5_5600 = 410e9 / 8, 614e9 / 8, 717e9 / 8
 _AMPERE_PRODUCTS = Range(0.75, 0.83, 0.90)  # an A100 holds its clock in products; later devices lower it
 
 DEVICES = (
@@ -103,6 +110,8 @@ DEVICES = (
         memory_bandwidth=1555e9,
         node_link=_NVLINK_3,
         network=Link(bandwidth=25e9, latency=6e-6),
+        host_link=_PCIE_4,
+        host_bandwidth=_DDR4_3200,
         product_efficiency=_AMPERE_PRODUCTS,
         attention_efficiency=Range(0.50, 0.58, 0.65),
     ),
@@ -113,6 +122,8 @@ DEVICES = (
         memory_bandwidth=2039e9,
         node_link=_NVLINK_3,
         network=Link(bandwidth=25e9, latency=6e-6),
+        host_link=_PCIE_4,
+        host_bandwidth=_DDR4_3200,
         product_efficiency=_AMPERE_PRODUCTS,
         attention_efficiency=Range(0.50, 0.58, 0.65),
     ),
@@ -123,6 +134,8 @@ DEVICES = (
         memory_bandwidth=3350e9,
         node_link=_NVLINK_4,
         network=Link(bandwidth=50e9, latency=6e-6),
+        host_link=_PCIE_5,
+        host_bandwidth=_DDR5_4800,
     ),
     Device(
         name="h200",
@@ -131,6 +144,8 @@ DEVICES = (
         memory_bandwidth=4800e9,
         node_link=_NVLINK_4,
         network=Link(bandwidth=50e9, latency=6e-6),
+        host_link=_PCIE_5,
+        host_bandwidth=_DDR5_4800,
     ),
     Device(
         name="b200",
@@ -139,6 +154,8 @@ DEVICES = (
         memory_bandwidth=7700e9,
         node_link=_NVLINK_5,
         network=Link(bandwidth=50e9, latency=6e-6),
+        host_link=_PCIE_5,
+        host_bandwidth=_DDR5_5600,
     ),
     Device(
         name="mi250x",
@@ -147,6 +164,8 @@ DEVICES = (
         memory_bandwidth=1638e9,
         node_link=_INFINITY_FABRIC,
         network=Link(bandwidth=12.5e9, latency=6e-6),
+        host_link=36e9,  # Infinity Fabric; one processor
+        host_bandwidth=_DDR4_3200 / 2,
         product_efficiency=Range(0.55, 0.68, 0.78),
         attention_efficiency=Range(0.25, 0.38, 0.50),
     ),

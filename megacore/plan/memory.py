@@ -65,6 +65,7 @@ class RankMemory:
             up, gradients of activations, buckets that are being reduced.
         reducing: on ZeRO's stages 2 and 3 the rank's shard of the bucket that is being reduced.
         overhead: of the process, certain and expected.
+        host_kinds: the kinds of state that lie there.
         gradients_on_host: whether the gradients among `state` lie in host memory, and `computing` and `completing` have
             none.
     """
@@ -83,6 +84,7 @@ class RankMemory:
     passing: float
     reducing: float
     overhead: tuple[float, float]
+    host_kinds: frozenset[str] = frozenset()
     gradients_on_host: bool = False
 
     @property
@@ -244,6 +246,7 @@ def _rank_memory(
     peak = max(expected[0] + working, expected[1]) + backward.passing
     if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
         peak = max(peak, most(computing=True, split=True, first=True) + working + passing(is_first=True).passing)
+    host_kinds = {"optimizer", "buffers"} if config.parallel.offload_optimizer and not on_cpu else set[str]()
     return RankMemory(
         pp_rank=rank,
         parameters=parameters,
@@ -265,6 +268,7 @@ def _rank_memory(
         passing=max(peak - max(certain[0] + working, certain[1]), 0.0),
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
+        host_kinds=frozenset(host_kinds | ({"params", "grads"} if params_on_host else set())),
         gradients_on_host=params_on_host,
     )
 

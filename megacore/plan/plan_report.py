@@ -10,7 +10,7 @@ from typing import Any
 from megacore.config.messages import counted
 from megacore.plan.flops import Attention
 from megacore.plan.memory import GIB
-from megacore.plan.planner import Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
+from megacore.plan.planner import STATE_NAMES, Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
 from megacore.plan.traffic import ROLE_NAMES
 
 # The parts of a step's time, in the order in which they are told; they add up to it.
@@ -25,6 +25,7 @@ PARTS = {
     "tied": "tied gradients",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "host": "copies to and from host memory, exposed",
 }
 LINKS = {"node": "in a node", "network": "between nodes"}
 
@@ -77,7 +78,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
     yield f"## Memory per rank, GiB of {gib(plan.capacity):.1f} usable (parameters exact, bytes by formula)"
     yield ""
-    yield f"| pipeline rank | parameters | {' | '.join(names)} | in flight | peak |"
+    on_host = {STATE_NAMES[kind] for kind in plan.fullest.host_kinds}
+    columns = [f"{name}, in host memory" if name in on_host else name for name in names]
+    yield f"| pipeline rank | parameters | {' | '.join(columns)} | in flight | peak |"
     yield "|---" * (len(names) + 4) + "|"
     for ranks, rank in kinds:
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
@@ -87,10 +90,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield ""
     fullest = plan.fullest
     if fullest.on_host:
-        yield (
-            f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak, "
-            "and the time below does not count their copies."
-        )
+        yield (f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak.")
         yield ""
     low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
     term, size = largest_term(fullest)

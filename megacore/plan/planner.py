@@ -246,7 +246,7 @@ STATE_NAMES = {"params": "weights", "grads": "gradients", "optimizer": "optimize
 
 
 def memory_terms(rank: RankMemory) -> dict[str, float]:
-    """Bytes of a rank by what takes them."""
+    """Bytes of a rank by what takes them, on its device or in host memory."""
     terms = {STATE_NAMES[kind]: size for kind, size in rank.state.items()}
     return {
         **terms,
@@ -258,8 +258,9 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
 
 
 def largest_term(rank: RankMemory) -> tuple[str, float]:
-    """What takes most of a rank's memory."""
-    return max(memory_terms(rank).items(), key=lambda item: item[1])
+    """What takes most of the memory in which a rank computes."""
+    elsewhere = {STATE_NAMES[kind] for kind in rank.host_kinds}
+    return max((item for item in memory_terms(rank).items() if item[0] not in elsewhere), key=lambda item: item[1])
 
 
 def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory]]:

@@ -30,6 +30,7 @@ from megacore.plan.devices import Case, Range
 from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.plan.offload_time import OffloadTime, offload_time
 from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.state import (
     PlannedLayer,
@@ -415,6 +416,7 @@ class StepTime:
         pipeline: transfers between stages that the schedule does not hide.
         bubble: waiting for other stages while no transfer is the cause.
         optimizer: the update.
+        host: copies to and from host memory that computing does not hide.
         hidden: transfers beside computing, by role.
         stages: of one microbatch.
         busiest: the pipeline rank that `gemm` and the others are of.
@@ -431,6 +433,7 @@ class StepTime:
     pipeline: float
     bubble: float
     optimizer: float
+    host: float
     hidden: dict[str, float]
     stages: tuple[StageTime, ...]
     busiest: int
@@ -473,12 +476,12 @@ def step_time(
     on_rank = range(busiest, len(stages), parallel.pp)
     parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
-    end = max(_step_ends(config, layers, ranges, stages, speed), key=lambda one: one.exposed + one.optimizer)
+    end = max(_step_ends(config, layers, ranges, stages, speed), key=lambda one: one.seconds)
     tied = tied_gradients(config)
     tied_seconds = 0.0 if tied is None else speed.transfers([tied])
     messages = speed.transfers([replace(stage_message(config), count=2 * m)]) if parallel.pp > 1 else 0.0
     return StepTime(
-        seconds=length + end.exposed + end.optimizer + tied_seconds,
+        seconds=length + end.seconds + tied_seconds,
         gemm=parts.gemm,
         attention=parts.attention,
         memory=parts.memory,
@@ -489,10 +492,12 @@ def step_time(
         pipeline=length - without,
         bubble=without - busy[busiest],
         optimizer=end.optimizer,
+        host=end.host,
         hidden={
             _beside_layers(parallel): parts.hidden,
             "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in on_rank) * m,
             "pipeline": max(messages - (length - without), 0.0),
+            "host memory": end.host_hidden,
         },
         stages=stages,
         busiest=busiest,
@@ -613,11 +618,17 @@ def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> flo
 
 
 class _End(NamedTuple):
-    """What follows the last backward of a rank."""
+    """What follows the last backward of a rank, and what its offloading adds to a step."""
 
     exposed: float
     hidden: float
     optimizer: float
+    host: float
+    host_hidden: float
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed + self.optimizer + self.host
 
 
 def _step_ends(
@@ -659,8 +670,15 @@ def _step_end(
     shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
     state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
+    chunks = [[layers[i] for i in numbers] for numbers in held]
+    device, computing = speed.cluster.device, sum(stage.passes.sum.total for stage in stages)
+    host = OffloadTime()
+    if not speed.cluster.on_cpu:
+        host = offload_time(config, chunks, device, speed.case, shard=shard, moved=moved, computing=computing)
     return _End(
         exposed=reduce + gather + across - hidden_reduce - hidden_gather,
         hidden=hidden_reduce + hidden_gather,
-        optimizer=speed.memory(moved),
+        optimizer=host.update or speed.memory(moved),
+        host=host.exposed,
+        host_hidden=host.hidden,
     )
