@@ -144,7 +144,7 @@ def test_the_run_is_one_for_these_nodes(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setenv(name, str(value))
     argv = ["--config", str(tmp_path / "run.toml"), "--mock-data"]
     config = parse_config(argv, prog="x", description="x", kind=Config)
-    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (GPUS, 1, NODES)
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (2, 1, NODES * GPUS // 2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
