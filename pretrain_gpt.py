@@ -36,18 +36,19 @@ if TYPE_CHECKING:
     Program = Callable[[ResolvedConfig, Mesh], None]
 
 
-def main(argv: list[str], *, program: Program | None = None) -> int:
+def main(argv: list[str], *, program: Program | None = None, prog: str = "pretrain_gpt.py") -> int:
     """Train as the flags say, or with --dry-run plan the run; returns the exit status.
 
     Args:
         argv: the words of the command line.
         program: what each rank does instead of `train`, for a program of one's own (docs/extend/extending.md).
+        prog: the name of the program, for messages.
     """
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = parse_config(
         argv,
-        prog="pretrain_gpt.py",
+        prog=prog,
         description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
         kind=Config,
         shape=shape_from_hf,
@@ -91,7 +92,8 @@ def run(program: Program | None = None) -> NoReturn:
         program: what each rank does instead of `train`.
     """
     prepare_signals()
-    status = main(sys.argv[1:], program=program)
+    name = Path(sys.argv[0]).name  # of a program of one's own; the console script has another one
+    status = main(sys.argv[1:], program=program, prog=name if name.endswith(".py") else "pretrain_gpt.py")
     from megacore.train.launch import exit_with
 
     exit_with(status)

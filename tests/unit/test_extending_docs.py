@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+import pretrain_gpt
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.fields import field_docs
 from megacore.config.optimizer import OptimizerConfig
@@ -216,3 +217,14 @@ def test_an_optimizer_has_settings_a_section_a_class_and_a_help_text() -> None:
     assert sections == OPTIMIZERS
     assert OPTIMIZER_CLASSES.keys() == set(OPTIMIZERS.values())
     assert [name for name in OPTIMIZERS if f"{name}: " not in field_docs(OptimizerConfig)["optimizer"]] == []
+
+
+def test_a_refusal_names_the_program_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its --help has the flags of what it has registered; that of pretrain_gpt.py has not."""
+    monkeypatch.setattr(sys, "argv", ["/home/me/pretrain_mish.py", "--activation", "mis"])
+    monkeypatch.setattr(pretrain_gpt, "prepare_signals", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain_gpt.run()
+    assert "pretrain_mish.py --help" in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_the_run_is_one_for_these_nodes(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setenv(name, str(value))
     argv = ["--config", str(tmp_path / "run.toml"), "--mock-data"]
     config = parse_config(argv, prog="x", description="x", kind=Config)
-    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (GPUS, 1, NODES)
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (2, 1, NODES * GPUS // 2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -235,12 +235,21 @@ def test_a_batch_script_saves_before_its_time_is_over_and_queues_again(
 def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f'[training]\ntrain_iters = 20\noutput_dir = "{tmp_path}/out"\n')
 
-    def status(name: str = "run.toml") -> int:
-        command = [sys.executable, str(LAUNCH / "is_finished.py"), str(tmp_path / name)]
+    def status(*flags: str, name: str = "run.toml") -> int:
+        command = [sys.executable, str(LAUNCH / "is_finished.py"), str(tmp_path / name), *flags]
         return subprocess.run(command, check=False).returncode
 
     assert status() == 1
-    assert status("missing.toml") == 2
+    assert status(name="missing.toml") == 2
     for step, expected in ((10, 3), (20, 0)):
         (tmp_path / "out" / f"step_{step:08d}").mkdir(parents=True)
         assert status() == expected
+    # Flags of the batch script override the file, as they do for the run.
+    other = tmp_path / "other"
+    (other / "step_00000010").mkdir(parents=True)
+    (other / "step_00000020.tmp-1a2b3c4d").mkdir()
+    for flags in (["--output-dir", str(other)], [f"--output-dir={other}"], ["--tp", "2", "--save", str(other)]):
+        assert status(*flags) == 3
+    (other / "config.toml").write_text("[training]\ntrain_iters = 10\n")  # a run writes what it was started with
+    assert status("--output-dir", str(other), "--train-iters", "10") == 0
+    assert status("--save", "s3://bucket/run") == 2
