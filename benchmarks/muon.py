@@ -88,7 +88,9 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> Found:
         for _ in range(options.steps):
             zeros = torch.zeros(1, options.seq, dtype=torch.int64)
             tokens = torch.randint(options.vocab, zeros.shape)
-            step.compute_gradients([Microbatch(index=0, tokens=tokens, labels=tokens, loss_mask=torch.ones(1, options.seq))])
+            step.compute_gradients(
+                [Microbatch(index=0, tokens=tokens, labels=tokens, loss_mask=torch.ones(1, options.seq))]
+            )
             with counting() as counted:
                 begin = time.thread_time()
                 step.update_weights()

@@ -273,7 +273,7 @@ class DataParallel:
         groups: Mapping[ReplicaRole, Group],
         unsplit_bytes: int,
     ) -> list[list[ShardedParameter]]:
-        """The members of buckets. With `unsplit_bytes`, the most that a parameter has, no shard splits any of them: each
+        """The members of buckets. With `unsplit_bytes`, the most that one has, no shard splits any of them: each shard
         then has room for several, in the final bucket too."""
         limits = {
             role: sys.maxsize
