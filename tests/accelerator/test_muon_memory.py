@@ -39,8 +39,8 @@ def memory_of_update(rank: int, ranks: int, directory: str, *, layout: Layout, s
 @pytest.mark.parametrize(("layout", "stage", "matrices"), [((1, 1, 2), 1, 5), ((2, 1, 1), 0, 7)], ids=str)
 def test_a_rank_holds_its_share_and_one_matrix(layout: Layout, stage: int, matrices: int, tmp_path: Path) -> None:
     """The share is half of the momenta of the matrices and of AdamW's moments. One matrix is in the iteration, as its
-    argument, before and after a product, and with the squares that this multiplies. A tensor parallel rank has the slices
-    of two besides, as they are and as it sends them."""
+    argument, before and after a product, and with the squares that this multiplies. A tensor parallel rank has the
+    slices of two besides, as they are and as it sends them."""
     work = partial(memory_of_update, layout=layout, stage=stage)
     momenta = 4 * 8 * 12 * 64**2
     for share, most in run_distributed(work, 2, str(tmp_path), backend="pretend"):
