@@ -69,7 +69,7 @@ class WholeMatrices:
     """
 
     def __init__(self, segments: Sequence[LocalSegment], mesh: Mesh) -> None:
-        self._device = mesh.device
+        self._device, self._mesh = mesh.device, mesh
         self._matrices: dict[str, _Matrix] = {}
         self._layouts: dict[tuple[str, ...], FlatLayout] = {}
         for role, group in (("replicas", mesh.layer), ("expert_replicas", mesh.expert_layer)):
@@ -86,6 +86,14 @@ class WholeMatrices:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the matrix whose slices the layer group holds; of several experts, those of this rank."""
         return self._matrices[name].shape
+
+    def at_once(self, bucket: Bucket) -> int | None:
+        """Of how many of a bucket's matrices slices must be given together; None: of all. Fewer take more exchanges,
+        and more take more memory."""
+        if bucket.options.stage == 0 and bucket.group.size > 1:
+            return None
+        is_expert = bucket.parameters[0].spec.replica_role == "expert_replicas"
+        return (self._mesh.expert_layer if is_expert else self._mesh.layer).size
 
     def apply(self, bucket: Bucket, slices: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
         """This rank's slices of the function's results; the ranks of the layer group call this together, and on stage

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megacore.config.parameter_groups import USUAL, ParameterScale
-from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.mesh import Group, Mesh, ReplicaRole
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, separate_term, sharded_parameters
 from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import when_backward
@@ -246,20 +246,43 @@ class DataParallel:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
         groups = {role: self._mesh.shard_group(role) for role in {p.spec.replica_role for p in parameters}}
         takes_whole = self.options.optimizer.takes_whole
-        unsplit = max((4 * p.numel() for p in parameters if takes_whole(p.spec.name, p.spec.shape)), default=0)
-        limits = {
-            role: sys.maxsize
-            if bucket_bytes is None
-            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * unsplit)
-            for role, group in groups.items()
-        }
-        least = {role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if self._sums_in_ring(group)}
+        unsplit = [p for p in parameters if takes_whole(p.spec.name, p.spec.shape)]
+        if bucket_bytes is None or not unsplit or all(group.size == 1 for group in groups.values()):
+            assigned = self._assigned(parameters, bucket_bytes, groups, 0)
+        else:
+            # Apart from each other, for the ranks to have equal shares of the matrices: in one bucket with the
+            # embedding some ranks' shards would hold nothing else.
+            names = {p.spec.name for p in unsplit}
+            others = [p for p in parameters if p.spec.name not in names]
+            largest = max(4 * p.numel() for p in unsplit)
+            assigned = self._assigned(unsplit, bucket_bytes, groups, largest)
+            assigned += self._assigned(others, bucket_bytes, groups, 0)
+            first_use = {p.spec.name: number for number, p in enumerate(parameters)}
+            assigned.sort(key=lambda members: -min(first_use[p.spec.name] for p in members))
         buckets = []
-        for members in assign_buckets(parameters, limits, self._separate, least=least):
+        for members in assigned:
             role = members[0].spec.replica_role
             options, across = self.options.for_group(groups[role]), self._mesh.across_group(role)
             buckets.append(Bucket(members, groups[role], options, across=across, streams=self._streams))
         return buckets
+
+    def _assigned(
+        self,
+        parameters: Sequence[ShardedParameter],
+        bucket_bytes: int | None,
+        groups: Mapping[ReplicaRole, Group],
+        unsplit_bytes: int,
+    ) -> list[list[ShardedParameter]]:
+        """The members of buckets. With `unsplit_bytes`, the most that one has, no shard splits any of them: each shard
+        then has room for several, in the final bucket too."""
+        limits = {
+            role: sys.maxsize
+            if bucket_bytes is None
+            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * unsplit_bytes)
+            for role, group in groups.items()
+        }
+        least = {role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if self._sums_in_ring(group)}
+        return assign_buckets(parameters, limits, self._separate, least=limits if unsplit_bytes else least)
 
     def _sums_in_ring(self, group: Group) -> bool:
         """Whether gloo sums the gradients of a replica group in a ring of more than two ranks, which takes milliseconds

@@ -245,9 +245,9 @@ def moments_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """The optimizer's state, where it keeps any."""
     optimizer = trainer.update.optimizer
 
-    def take(kind: str, owned: LocalSegment) -> Tensor:
+    def take(kind: str, owned: LocalSegment) -> Tensor | None:
         value = optimizer.values(owned, kind)
-        assert value is not None
+        assert value is not None or owned.run.scale.frozen
         return value
 
     return {kind.name: gather(trainer, trainer.mesh, partial(take, kind.name)) for kind in optimizer.kinds}
