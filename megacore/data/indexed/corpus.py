@@ -10,10 +10,11 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from io import BufferedReader
+from dataclasses import dataclass, replace
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from megacore.data.indexed.long_lines import LongLine
 
 TextUnit = Literal["line", "paragraph", "file"]
-CHUNK_BYTES = 1 << 19
+CHUNK_BYTES = 1 << 20
 _BLOCK = 1 << 18
+_PLAIN_BLOCK = 1 << 16  # of a file as it is: malloc keeps memory of this size, and asks the system for larger ones
 MOST_DOCUMENT_BYTES = 1 << 25
 """Of one document that is tokenized at once, which takes up to 200 bytes of memory per byte."""
 MOST_DIVIDED_BYTES = 1 << 30
@@ -47,6 +49,39 @@ _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Bytes of a file on disk.
+
+    Attributes:
+        path: Of the file, without links.
+        identity: Device and inode of the file.
+        begin: Of the bytes.
+        size: Number of bytes.
+    """
+
+    path: str
+    identity: tuple[int, int]
+    begin: int
+    size: int
+
+    def read(self) -> bytes:
+        """The bytes.
+
+        Raises:
+            DataError: The file was removed, replaced or cut since.
+        """
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                same = _identity(file) == self.identity
+                data = os.pread(file.fileno(), self.size, self.begin)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read to its end ({error})") from error
+        if not same or len(data) < self.size:
+            raise DataError(f"{self.path} was replaced or cut while it was read: start again")
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chunk:
     """Whole documents of one file.
 
@@ -57,6 +92,7 @@ class Chunk:
         unit: What a document is: a JSON object a line, or a unit of plain text.
         file_bytes: Bytes of the file on disk that were read for this chunk.
         long: The one line of the chunk, instead of data, if it is long.
+        place: Where the data can be read, instead of data.
     """
 
     source: str
@@ -65,11 +101,17 @@ class Chunk:
     unit: Literal["json", "line", "paragraph", "file"]
     file_bytes: int
     long: LongLine | None = None
+    place: Place | None = None
 
     @property
     def size(self) -> int:
         """Bytes after decompression."""
-        return len(self.data) if self.long is None else self.long.size
+        held = self.long or self.place
+        return len(self.data) if held is None else held.size
+
+    def loaded(self) -> Chunk:
+        """The chunk with its data, if that is still in the file."""
+        return self if self.place is None else replace(self, data=self.place.read(), place=None)
 
 
 def check_files(paths: Sequence[str], columns: Sequence[str] | None = None) -> int:
@@ -112,6 +154,8 @@ def read_chunks(
     columns: Sequence[str] | None = None,
     long_line: Callable[[], LongLine] | None = None,
     long_line_bytes: int = LONG_LINE_BYTES,
+    *,
+    places: bool = False,
 ) -> Iterator[Chunk]:
     """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
 
@@ -123,6 +167,7 @@ def read_chunks(
         columns: That are read of a Parquet file; None: all.
         long_line: Makes what keeps a long JSON line, which the caller closes; None: such lines are held in memory.
         long_line_bytes: Of a JSON line that is long.
+        places: Whether chunks may have a place instead of data; they do where a file is neither compressed nor a pipe.
 
     Raises:
         DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer than
@@ -136,6 +181,7 @@ def read_chunks(
     pending = bytearray()
     long: LongLine | None = None  # what is being read, up to the next newline
     with open(path, "rb") as file:
+        place = _whole(path, file) if places else None
         for block in _blocks(path, file):
             if long is not None:
                 end = block.find(b"\n") + 1
@@ -147,6 +193,7 @@ def read_chunks(
                     continue
                 pending += block[end:]
                 seen, before = _position(file), seen
+                place = _behind(place, long.size)
                 yield Chunk(source=path, first_line=line, data=b"", unit="json", file_bytes=seen - before, long=long)
                 line, long = line + 1, None
                 continue
@@ -158,6 +205,7 @@ def read_chunks(
                 first = False
                 if pending.startswith(_BOM):
                     del pending[: len(_BOM)]
+                    place = _behind(place, len(_BOM))
             if len(pending) < chunk_bytes:
                 continue
             cut = 0 if unit == "file" else _last_boundary(pending, unit, searched)
@@ -168,11 +216,14 @@ def read_chunks(
                 long.write(pending)
                 pending.clear()
             if cut:
-                data = bytes(pending[:cut])
+                data = b"" if place else bytes(pending[:cut])
+                lines = pending.count(b"\n", 0, cut)
                 del pending[:cut]
                 seen, before = _position(file), seen
-                yield Chunk(source=path, first_line=line, data=data, unit=unit, file_bytes=seen - before)
-                line += data.count(b"\n")
+                chunk = Chunk(source=path, first_line=line, data=data, unit=unit, file_bytes=seen - before)
+                yield replace(chunk, place=replace(place, size=cut)) if place else chunk
+                place = _behind(place, cut)
+                line += lines
         if long is not None:
             size = _position(file) - seen
             yield Chunk(source=path, first_line=line, data=b"", unit="json", file_bytes=size, long=long)
@@ -195,6 +246,28 @@ def _too_long(where: str, most_document_bytes: int, unit: str) -> DataError:
         f"{where}: the document that begins here has more than {most_document_bytes:,} bytes, and would take too much "
         f"memory: {_WAYS_OUT[unit]}"
     )
+
+
+def _whole(path: str, file: BufferedReader) -> Place | None:
+    """The place of a file's bytes; None if they cannot be read again."""
+    if Path(path).suffix in (".gz", ".zst") or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return None
+    place = Place(path=os.path.realpath(path), identity=_identity(file), begin=0, size=0)
+    try:
+        place.read()
+    except DataError:  # the name of an open file that has no other, such as /dev/stdin
+        return None
+    return place
+
+
+def _identity(file: BufferedReader | FileIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
+
+
+def _behind(place: Place | None, size: int) -> Place | None:
+    """The place that begins some bytes later."""
+    return place and replace(place, begin=place.begin + size)
 
 
 def _position(file: BinaryIO) -> int:
@@ -223,7 +296,7 @@ def _blocks(path: str, file: BufferedReader) -> Iterator[bytes]:
             yield from _zstd_blocks(file)
         else:
             # One system call at a time: between two of them Python sees a Ctrl-C that came while a pipe was slow.
-            yield from iter(lambda: file.read1(_BLOCK), b"")
+            yield from iter(lambda: file.read1(_PLAIN_BLOCK), b"")
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}): damaged or cut short") from error
 

@@ -1,7 +1,7 @@
 """Text files to .bin/.idx: chunks are tokenized by worker processes and written in order by this one.
 
 The output does not depend on the number of workers, because the chunks do not. Memory does not grow with the input: a
-few chunks a worker are under way at any time, and the writer streams. Workers send packed NumPy bytes, since pickling
+few chunks a worker are under way at any time, and the writer streams. Workers give packed NumPy bytes, since pickling
 lists of Python integers would cost more than making them. However the main process ends, its workers end with it.
 """
 
@@ -20,7 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,6 +56,7 @@ _BAD_SHOWN = 50  # of those that are an error
 _COMPARED_BYTES = 1 << 21  # of the inputs, that both encoders are compared on
 _DIGEST_BYTES = 16
 _COPIED_BYTES = 1 << 22  # of tokens, from a temporary file
+_SLOT_BYTES = 1 << 22  # of the tokens of a chunk that are shared between processes; more are sent
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
 
 
@@ -345,7 +346,9 @@ def preprocess(
     with ExitStack() as stack:
         outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
         writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
-        for chunk, encoded in _encoded_chunks(job, encoder, chunks()):
+        workers = _Workers(job, encoder, tokenizer)
+        stack.callback(workers.close)
+        for chunk, encoded in workers.encoded(lambda places: chunks(places=places)):
             if job.deduplicate:
                 encoded = _without_repeated(encoded, seen, job, tokenizer, report)
             _count(report, job, chunk, encoded)
@@ -361,15 +364,18 @@ def preprocess(
         if job.sft:  # before the tokens, which would otherwise all be predicted
             writers.pop().commit()
         for writer in writers:
-            writer.commit(_sidecar(writer, tokenizer, job))
+            writer.commit(_sidecar(writer, tokenizer, workers.ids_fingerprint(), job))
     report.seconds = time.monotonic() - begun
     return report
 
 
-def _chunks(job: Job, most_document_bytes: int, long_line_bytes: int | None) -> Iterator[Chunk]:
+def _chunks(
+    job: Job, most_document_bytes: int, long_line_bytes: int | None, *, places: bool = False
+) -> Iterator[Chunk]:
     """The inputs, in order; with `long_line_bytes`, longer JSON lines are in temporary files beside the outputs."""
     folder = Path(job.output_prefix).absolute().parent
     read = partial(read_chunks, text_unit=job.text_unit, most_document_bytes=most_document_bytes, columns=job.columns)
+    read = partial(read, places=places)
     if long_line_bytes is not None:
         read = partial(read, long_line=partial(LongLine, folder), long_line_bytes=long_line_bytes)
     for path in job.inputs:
@@ -487,7 +493,7 @@ def _nothing(job: Job, report: Report) -> str:
     return f"{where}: no documents in it ({left_out}{first})"
 
 
-def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
+def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, tokenizer_ids: str, job: Job) -> Sidecar:
     return Sidecar(
         documents=writer.num_documents,
         sequences=writer.num_sequences,
@@ -496,7 +502,7 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
         max_token_id=writer.max_token_id,
         vocab_size=tokenizer.vocab_size,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_ids=ids_fingerprint(tokenizer),
+        tokenizer_ids=tokenizer_ids,
         eod=tokenizer.eod,
         append_eod=job.append_eod,
         bin_bytes=writer.num_tokens * writer.dtype.itemsize,
@@ -506,41 +512,118 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
 
 # ---- workers ---------------------------------------------------------------------------------------------------------
 
-_worker_encoder: ChunkEncoder | None = None  # in a worker process: what its chunks are encoded with
 
+class _Workers:
+    """The processes that tokenize, or this one alone.
 
-def _encoded_chunks(job: Job, encoder: ChunkEncoder, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-    """Every chunk with its encoding, in order, with a bounded number under way.
+    Text and tokens do not pass through pipes: a worker reads its chunk from the file where it can, and leaves the
+    tokens in memory that all processes share, one slot of it for each chunk under way.
 
-    This process encodes long lines, whose temporary files have no name by which a worker could open them.
+    Args:
+        job: of the run.
+        encoder: of the chunks.
+        tokenizer: whose ids are told apart.
     """
-    if job.workers == 1:
-        yield from ((chunk, encoder(chunk)) for chunk in chunks)
-        return
-    # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
-    method = "fork" if os.uname().sysname == "Linux" else "spawn"
-    pool = ProcessPoolExecutor(
-        job.workers, multiprocessing.get_context(method), initializer=_start_worker, initargs=(encoder, os.getpid())
-    )
-    try:
-        under_way: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
-        size, most = 0, 2 * job.workers + 2
-        for chunk in chunks:
-            under_way.append((chunk, pool.submit(_encode_in_worker, chunk) if chunk.long is None else None))
-            size += len(chunk.data)
-            while len(under_way) > most or (size > 2 * most * CHUNK_BYTES and len(under_way) > 1):
-                chunk, future = under_way.popleft()
-                size -= len(chunk.data)
-                yield chunk, encoder(chunk) if future is None else future.result()
-        for chunk, future in under_way:
-            yield chunk, encoder(chunk) if future is None else future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+
+    def __init__(self, job: Job, encoder: ChunkEncoder, tokenizer: Tokenizer) -> None:
+        self._encoder, self._tokenizer = encoder, tokenizer
+        self._most = 2 * job.workers + 2  # chunks under way
+        self._pool: ProcessPoolExecutor | None = None
+        self._ids: Future[str] | None = None
+        self._slots = -1
+        if job.workers == 1:
+            return
+        # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
+        forks = os.uname().sysname == "Linux"
+        if forks:
+            self._slots = os.memfd_create("tokens")
+        shared = (encoder, tokenizer, self._slots, os.getpid())
+        context = multiprocessing.get_context("fork" if forks else "spawn")
+        self._pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker, initargs=shared)
+
+    def encoded(self, chunks: Callable[[bool], Iterator[Chunk]]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Every chunk with its encoding, in order, with a bounded number under way.
+
+        This process encodes long lines, whose temporary files have no name by which a worker could open them.
+
+        Args:
+            chunks: makes them; its argument is whether they may have a place instead of data.
+        """
+        if self._pool is None:
+            yield from ((chunk, self._encoder(chunk)) for chunk in chunks(False))
+            return
+        self._ids = self._pool.submit(_ids_in_worker)
+        under_way: deque[tuple[Chunk, Future[_Sent] | None]] = deque()
+        size = 0
+        for number, chunk in enumerate(chunks(True)):
+            slot = number % (self._most + 1)
+            under_way.append((chunk, None if chunk.long else self._pool.submit(_encode_in_worker, chunk, slot)))
+            size += 0 if chunk.long else chunk.size
+            while len(under_way) > self._most or (size > 2 * self._most * CHUNK_BYTES and len(under_way) > 1):
+                size -= 0 if under_way[0][0].long else under_way[0][0].size
+                yield self._received(*under_way.popleft())
+        while under_way:
+            yield self._received(*under_way.popleft())
+
+    def _received(self, chunk: Chunk, future: Future[_Sent] | None) -> tuple[Chunk, Encoded]:
+        if future is None:
+            return chunk, self._encoder(chunk)
+        sent = future.result()
+        return chunk, sent.encoded if sent.sizes is None else _from_slot(sent, self._slots)
+
+    def ids_fingerprint(self) -> str:
+        """That of the tokenizer, which a worker makes."""
+        return self._ids.result() if self._ids is not None else ids_fingerprint(self._tokenizer)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        if self._slots >= 0:
+            os.close(self._slots)
 
 
-def _start_worker(encoder: ChunkEncoder, parent: int) -> None:
-    global _worker_encoder
-    _worker_encoder = encoder
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """What a worker sends back.
+
+    Attributes:
+        encoded: the chunk; without its tokens, if they are in a slot.
+        slot: of the memory that is shared.
+        sizes: bytes of the tokens in the slot, for each output; None if they are not there.
+    """
+
+    encoded: Encoded
+    slot: int
+    sizes: tuple[int, ...] | None
+
+
+def _to_slot(encoded: Encoded, slot: int, slots: int) -> _Sent:
+    """Leave the tokens in a slot of the memory `slots`, if there is one and they fit."""
+    parts = [part.tokens for part in encoded.packed if isinstance(part.tokens, bytes)]
+    sizes = tuple(map(len, parts))
+    if slots < 0 or sum(sizes) > _SLOT_BYTES:
+        return _Sent(encoded=encoded, slot=slot, sizes=None)
+    os.pwritev(slots, parts, slot * _SLOT_BYTES)
+    without = tuple(replace(part, tokens=b"") for part in encoded.packed)
+    return _Sent(encoded=replace(encoded, packed=without), slot=slot, sizes=sizes)
+
+
+def _from_slot(sent: _Sent, slots: int) -> Encoded:
+    """The chunk with the tokens that are in its slot."""
+    assert sent.sizes is not None
+    ends = accumulate(sent.sizes, initial=sent.slot * _SLOT_BYTES)
+    tokens = [os.pread(slots, end - begin, begin) for begin, end in pairwise(ends)]
+    packed = zip(sent.encoded.packed, tokens, strict=True)
+    return replace(sent.encoded, packed=tuple(replace(part, tokens=data) for part, data in packed))
+
+
+_worker: tuple[ChunkEncoder, Tokenizer, int] | None = None  # in a worker process: what it works with
+
+
+def _start_worker(encoder: ChunkEncoder, tokenizer: Tokenizer, slots: int, parent: int) -> None:
+    global _worker
+    _worker = encoder, tokenizer, slots
     # The main process answers Ctrl-C and SIGTERM for all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -555,6 +638,12 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _encode_in_worker(chunk: Chunk) -> Encoded:
-    assert _worker_encoder is not None
-    return _worker_encoder(chunk)
+def _encode_in_worker(chunk: Chunk, slot: int) -> _Sent:
+    assert _worker is not None
+    encoder, _, slots = _worker
+    return _to_slot(encoder(chunk.loaded()), slot, slots)
+
+
+def _ids_in_worker() -> str:
+    assert _worker is not None
+    return ids_fingerprint(_worker[1])

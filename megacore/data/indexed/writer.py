@@ -92,7 +92,7 @@ class IndexedWriter:
         """
         assert tokens.dtype == self.dtype
         with naming(self._partial):
-            self._bin.write(tokens.tobytes())
+            self._bin.write(np.ascontiguousarray(tokens).data)
         self._begun += tokens.size
         self.num_tokens += tokens.size
         if tokens.size:

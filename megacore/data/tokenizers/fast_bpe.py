@@ -40,6 +40,7 @@ _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+
 _PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
 _RUN = 64  # code points of a probe
 _TOGETHER = 1 << 16  # characters of the texts whose words are looked up at once: what a core's cache holds
+_SHARES = 4  # of a comparison for each process, so that all end at about the same time
 _WHOLE = 1 << 18  # characters that are encoded at once, where a text can be divided
 _PLACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _SIGNS = ("", "'", "1", ".", "-", "\n", " ", "é", "東")
@@ -113,12 +114,12 @@ class FastEncoder:
         if any(" " in token for token in self._special) or self._strips_spaces:
             return False
         letters = "abcdefghijklmnopqrstuvwxyz"
-        for first, second in zip(letters, reversed(letters), strict=True):
-            for sign in _SIGNS:
-                parts = f"{sign}{first}{second}", f" {second}{first}{sign}"
-                if self.encode("".join(parts)).tolist() != [*self.encode(parts[0]), *self.encode(parts[1])]:
-                    return False
-        return True
+        words = [(f"{one}{other}", f"{other}{one}") for one, other in zip(letters, reversed(letters), strict=True)]
+        firsts = [f"{sign}{word}" for word, _ in words for sign in _SIGNS]
+        seconds = [f" {word}{sign}" for _, word in words for sign in _SIGNS]
+        wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
+        encoded = zip(*map(self.encode_batch, (wholes, firsts, seconds)), strict=True)
+        return all(whole.tolist() == [*first, *second] for whole, first, second in encoded)
 
     def _encode_part(self, text: str) -> NDArray[np.uint32]:
         if self._words is not None and (data := self._as_bytes(text)) is not None:
@@ -137,8 +138,9 @@ class FastEncoder:
             return self._agrees(texts)
         # Forked, so that neither the encoder nor the texts are sent.
         fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(workers, fork, initializer=_share, initargs=(self, texts, workers)) as pool:
-            return all(pool.map(_agrees_on_share, range(workers)))
+        shares = _SHARES * workers
+        with ProcessPoolExecutor(workers, fork, initializer=_share, initargs=(self, texts, shares)) as pool:
+            return all(pool.map(_agrees_on_share, range(shares)))
 
     def _agrees(self, texts: Sequence[str]) -> bool:
         pairs = zip(self.encode_batch(texts), self._tokenizer.encode_batch(texts), strict=True)
@@ -160,8 +162,8 @@ def _share(*shared: Any) -> None:
 
 def _agrees_on_share(number: int) -> bool:
     assert _shared is not None
-    encoder, texts, workers = _shared
-    return encoder._agrees(texts[number::workers])
+    encoder, texts, shares = _shared
+    return encoder._agrees(texts[number::shares])
 
 
 def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
