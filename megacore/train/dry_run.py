@@ -149,6 +149,11 @@ def _unfit(config: ResolvedConfig) -> Iterator[str]:
             "--compile: compiled code does not run on fake tensors; leave --compile out, which changes no shape, or "
             "use --dry-run without full"
         )
+    if getattr(config.optimizer_settings, "moments_dtype", "fp32") == "int8":
+        yield (
+            "--moments-dtype int8: which blocks of moments ranks share follows from numbers that fake tensors do not "
+            "have; use --moments-dtype bf16, or --dry-run without full"
+        )
 
 
 def rank_kinds(config: ResolvedConfig) -> list[list[int]]:

@@ -240,6 +240,8 @@ def test_the_command_of_bert() -> None:
 
 
 def test_what_cannot_run_on_fake_tensors_is_refused() -> None:
-    status, out, err = run_distributed(command, 1, "pretrain_gpt", f"{TINY} {SHORT} --compile", init=False)[0]
+    flags = f"{TINY} {SHORT} --compile --moments-dtype int8"
+    status, out, err = run_distributed(command, 1, "pretrain_gpt", flags, init=False)[0]
     assert (status, out) == (2, "")
     assert "--compile: compiled code does not run on fake tensors" in err
+    assert "--moments-dtype int8: which blocks of moments ranks share follows from numbers" in err

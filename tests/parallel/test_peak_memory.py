@@ -87,7 +87,6 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "average": ((1, 1, 1), {"ema_decay": 0.9}),
     "average, bf16, dp 2, ZeRO 2": ((1, 1, 2), {"ema_decay": 0.9, "precision": "bf16", "zero_stage": 2}),
     "moments in 16 bits, dp 2, ZeRO 1": ((1, 1, 2), {"moments_dtype": "bf16", "zero_stage": 1}),
-    "moments in 8 bits, dp 2, ZeRO 2": ((1, 1, 2), {"moments_dtype": "int8", "zero_stage": 2}),
     "muP": ((1, 1, 1), {"mup_base_width": 64}),
 }
 
