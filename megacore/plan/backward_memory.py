@@ -214,7 +214,9 @@ def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, o
     if share is not None and (on_cpu or e == ELEMENT_BYTES["fp32"]):
         # Experts multiply one by one: a product, and the tensor of all into which it is copied.
         largest = max(largest, share.matrix + share.matrix // share.held)
-    return float(e * largest)
+    # An exact sum takes it in fp64 and then as integers (zero/exact_sums.py).
+    exact = 16.0 * _largest_gradient(config, layer) if config.training.reproducible else 0.0
+    return e * largest + exact
 
 
 def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:
