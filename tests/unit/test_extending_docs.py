@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import nn
 
-import pretrain_gpt
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.fields import field_docs
 from megacore.config.optimizer import OptimizerConfig
@@ -224,7 +223,8 @@ def test_a_refusal_names_the_program_of_ones_own(
 ) -> None:
     """Its --help has the flags of what it has registered; that of pretrain_gpt.py has not."""
     monkeypatch.setattr(sys, "argv", ["/home/me/pretrain_mish.py", "--activation", "mis"])
-    monkeypatch.setattr(pretrain_gpt, "prepare_signals", lambda: None)
+    program = importlib.import_module("pretrain_gpt")
+    monkeypatch.setattr(program, "prepare_signals", lambda: None)
     with pytest.raises(SystemExit, match="2"):
-        pretrain_gpt.run()
+        program.run()
     assert "pretrain_mish.py --help" in capsys.readouterr().err

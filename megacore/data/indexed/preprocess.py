@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import mmap
 import multiprocessing
 import os
 import signal
@@ -530,13 +531,13 @@ class _Workers:
         self._most = 2 * job.workers + 2  # chunks under way
         self._pool: ProcessPoolExecutor | None = None
         self._ids: Future[str] | None = None
-        self._slots = -1
+        self._slots: mmap.mmap | None = None
         if job.workers == 1:
             return
         # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
         forks = os.uname().sysname == "Linux"
         if forks:
-            self._slots = os.memfd_create("tokens")
+            self._slots = mmap.mmap(-1, (self._most + 1) * _SLOT_BYTES)
         shared = (encoder, tokenizer, self._slots, os.getpid())
         context = multiprocessing.get_context("fork" if forks else "spawn")
         self._pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker, initargs=shared)
@@ -569,7 +570,7 @@ class _Workers:
         if future is None:
             return chunk, self._encoder(chunk)
         sent = future.result()
-        return chunk, sent.encoded if sent.sizes is None else _from_slot(sent, self._slots)
+        return chunk, sent.encoded if self._slots is None or sent.sizes is None else _from_slot(sent, self._slots)
 
     def ids_fingerprint(self) -> str:
         """That of the tokenizer, which a worker makes."""
@@ -579,8 +580,8 @@ class _Workers:
         """End the processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        if self._slots >= 0:
-            os.close(self._slots)
+        if self._slots is not None:
+            self._slots.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -598,30 +599,35 @@ class _Sent:
     sizes: tuple[int, ...] | None
 
 
-def _to_slot(encoded: Encoded, slot: int, slots: int) -> _Sent:
+def _to_slot(encoded: Encoded, slot: int, slots: mmap.mmap | None) -> _Sent:
     """Leave the tokens in a slot of the memory `slots`, if there is one and they fit."""
     parts = [part.tokens for part in encoded.packed if isinstance(part.tokens, bytes)]
     sizes = tuple(map(len, parts))
-    if slots < 0 or sum(sizes) > _SLOT_BYTES:
+    if slots is None or sum(sizes) > _SLOT_BYTES:
         return _Sent(encoded=encoded, slot=slot, sizes=None)
-    os.pwritev(slots, parts, slot * _SLOT_BYTES)
+    for part, (begin, end) in zip(parts, _places(sizes, slot), strict=True):
+        slots[begin:end] = part
     without = tuple(replace(part, tokens=b"") for part in encoded.packed)
     return _Sent(encoded=replace(encoded, packed=without), slot=slot, sizes=sizes)
 
 
-def _from_slot(sent: _Sent, slots: int) -> Encoded:
+def _from_slot(sent: _Sent, slots: mmap.mmap) -> Encoded:
     """The chunk with the tokens that are in its slot."""
     assert sent.sizes is not None
-    ends = accumulate(sent.sizes, initial=sent.slot * _SLOT_BYTES)
-    tokens = [os.pread(slots, end - begin, begin) for begin, end in pairwise(ends)]
+    tokens = [slots[begin:end] for begin, end in _places(sent.sizes, sent.slot)]
     packed = zip(sent.encoded.packed, tokens, strict=True)
     return replace(sent.encoded, packed=tuple(replace(part, tokens=data) for part, data in packed))
 
 
-_worker: tuple[ChunkEncoder, Tokenizer, int] | None = None  # in a worker process: what it works with
+def _places(sizes: Sequence[int], slot: int) -> Iterator[tuple[int, int]]:
+    """Where parts of these sizes begin and end in the memory whose slot they are in."""
+    return pairwise(accumulate(sizes, initial=slot * _SLOT_BYTES))
 
 
-def _start_worker(encoder: ChunkEncoder, tokenizer: Tokenizer, slots: int, parent: int) -> None:
+_worker: tuple[ChunkEncoder, Tokenizer, mmap.mmap | None] | None = None  # in a worker process: what it works with
+
+
+def _start_worker(encoder: ChunkEncoder, tokenizer: Tokenizer, slots: mmap.mmap | None, parent: int) -> None:
     global _worker
     _worker = encoder, tokenizer, slots
     # The main process answers Ctrl-C and SIGTERM for all.
