@@ -58,11 +58,10 @@ class Muon(Optimizer[MuonConfig]):
         pairs = list(zip(runs, gradients, strict=True))
         if others := [(run, gradient) for run, gradient in pairs if run.shape is None]:
             self._update_others(others, lr=lr, weight_decay=weight_decay)
-        whole = [(run, gradient) for run, gradient in pairs if run.shape is not None]
-        at_once = self._matrices.at_once(whole[0][0].bucket) if whole else None
-        for first in range(0, len(whole), at_once or max(len(whole), 1)):
-            members = whole[first : first + at_once] if at_once else whole
-            self._update_matrices(members, lr=lr, weight_decay=weight_decay)
+        if whole := [(run, gradient) for run, gradient in pairs if run.shape is not None]:
+            at_once = self._matrices.at_once(whole[0][0].bucket) or len(whole)
+            for first in range(0, len(whole), at_once):
+                self._update_matrices(whole[first : first + at_once], lr=lr, weight_decay=weight_decay)
 
     def _update_others(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
         runs = [run for run, _ in pairs]

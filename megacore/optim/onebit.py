@@ -4,7 +4,7 @@ In the warm-up they are AdamW and LAMB. Then the variance stays as it is. Every 
 own gradient, and the mean of these momenta is the next one; what its compression leaves out is added to the next
 message (zero/compressed.py). Elements whose variance is 0, because their gradient was 0 in the whole warm-up, stay
 where they are: a bit has no zero, and nothing says how large a step of theirs may be. Steps of elements with a tiny
-variance are limited by `adam_eps` only, as in the authors' implementation.
+variance are limited by `adam_eps` only.
 
 - Tang et al. 2021, "1-bit Adam" (arXiv 2102.02888), algorithm 1.
 - Li et al. 2021, "1-bit LAMB" (arXiv 2104.06069), algorithm 1. Its scaling of momenta is not needed here: blocks have
