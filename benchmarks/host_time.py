@@ -6,11 +6,14 @@ On a GPU small operators take less time than the host needs to launch them. That
 arguments, autograd, torch's dispatch and Triton's launcher up to the driver, which is replaced, so that no kernel is
 compiled or runs. Torch's own operators compute on the CPU, with tensors so small that computing hardly counts.
 
-The first table has operators of megacore, as training calls them (`eager`) and as fake tensors and torch.compile see
-them (`custom_op`), beside the function of torch that is nearest. Each figure includes the call of autograd's engine,
-which the last row shows by itself.
+The first table has one operator that doubles its input: a chain of them, divided by their number, so that neither
+kernels nor autograd's engine hide what it costs to be an operator. It is called as training calls operators (`eager`),
+as fake tensors and torch.compile see them (`custom_op`), and as a plain `torch.autograd.Function`.
 
-The second table has blocks as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
+The second table has operators of megacore, beside the function of torch that is nearest. Each figure includes the call
+of autograd's engine, which the last row shows by itself, and one to three launches by Triton.
+
+The third table has blocks as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
 from straight code: the kernels and products themselves, each in the simplest autograd function, without modules,
 checks or a choice of layouts. No framework in Python that launches them in eager mode takes less. The third side is the
 same block in plain torch.nn, which has separate operators for what a kernel of megacore does in one launch. The times
@@ -55,7 +58,7 @@ from megacore.parallel.products import TorchProducts
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 
-ROWS, WIDTH, BLOCKS = 4, 64, 4
+ROWS, WIDTH, BLOCKS, CHAIN = 4, 64, 4, 8
 GROUPS = {"Llama": {"num_query_groups": 2}}
 CPU = torch.device("cpu")
 Call = Callable[[Tensor], Any]
@@ -115,6 +118,52 @@ def as_custom_op() -> Iterator[None]:
     """Inside, every operator is called as torch.compile sees it."""
     with mock.patch.object(Operator, "__call__", lambda self, *arguments: self.custom_op(*arguments)):
         yield
+
+
+# ---- an operator
+
+
+def _double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    _ = ctx.saved_tensors
+    return cast(Tensor, double(grad))  # the backward of megacore's operators is an operator too
+
+
+double = Operator("benchmark::double", _double)
+double.register_fake(torch.empty_like)
+double.register_autograd(_differentiate, setup_context=_keep_input)
+
+
+class _Double(torch.autograd.Function):
+    """The same, as the manual of torch writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _double(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return _double(grad)
+
+
+def in_chain(call: Call, x: Tensor, times: int) -> float:
+    """Microseconds of one of several calls, each of the result of the one before, forward and backward."""
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(CHAIN):
+            x = call(x)
+        return x
+
+    return microseconds(chain, x, times) / CHAIN
 
 
 # ---- operators
@@ -425,12 +474,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # nothing is computed with what unwritten memory holds
 
-    def custom(call: Call, x: Tensor) -> float:
+    def custom(call: Call, x: Tensor, *, timed: Callable[..., float] = microseconds) -> float:
         with as_custom_op():
-            return microseconds(call, x, arguments.times)
+            return timed(call, x, arguments.times)
 
     with without_driver():
-        print("| operator | custom_op | eager | torch |\n|---|---|---|---|")
+        print("| one operator, forward + backward | us |\n|---|---|")
+        ways: dict[str, Call] = {
+            "eager": double,
+            "torch.autograd.Function": _Double.apply,
+            "torch's own x * 2": _double,
+        }
+        ones = torch.ones(ROWS, WIDTH)
+        chains = [partial(in_chain, way, ones, arguments.times) for way in ways.values()]
+        chains.append(partial(custom, double, ones, timed=in_chain))
+        for name, taken in zip((*ways, "custom_op"), lowest(*chains, rounds=arguments.rounds), strict=True):
+            print(f"| {name} | {taken:.1f} |")
+        print("\n| operator | custom_op | eager | torch |\n|---|---|---|---|")
         for name, ours, torchs, x in operators():
             timed = (partial(custom, ours, x), *(partial(microseconds, c, x, arguments.times) for c in (ours, torchs)))
             print(f"| {name} | " + " | ".join(f"{t:.0f}" for t in lowest(*timed, rounds=arguments.rounds)) + " |")
