@@ -156,7 +156,7 @@ def _no_backward_sum(steps: TrainStep, stack: ExitStack) -> None:
     for operator in (tensor._Linears, tensor._LinearOfGatheredInput, tensor._Gather):
         backward = staticmethod(_without_sums_in(operator.backward))
         stack.enter_context(replaced(operator, "backward", backward))
-    stack.enter_context(replaced(collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None))))
+    stack.enter_context(replaced(collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None, None))))
 
 
 def _replicated_gradients(steps: TrainStep, stack: ExitStack) -> None:
