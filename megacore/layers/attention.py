@@ -30,8 +30,9 @@ from megacore.parallel.context import context_attention
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
+from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, gather_sequence
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class Attention(nn.Module):

@@ -29,7 +29,8 @@ from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import yarn_scale
 from megacore.parallel.collectives import copy_to_group
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, gather_sequence
+from megacore.parallel.sequence import gather_sequence
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class LatentAttention(Attention):

@@ -39,8 +39,8 @@ from megacore.parallel.experts import (
     with_loss,
 )
 from megacore.parallel.mesh import ALONE
+from megacore.parallel.sequence import gather_sequence, local_positions, reduce_scatter_sequence
 from megacore.parallel.sharding import ShardedModule, replicated, separate_term
-from megacore.parallel.tensor import gather_sequence, local_positions, reduce_scatter_sequence
 
 
 class Choice(NamedTuple):

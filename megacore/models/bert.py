@@ -28,11 +28,11 @@ from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
+from megacore.parallel.sequence import local_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
     column_parallel,
-    local_positions,
     vocab_parallel_bias,
     vocab_parallel_weight,
 )

@@ -25,11 +25,11 @@ from megacore.layers.rotary import rotaries_of
 from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
+from megacore.parallel.sequence import local_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
     column_parallel,
-    local_positions,
     vocab_parallel_bias,
     vocab_parallel_weight,
 )

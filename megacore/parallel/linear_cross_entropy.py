@@ -33,8 +33,8 @@ from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.products import Products, gradient_sum
+from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
-from megacore.parallel.tensor import gather_sequence
 
 _ALIGNED = 64  # columns; a product of fewer is slower
 _WIDE = 1024  # columns, from which on rounding up to `_ALIGNED` costs little

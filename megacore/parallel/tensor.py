@@ -1,23 +1,21 @@
 """Tensor parallelism: the linear layers and the embedding, split over a group (Shoeybi et al. 2019, arXiv
-1909.08053, section 3); and sequence parallelism between them.
+1909.08053, section 3).
 
 A column-parallel layer splits its output features and a row-parallel one its input features, so that a pair of them
 needs one all-reduce forward (after the second) and one backward (before the first). On a group of one each is its
 torch.nn twin.
 
-What tensor parallelism leaves whole on every rank (norms, dropout, residuals) sequence parallelism computes for s / t
-positions on each (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). An all-gather and a reduce-scatter move
-the same bytes as the all-reduce that they replace. A column-parallel layer keeps only this rank's positions of its
-input for backward and gathers the input again there, while the input gradient is computed; the reduce-scatter of that
-gradient runs while the weight's is computed.
+With sequence parallelism (sequence.py) a column-parallel layer keeps only this rank's positions of its input for
+backward and gathers the input again there, while the input gradient is computed; the reduce-scatter of that gradient
+runs while the weight's is computed.
 
 Shape legend: s sequence, b micro-batch, i input features, o output features, h hidden size, V vocabulary, t group size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +25,7 @@ from megacore.config.model import padded_rows
 from megacore.ops import on_accelerator
 from megacore.ops.dispatch import Node
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
-from megacore.parallel.collectives import (
-    Pending,
-    ShardsGathered,
-    Sum,
-    SumScattered,
-    copy_to_group,
-    reduce_from_group,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from megacore.parallel.collectives import Sum, copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import (
     TORCH,
@@ -49,6 +38,13 @@ from megacore.parallel.products import (
     linears,
     save_operands,
     saved_operands,
+)
+from megacore.parallel.sequence import (
+    SampleGathers,
+    SampleScatters,
+    gather_sequence,
+    reduce_scatter_sequence,
+    start_gather,
 )
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
@@ -333,160 +329,7 @@ def _require_divisible(name: str, features: int, group: Group) -> None:
         raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")
 
 
-# ---- sequence parallelism
-
-
-class _Gathering(Protocol):
-    """An all-gather along the sequence, under way: the input of linear layers, computed with as it arrives."""
-
-    def wait(self) -> Tensor:
-        """[b, s, h] from every rank's [b, s/t, h]"""
-
-    def outputs(self, layers: LinearLayers, parameters: Parameters) -> tuple[Tensor, ...]:
-        """What the layers give for the whole input, [b, s, o] each."""
-
-    def input_gradient(self, layers: LinearLayers, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> _Scattering:
-        """The input's gradient from those of the outputs: computed, and being summed over the ranks."""
-
-
-class _Scattering(Protocol):
-    """A reduce-scatter along the sequence, under way."""
-
-    def wait(self) -> Tensor:
-        """[b, s/t, h], summed over the ranks' [b, s, h]"""
-
-
-class _WholeGather:
-    """All samples by one all-gather, whose pieces are then put in order."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self._gathering, self._group = ShardsGathered(x, group), group
-
-    def wait(self) -> Tensor:
-        pieces = self._gathering.wait()
-        t, b, s, h = pieces.shape
-        return pieces.transpose(0, 1).reshape(b, t * s, h)
-
-    def outputs(self, layers: LinearLayers, parameters: Parameters) -> tuple[Tensor, ...]:
-        return layers.outputs(self.wait(), parameters)
-
-    def input_gradient(self, layers: LinearLayers, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> _Scattering:
-        return _WholeScatter(layers.input_gradient(grads, weights), self._group)
-
-
-class _WholeScatter:
-    """All samples by one reduce-scatter, for which the pieces were put in order."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        b, s, h = x.shape
-        pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
-        self._scattering = SumScattered(pieces, group)
-
-    def wait(self) -> Tensor:
-        return self._scattering.wait()
-
-
-class _SampleGathers:
-    """An all-gather for each sample: pieces arrive in order, without copies, and a product of one sample runs while the
-    next is gathered."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        b, s, h = x.shape
-        self._group = group
-        self.whole = x.new_empty(b, s * group.size, h)
-        self._pending = [
-            start_all_gather(whole.view(-1), sample.view(-1), group)
-            for whole, sample in zip(self.whole, x.contiguous(), strict=True)
-        ]
-
-    def samples(self) -> Iterator[Tensor]:
-        """[s, h] of each sample, once it is there."""
-        for whole, pending in zip(self.whole, self._pending, strict=True):
-            pending.wait()
-            yield whole
-
-    def wait(self) -> Tensor:
-        for pending in self._pending:
-            pending.wait()
-        return self.whole
-
-    def outputs(self, layers: LinearLayers, parameters: Parameters) -> tuple[Tensor, ...]:
-        pairs = layers.pairs(parameters)
-        outputs = tuple(self.whole.new_empty(*self.whole.shape[:2], weight.shape[0]) for weight, _ in pairs)
-        for number, sample in enumerate(self.samples()):
-            for y, (weight, bias) in zip(outputs, pairs, strict=True):
-                layers.products.write_output(y[number], sample, weight, bias)
-        return outputs
-
-    def input_gradient(self, layers: LinearLayers, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> _Scattering:
-        dx, matrices = torch.empty_like(self.whole), layers.matrices(weights)
-        scattering = _SampleScatters(dx, self._group)
-        for number in range(len(dx)):
-            layers.write_input_gradient(dx[number], [grad[number] for grad in grads], matrices)
-            scattering.start()
-        return scattering
-
-
-class _SampleScatters:
-    """A reduce-scatter for each sample, which runs while the next sample is computed.
-
-    Args:
-        x: [b, s, h], whose samples are written one after the other.
-        group: of two ranks or more.
-    """
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        b, s, h = x.shape
-        self._whole, self._group, self._pending = x, group, list[Pending]()
-        self._local = x.new_empty(b, s // group.size, h)
-
-    def start(self) -> None:
-        """Begin to sum the next sample, all of which is written."""
-        number = len(self._pending)
-        local, whole = self._local[number].view(-1), self._whole[number].view(-1)
-        self._pending.append(start_reduce_scatter(local, whole, self._group))
-
-    def wait(self) -> Tensor:
-        for pending in self._pending:
-            pending.wait()
-        return self._local
-
-
-def _gathered(x: Tensor, group: Group) -> _Gathering:
-    """Begin to gather [b, s/t, h]. Of the copies and the messages that this takes, a CPU has less of the former."""
-    return _SampleGathers(x, group) if on_accelerator(x) else _WholeGather(x, group)
-
-
-def _scattered(x: Tensor, group: Group) -> _Scattering:
-    """Begin to sum [b, s, h] over the ranks, of which each keeps [b, s/t, h]."""
-    if not on_accelerator(x):
-        return _WholeScatter(x, group)
-    scattering = _SampleScatters(x.contiguous(), group)
-    for _ in x:
-        scattering.start()
-    return scattering
-
-
-class _ReduceScatter(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _scattered(x, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group).wait(), None
-
-
-class _Gather(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.group).wait(), None
+# ---- linear layers whose communication runs beside their products
 
 
 class _LinearOfGatheredInput(Node):
@@ -496,12 +339,12 @@ class _LinearOfGatheredInput(Node):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
         ctx.layers, ctx.group = layers, group
-        return _gathered(x, group).outputs(layers, parameters)
+        return start_gather(x, group).outputs(layers, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = _gathered(x, ctx.group)
+        gathering = start_gather(x, ctx.group)
         scattering = gathering.input_gradient(ctx.layers, grads, weights)
         gradients = ctx.layers.parameter_gradients(gathering.wait(), grads)
         return None, scattering.wait(), None, *gradients
@@ -516,7 +359,7 @@ class _LinearOfScatteredOutput(Node):
         save_operands(ctx, layers, x, weight)
         ctx.group, ctx.has_bias = group, bias is not None
         y = x.new_empty(*x.shape[:2], weight.shape[0])
-        scattering = _SampleScatters(y, group)
+        scattering = SampleScatters(y, group)
         for partial, sample in zip(y, x, strict=True):
             layers.products.write_output(partial, sample, weight, bias if group.is_first else None)
             scattering.start()
@@ -525,7 +368,7 @@ class _LinearOfScatteredOutput(Node):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved_operands(ctx)
-        gathering = _SampleGathers(grad, ctx.group)
+        gathering = SampleGathers(grad, ctx.group)
         dx = torch.empty_like(x)
         for number, sample in enumerate(gathering.samples()):
             ctx.layers.products.write_input_gradient(dx[number], sample, weight)
@@ -547,22 +390,6 @@ class _LinearOfSummedOutput(Node):
         x, weight = saved_operands(ctx)
         dx = ctx.layers.input_gradient([grad], [weight])
         return None, dx, None, *ctx.layers.parameter_gradients(x, [grad])
-
-
-def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """Partial [b, s, h] of every rank -> this rank's positions of the sum, [b, s/t, h]; backward gathers."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group)
-
-
-def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[b, s, h] from every rank's [b, s/t, h]; backward sums over the ranks and keeps this one's positions."""
-    return x if group.size == 1 else _Gather.apply(x, group)
-
-
-def local_positions(length: int, group: Group) -> slice:
-    """Which of `length` positions this rank holds between the tensor-parallel layers."""
-    share = length // group.size
-    return slice(group.rank * share, (group.rank + 1) * share)
 
 
 # ---- the embedding

@@ -26,7 +26,8 @@ from megacore.plan.devices import Device, Link, Range
 from megacore.plan.outline import outline
 from megacore.plan.planner import scheduled
 from megacore.plan.simulator import Costs
-from megacore.plan.step_time import pipeline_costs, speed_of, step_time
+from megacore.plan.stage_time import speed_of
+from megacore.plan.step_time import pipeline_costs, step_time
 from megacore.plan.trace import read_trace
 
 _SPREAD = 0.1  # of a fitted speed, to both sides

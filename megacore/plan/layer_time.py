@@ -3,7 +3,7 @@
 The stages must be the same for every rank, for the planner and for a checkpoint's readers, before any device is known.
 So the speeds are those of a typical device: a CPU core for fp32, an A100 for 16 bits. Only the ratios of layers count,
 and these depend little on the device: products and attention take most of the time everywhere. Memory-bound work is
-counted as in step_time.py, which predicts seconds on a given device; transfers are left out.
+counted as in stage_time.py, which predicts seconds on a given device; transfers are left out.
 """
 
 from __future__ import annotations

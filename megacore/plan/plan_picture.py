@@ -17,7 +17,8 @@ from megacore.plan.picture import Panel, axis, diagram
 from megacore.plan.planner import Plan
 from megacore.plan.search import Found
 from megacore.plan.simulator import Timeline
-from megacore.plan.step_time import pipeline_costs, speed_of, timeline
+from megacore.plan.stage_time import speed_of
+from megacore.plan.step_time import pipeline_costs, timeline
 
 _GREY, _INK, _USED, _KEPT, _LIMIT, _DOT = "#6b7280", "#1f2430", "#2f66b0", "#9db7d9", "#c2410c", "#b8bfca"
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0

@@ -21,8 +21,9 @@ from megacore.plan.memory import GIB, RankMemory, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
+from megacore.plan.stage_time import MEGACORE, Software
 from megacore.plan.state import whole_parameters
-from megacore.plan.step_time import MEGACORE, Software, StepTime, step_time
+from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Role, Sent, bytes_by_link, rank_traffic
 from megacore.plan.ways_out import Limits, ways_out
 

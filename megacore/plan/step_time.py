@@ -1,403 +1,27 @@
-"""How long a training step takes, in closed form: products, attention, memory, transfers, the pipeline, the optimizer.
+"""How long a training step takes: the stages of the pipeline by its schedule, and what follows the last backward.
 
-Unlike roofline.py nothing is executed: each layer's operators follow from its configuration. A matrix product takes
-its FLOPs at the share of the peak that large products reach, and its bytes at the memory's bandwidth, one after the
-other: a smooth roofline (Williams et al. 2009), by which narrow and short products are slower without a further
-constant. Transfers take the time of roofline.transfer_seconds. What a stage takes is given to the simulator of the
-schedule (simulator.py), so that uneven stages and every schedule are treated alike.
-
-Shape legend: tokens b s of a microbatch, e bytes of an element, t tensor-parallel ranks, k n factors of a product.
+What a stage takes (stage_time.py) is given to the simulator of the schedule (simulator.py), so that uneven stages and
+every schedule are treated alike. The end of the step (step_end.py) is that of the slowest rank.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
-from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import layer_kind, stage_ranges
+from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
-from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
-from megacore.plan.devices import Case, Range
-from megacore.plan.experts import expert_share
-from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
-from megacore.plan.offload_time import OffloadTime, offload_time
+from megacore.plan.devices import Case
 from megacore.plan.simulator import Costs, Simulator, Timeline
-from megacore.plan.state import (
-    PlannedLayer,
-    held_blocks,
-    held_experts,
-    held_parameters,
-    moment_bytes,
-    updated_parameters,
-)
-from megacore.plan.traffic import (
-    ReplicaTraffic,
-    Sent,
-    layer_traffic,
-    recomputed_whole,
-    replica_traffic,
-    stage_message,
-    tied_gradients,
-)
-
-_OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
-# Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
-# reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
-_SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
-
-
-class Parts(NamedTuple):
-    """Seconds of a rank, by what takes them; `dispatch` is the exchange of rows between experts, `exposed` the other
-    transfers, and `hidden` is beside the others and not in the total."""
-
-    gemm: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    exposed: float = 0.0
-    dispatch: float = 0.0
-    hidden: float = 0.0
-
-    def __add__(self, other: object) -> Parts:
-        assert isinstance(other, Parts)
-        return Parts(*map(operator.add, self, other))
-
-    def times(self, factor: float) -> Parts:
-        return Parts(*[factor * part for part in self])
-
-    @property
-    def compute(self) -> float:
-        return self.gemm + self.attention + self.memory
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.exposed + self.dispatch
-
-
-class Passes(NamedTuple):
-    """One microbatch through a layer or a stage; `input_grad` contains what is computed again."""
-
-    forward: Parts = Parts()
-    input_grad: Parts = Parts()
-    weight_grad: Parts = Parts()
-
-    def __add__(self, other: object) -> Passes:
-        assert isinstance(other, Passes)
-        return Passes(*map(operator.add, self, other))
-
-    def times(self, factor: float) -> Passes:
-        return Passes(*(part.times(factor) for part in self))
-
-    @property
-    def sum(self) -> Parts:
-        return self.forward + self.input_grad + self.weight_grad
-
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What a trainer overlaps and fuses, beyond what its flags say. The defaults are megacore's.
-
-    Attributes:
-        tensor_overlap: share of a backward product beside which a sum over the layer group runs; the two compete for
-            processors and memory.
-        overlaps_forward: whether sums in forward are split into parts and run beside products as well.
-        fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
-        waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
-        copies_logits: whether the loss makes an fp32 copy of all logits.
-        block_seconds: of the host's program for one pass through a block, forward or backward, where that is more than
-            its operators' `Device.host_seconds`.
-    """
-
-    tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
-    overlaps_forward: bool = False
-    fused_accumulation: bool = False
-    waits_for_messages: bool = False
-    copies_logits: bool = False
-    block_seconds: Range = field(default=Range(0.0, 0.0, 0.0))
-
-
-MEGACORE = Software()
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The speeds of a cluster's device in one case, with a trainer's software."""
-
-    cluster: Cluster
-    case: Case
-    peak: float
-    element: int
-    software: Software = MEGACORE
-
-    @property
-    def bandwidth(self) -> float:
-        return self.cluster.device.memory_bandwidth * self.cluster.device.memory_efficiency.of(self.case)
-
-    @property
-    def launch(self) -> float:
-        return self.cluster.device.launch_seconds.of(self.case)
-
-    def product(self, m: float, k: float, n: float) -> float:
-        """Seconds of [m, k] x [k, n]."""
-        flops = 2.0 * m * k * n / (self.peak * self.cluster.device.product_efficiency.of(self.case))
-        return flops + self.element * (m * k + k * n + m * n) / self.bandwidth + self.launch
-
-    def attention(self, flops: float) -> float:
-        """Seconds of a fused attention's FLOPs."""
-        return flops / (self.peak * self.cluster.device.attention_efficiency.of(self.case)) + self.launch
-
-    def memory(self, size: float) -> float:
-        """Seconds of bytes read and written."""
-        return size / self.bandwidth
-
-    def transfers(self, sent: Iterable[Sent]) -> float:
-        """Seconds of transfers, one after the other."""
-        return sum(one.seconds(self.cluster.device, case=self.case) for one in sent)
-
-    def of_keys(self, sent: Iterable[Sent]) -> float:
-        """Those of keys and values."""
-        return self.transfers(one for one in sent if one.role == "sequence")
-
-    def of_experts(self, sent: Iterable[Sent]) -> float:
-        """Those of rows to their experts and back, and of how many there are."""
-        return self.transfers(one for one in sent if one.role == "experts")
-
-
-# ---- layers ----------------------------------------------------------------------------------------------------------
-
-
-def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
-    """Factors [k, n] of a block's products on one rank, without those of experts that tokens choose."""
-    h, d, inner = block.hidden_size, block.head_size, block.inner_size
-    if block.experts is not None:
-        inner = block.experts.moe_shared_expert_size or 0
-    heads, f = block.num_attention_heads * d / t, inner / t
-    projected = heads + 2 * d * max(block.query_groups / t, 1)
-    of_mlp = [*[(h, f)] * (2 if block.gated else 1), (f, h)] if inner else []
-    if block.multi_latent_attention:
-        *into, (_, values) = attention_matrices(block)
-        of_attention = [(k, n / t) for n, k in into] + [(k, n) for n, k in short_matrices(block)]
-        return [*of_attention, (values / t, h), *of_mlp]
-    return [(h, projected), (heads, h), *of_mlp]
-
-
-class _Experts(NamedTuple):
-    """One pass through a block's experts on a rank, in seconds, and what it has besides.
-
-    Attributes:
-        gemm: of its products.
-        memory: of what chooses experts, and orders rows and adds them up.
-        weights: numbers of the rank's experts and of the router.
-        operators: that the host issues.
-    """
-
-    gemm: float = 0.0
-    memory: float = 0.0
-    weights: float = 0.0
-    operators: int = 0
-
-
-# Of the rows of experts: written from tokens, read and written where they are exchanged, ordered by expert and back,
-# read in the weighted sum. Of the router's scores, in fp32: written, softmax, sorted, summed.
-_ROW_PASSES, _EXCHANGED_PASSES, _SCORE_PASSES_OF_ROUTER, _OPERATORS_OF_ROUTING = 5.0, 4.0, 10.0, 30
-
-
-def _expert_pass(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> _Experts:
-    """Every expert is one product after the other with its share of the rows; the router computes in fp32."""
-    if (share := expert_share(config, block)) is None:
-        return _Experts()
-    h, number, rows = share.hidden, share.experts.num_experts, share.rows / share.held
-    peak = speed.cluster.peak("fp32") or speed.peak
-    router = replace(speed, peak=min(peak, speed.peak), element=4).product(share.scored, h, number)
-    of_one = (share.matrices - 1) * speed.product(rows, h, share.inner) + speed.product(rows, share.inner, h)
-    passes = _ROW_PASSES + (_EXCHANGED_PASSES if config.parallel.ep > 1 else 0.0)
-    moved = speed.element * share.rows * (passes * h + share.matrices * share.inner)
-    return _Experts(
-        gemm=router + share.held * of_one,
-        memory=speed.memory(moved + 4.0 * _SCORE_PASSES_OF_ROUTER * share.scored * number),
-        weights=share.matrices * share.matrix + number * h,
-        operators=share.matrices * share.held + _OPERATORS_OF_ROUTING,
-    )
-
-
-def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tuple[Parts, Parts]:
-    """Forward and backward of what lies between the projections."""
-    t, s = ranks_of_role("layer", config.parallel), config.data.seq_length
-    tokens = config.training.micro_batch_size * config.rank_positions
-    heads, d = block.num_attention_heads / t, block.head_size
-    keys = min(s, block.window_size or s)
-    flops = 4.0 * tokens * keys * heads * d
-    if config.training.attention == "fused-softmax" or speed.cluster.on_cpu:
-        passes = _SCORE_PASSES + (_DROPOUT_PASSES if block.attention_dropout else 0.0)
-        scores = passes * speed.element * tokens * s * heads
-        count = config.training.micro_batch_size * heads
-        whole = 2 * 2.0 * tokens * s * heads * d / speed.peak / speed.cluster.device.product_efficiency.of(speed.case)
-        moved = speed.memory(2 * speed.element * count * 2 * s * d)
-        forward = Parts(attention=whole + moved + speed.memory(scores))
-        return forward, forward.times(2.0)
-    seen = flops * (1 - keys / (2.0 * s)) if config.is_causal else flops  # fused kernels skip what no position sees
-    return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
-
-
-def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
-    """No faster than the host issues operators, which it does while the device computes and waits for transfers."""
-    least = operators * speed.cluster.device.host_seconds.of(speed.case)
-    least = max(least, speed.software.block_seconds.of(speed.case))
-    return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
-
-
-def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
-    """One microbatch through one block."""
-    block = layer.block
-    assert block is not None
-    t, e = ranks_of_role("layer", config.parallel), speed.element
-    tokens = config.training.micro_batch_size * config.rank_positions
-    split = t if config.parallel.sequence_parallel else 1
-    products, experts = _block_products(block, t), _expert_pass(config, block, speed)
-    gemm = sum(speed.product(tokens, k, n) for k, n in products) + experts.gemm
-    heads = block.num_attention_heads * block.head_size / t
-    width = block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
-    inner = (3 if block.gated else 2) * width / t
-    passes = tokens * e * (RESIDUAL_PASSES * block.hidden_size / split + inner + HEAD_PASSES * heads)
-    elementwise = speed.memory(passes) + experts.memory
-    attention, attention_backward = _attention(config, block, speed)
-    traffic = layer_traffic(config, layer, again=again)
-    software = speed.software
-    overlap = software.tensor_overlap.of(speed.case)
-    # In a ring keys and values travel beside attention, which otherwise waits for them.
-    beside = 1.0 if config.context_comm == "ring" else 0.0
-    keys, rows = speed.of_keys(traffic.forward), speed.of_experts(traffic.forward)
-    transfer = speed.transfers(traffic.forward) - rows
-    hidden = min(transfer - keys, overlap * gemm) if software.overlaps_forward else 0.0
-    hidden += min(keys, beside * attention.total)
-    forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, dispatch=rows, hidden=hidden) + attention
-    forward = _with_host(forward, _OPERATORS_FORWARD + experts.operators, speed)
-    weights = sum(k * n for k, n in products) + experts.weights
-    added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
-    weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
-    # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
-    keys, rows = speed.of_keys(traffic.backward), speed.of_experts(traffic.backward)
-    transfer = speed.transfers(traffic.backward) - rows
-    window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * overlap
-    hidden = min(transfer - keys, window) + min(keys, beside * attention_backward.total)
-    backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, dispatch=rows, hidden=hidden)
-    operators = _OPERATORS_BACKWARD + 2 * experts.operators
-    backward = _with_host(backward + attention_backward + weight_grad, operators, speed) + weight_grad.times(-1.0)
-    recompute = config.training.recompute
-    if again:
-        backward += forward
-    elif recompute == "selective":
-        backward += attention + Parts(exposed=speed.of_keys(traffic.again))
-    elif recompute == "light":
-        backward += Parts(memory=elementwise / 2)
-    return Passes(forward, backward, weight_grad)
-
-
-def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
-    """One microbatch through the embedding or the head."""
-    t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
-    tokens, e = config.training.micro_batch_size * config.rank_positions, speed.element
-    traffic = layer_traffic(config, layer, again=False)
-    exposed = Parts(exposed=speed.transfers(traffic.forward)), Parts(exposed=speed.transfers(traffic.backward))
-    if layer.name == "embedding":
-        moved = Parts(memory=speed.memory(3.0 * tokens * e * h))
-        return Passes(moved + exposed[0], exposed[1], moved)
-    rows = vocabulary_rows(config.model, t)
-    product = Parts(gemm=speed.product(tokens, h, rows))
-    logits = Parts(memory=speed.memory(LOGIT_PASSES / 2 * tokens * rows * e))
-    again = product if loss_chunks(config) > 1 else Parts()
-    return Passes(product + logits + exposed[0], product + logits + again + exposed[1], product)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTime:
-    """One microbatch through one stage.
-
-    Attributes:
-        passes: with the transfers of its layers, and on ZeRO stages 2 and 3 those of its parameters.
-        replicas_hidden: seconds of transfers between replicas beside one microbatch.
-        replicas_exposed: seconds that a microbatch waits for them; contained in `passes`.
-    """
-
-    passes: Passes
-    replicas_hidden: float = 0.0
-    replicas_exposed: float = 0.0
-
-
-def stage_time(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    speed: Speed,
-    *,
-    of_blocks: dict[tuple[int, bool], Passes] | None = None,
-) -> StageTime:
-    """What the layers of one stage take for one microbatch.
-
-    Args:
-        config: a resolved configuration.
-        layers: of the stage.
-        speed: of the device.
-        of_blocks: of blocks that other stages have as well; receives those of this one.
-    """
-    known = {} if of_blocks is None else of_blocks
-    counts: Counter[tuple[int, bool]] = Counter()
-    blocks: dict[tuple[int, bool], PlannedLayer] = {}
-    total = Passes()
-    for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
-        if layer.block is None:
-            total += _edge_passes(config, layer, speed)
-            continue
-        counts[key := (id(layer.block), again)] += 1
-        blocks[key] = layer
-    for key, count in counts.items():
-        if key not in known:
-            known[key] = block_passes(config, blocks[key], speed, again=key[1])
-        total += known[key].times(count)
-    return _with_replicas(config, layers, total, speed)
-
-
-def _replicas(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[range]
-) -> tuple[ReplicaTraffic, ReplicaTraffic]:
-    """Of the parameters of a rank's layers, and of those of experts."""
-    routed = held_experts(config, layers, held)
-    dense = replica_traffic(config, held_parameters(layers, held) - routed)
-    return dense, replica_traffic(config, routed, of_experts=True)
-
-
-def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
-    """With what ZeRO's stages 2 and 3 send in every microbatch."""
-    stage = config.parallel.zero_stage
-    if stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
-        return StageTime(passes=total)
-    both = _replicas(config, layers, [range(len(layers))])
-    gather = 0.0
-    if stage == 3:
-        gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)
-    reduce = speed.transfers(replace(one.gradients, count=1) for one in both if one.gradients is not None)
-    backward = total.input_grad.total + total.weight_grad.total
-    if not config.parallel.overlap_grad_reduce:
-        backward = gather
-    exposed_forward = max(gather - total.forward.total, 0.0)
-    exposed_backward = max(gather + reduce - backward, 0.0)
-    hidden = 2 * gather + reduce - exposed_forward - exposed_backward
-    apart = gather if config.parallel.may_split_backward else 0.0  # of all weights, before their gradients
-    waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts(exposed=apart))
-    return StageTime(
-        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward + apart
-    )
-
-
-# ---- the step --------------------------------------------------------------------------------------------------------
+from megacore.plan.stage_time import MEGACORE, Parts, Software, Speed, StageTime, speed_of, stage_times
+from megacore.plan.state import PlannedLayer
+from megacore.plan.step_end import step_ends
+from megacore.plan.traffic import stage_message, tied_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,7 +85,7 @@ def step_time(
     speed = replace(speed_of(config, cluster, case), software=software)
     parallel, m = config.parallel, config.microbatches
     ranges = stage_ranges(layers, config)
-    stages = _stage_times(config, layers, ranges, speed)
+    stages = stage_times(config, layers, ranges, speed)
     costs = pipeline_costs(config, stages, speed)
     busy = [
         sum(stages[number].passes.sum.total for number in range(rank, len(stages), parallel.pp)) * m
@@ -476,7 +100,7 @@ def step_time(
     on_rank = range(busiest, len(stages), parallel.pp)
     parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
-    end = max(_step_ends(config, layers, ranges, stages, speed), key=lambda one: one.seconds)
+    end = max(step_ends(config, layers, ranges, stages, speed), key=lambda one: one.seconds)
     tied = tied_gradients(config)
     tied_seconds = 0.0 if tied is None else speed.transfers([tied])
     messages = speed.transfers([replace(stage_message(config), count=2 * m)]) if parallel.pp > 1 else 0.0
@@ -520,32 +144,8 @@ def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluste
         cluster: that computes it.
     """
     speed = speed_of(config, cluster, "expected")
-    stages = _stage_times(config, layers, stage_ranges(layers, config), speed)
+    stages = stage_times(config, layers, stage_ranges(layers, config), speed)
     return pipeline_seconds(config, pipeline_costs(config, stages, speed))
-
-
-def _stage_times(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
-) -> tuple[StageTime, ...]:
-    """Each stage's time; stages of equal blocks take the same."""
-    known: dict[Hashable, StageTime] = {}
-    of_blocks: dict[tuple[int, bool], Passes] = {}
-    times = []
-    for numbers in ranges:
-        held = layers[numbers.start : numbers.stop]
-        kinds = tuple(map(layer_kind, held))
-        if kinds not in known:
-            known[kinds] = stage_time(config, held, speed, of_blocks=of_blocks)
-        times.append(known[kinds])
-    return tuple(times)
-
-
-def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
-    """Speeds in the configuration's number format."""
-    given = config.logging.peak_tflops
-    peak = cluster.peak(config.precision.precision) if given is None else given * 1e12
-    assert peak is not None, "the planner refuses a format without a peak"
-    return Speed(cluster=cluster, case=case, peak=peak, element=ELEMENT_BYTES[config.precision.precision])
 
 
 def pipeline_costs(config: ResolvedConfig, stages: Sequence[StageTime], speed: Speed) -> Costs:
@@ -615,70 +215,3 @@ def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> flo
     f, b, w = (sum(part) / len(part) for part in (costs.forward, costs.input_grad, costs.weight_grad))
     idle = f + b - w if parallel.schedule == "zero-bubble" else f + b + w
     return busy + (p - 1) * (max(idle, 0.0) + 2 * costs.transfer) * rounds + m * v * costs.transfer * (p > 1)
-
-
-class _End(NamedTuple):
-    """What follows the last backward of a rank, and what its offloading adds to a step."""
-
-    exposed: float
-    hidden: float
-    optimizer: float
-    host: float
-    host_hidden: float
-
-    @property
-    def seconds(self) -> float:
-        return self.exposed + self.optimizer + self.host
-
-
-def _step_ends(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    ranges: Sequence[range],
-    stages: Sequence[StageTime],
-    speed: Speed,
-) -> Iterator[_End]:
-    """Of each pipeline rank, without those that are like one before."""
-    pp, seen = config.parallel.pp, set()
-    for rank in range(pp):
-        on_rank = stages[rank::pp]
-        if (alike := tuple(map(id, on_rank))) not in seen:
-            seen.add(alike)
-            yield _step_end(config, layers, ranges[rank::pp], on_rank, speed)
-
-
-def _step_end(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    held: Sequence[range],
-    stages: Sequence[StageTime],
-    speed: Speed,
-) -> _End:
-    """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
-    parallel = config.parallel
-    parameters = held_parameters(layers, held)
-    both = _replicas(config, layers, held)
-    sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
-    gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
-    reduce, gather = speed.transfers(sums), speed.transfers(gathered)
-    across = speed.transfers(one.across for one in both if one.across is not None)  # nothing hides it
-    # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
-    backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
-    forward = sum(stage.passes.forward.compute for stage in stages)
-    hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
-    hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
-    shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
-    state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
-    moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
-    chunks = [[layers[i] for i in numbers] for numbers in held]
-    device, computing = speed.cluster.device, sum(stage.passes.sum.total for stage in stages)
-    host = OffloadTime()
-    if not speed.cluster.on_cpu:
-        host = offload_time(config, chunks, device, speed.case, shard=shard, moved=moved, computing=computing)
-    return _End(
-        exposed=reduce + gather + across - hidden_reduce - hidden_gather,
-        hidden=hidden_reduce + hidden_gather,
-        optimizer=host.update or speed.memory(moved),
-        host=host.exposed,
-        host_hidden=host.hidden,
-    )

@@ -25,7 +25,7 @@ from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.attention import SelfAttention
 from megacore.ops import VocabularyShare
 from megacore.optim import update
-from megacore.parallel import collectives, tensor
+from megacore.parallel import collectives, sequence, tensor
 from megacore.parallel.collectives import Pending
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
@@ -130,8 +130,8 @@ def _own_share(shard: Tensor, whole: Tensor, group: Group) -> Pending:
 def _without_tp_sums() -> Iterator[None]:
     with (
         replaced(tensor, "Sum", _Unsummed),
-        replaced(tensor, "_WholeScatter", partial(_Unsummed, scattered=True)),
-        replaced(tensor, "start_reduce_scatter", _own_share),
+        replaced(sequence, "_WholeScatter", partial(_Unsummed, scattered=True)),
+        replaced(sequence, "start_reduce_scatter", _own_share),
         replaced(tensor, "reduce_from_group", lambda x, group, in_place=False: x),
     ):
         yield
@@ -153,7 +153,7 @@ def _no_forward_sum(steps: TrainStep, stack: ExitStack) -> None:
 
 
 def _no_backward_sum(steps: TrainStep, stack: ExitStack) -> None:
-    for operator in (tensor._Linears, tensor._LinearOfGatheredInput, tensor._Gather):
+    for operator in (tensor._Linears, tensor._LinearOfGatheredInput, sequence._Gather):
         backward = staticmethod(_without_sums_in(operator.backward))
         stack.enter_context(replaced(operator, "backward", backward))
     stack.enter_context(replaced(collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None, None))))

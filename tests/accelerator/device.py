@@ -50,7 +50,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacore import ops
-from megacore.parallel import products, tensor
+from megacore.parallel import products, sequence, tensor
 from tests.accelerator import build
 
 needs_pretend = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -135,7 +135,7 @@ def operators_of_the_device() -> Iterator[None]:
         sdpa_kernel(SDPBackend.MATH),
         torch.library._scoped_library("aten", "IMPL") as kernels,
     ):
-        for module in (ops, tensor):
+        for module in (ops, sequence, tensor):
             patch.setattr(module, "on_accelerator", lambda x: True)
         kernels.impl("addmm.dtype_out", _addmm_to_fp32, "CPU")
         products._has_addmm_to_fp32.cache_clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacore.parallel.collectives import copy_to_group, reduce_from_group
-from megacore.parallel.tensor import gather_sequence, reduce_scatter_sequence
+from megacore.parallel.sequence import gather_sequence, reduce_scatter_sequence
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parallel.test_generators import losses_of_two_steps

@@ -20,7 +20,7 @@ from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
-from megacore.parallel.tensor import local_positions
+from megacore.parallel.sequence import local_positions
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 

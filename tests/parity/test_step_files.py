@@ -27,7 +27,7 @@ layers/attention layers/block layers/norm
 models/gpt
 ops/activation ops/attention ops/dispatch ops/loss ops/norm
 optim/adamw optim/fused_adam optim/lr_schedules optim/optimizer optim/spikes optim/update
-parallel/canonical parallel/products parallel/tensor
+parallel/canonical parallel/products parallel/sequence parallel/tensor
 pipeline/runtime pipeline/stage
 train/callbacks train/clock train/gpt_task train/history train/sinks train/step train/stopping train/trainer
 train/watching watch/marks

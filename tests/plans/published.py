@@ -28,7 +28,7 @@ from megacore.config.cli import parse_config
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.devices import Range
 from megacore.plan.planner import Plan, make_plan, step_flops
-from megacore.plan.step_time import Software
+from megacore.plan.stage_time import Software
 
 # Sums of tensor parallelism wait, and so do messages between stages. A pass through a block takes its program a
 # millisecond, whatever the sizes: the one constant that is fitted (leave_one_out.py).

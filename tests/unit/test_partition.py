@@ -16,7 +16,7 @@ from megacore.pipeline.partition import partition, stage_ranges
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.layer_time import layer_seconds
 from megacore.plan.outline import outline
-from megacore.plan.step_time import speed_of, stage_time
+from megacore.plan.stage_time import speed_of, stage_time
 
 
 def layer(cost: int, *, is_block: bool) -> LayerSpec:
@@ -131,7 +131,7 @@ def test_a_layer_by_hand() -> None:
     ],
 )
 def test_the_slowest_stage_is_near_the_best_that_the_step_time_knows(flags: str) -> None:
-    """step_time.py predicts the same layers with more detail: transfers, launches, short products."""
+    """stage_time.py predicts the same layers with more detail: transfers, launches, short products."""
     config = planned(flags)
     layers, cluster = outline(config), CLUSTERS["laptop" if config.precision.precision == "fp32" else "a100-80g"]
     speed = speed_of(config, cluster, "expected")

@@ -1,0 +1,102 @@
+"""What follows the last backward of a step: exposed reductions and gathering between replicas, the update of the
+weights, and the copies of offloading that computing does not hide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megacore.config import ResolvedConfig
+from megacore.plan.offload_time import OffloadTime, offload_time
+from megacore.plan.stage_time import Speed, StageTime, rank_replicas
+from megacore.plan.state import (
+    PlannedLayer,
+    held_blocks,
+    held_experts,
+    held_parameters,
+    moment_bytes,
+    updated_parameters,
+)
+
+
+class StepEnd(NamedTuple):
+    """Seconds of a rank: what follows its last backward, and what its offloading adds to a step.
+
+    Attributes:
+        exposed: transfers between replicas that nothing hides.
+        hidden: those beside the last backward and the next forward.
+        optimizer: the update.
+        host: copies to and from host memory that computing does not hide.
+        host_hidden: those that it hides.
+    """
+
+    exposed: float
+    hidden: float
+    optimizer: float
+    host: float
+    host_hidden: float
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed + self.optimizer + self.host
+
+
+def step_ends(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    ranges: Sequence[range],
+    stages: Sequence[StageTime],
+    speed: Speed,
+) -> Iterator[StepEnd]:
+    """The end of a step on each pipeline rank, without ranks whose stages are those of one before.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        ranges: the layers of each stage.
+        stages: the times of each stage.
+        speed: of the device.
+    """
+    pp, seen = config.parallel.pp, set()
+    for rank in range(pp):
+        on_rank = stages[rank::pp]
+        if (alike := tuple(map(id, on_rank))) not in seen:
+            seen.add(alike)
+            yield _step_end(config, layers, ranges[rank::pp], on_rank, speed)
+
+
+def _step_end(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    held: Sequence[range],
+    stages: Sequence[StageTime],
+    speed: Speed,
+) -> StepEnd:
+    """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
+    parallel = config.parallel
+    parameters = held_parameters(layers, held)
+    both = rank_replicas(config, layers, held)
+    sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
+    gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
+    reduce, gather = speed.transfers(sums), speed.transfers(gathered)
+    across = speed.transfers(one.across for one in both if one.across is not None)  # nothing hides it
+    # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
+    backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
+    forward = sum(stage.passes.forward.compute for stage in stages)
+    hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
+    hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
+    shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
+    state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
+    moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
+    chunks = [[layers[i] for i in numbers] for numbers in held]
+    device, computing = speed.cluster.device, sum(stage.passes.sum.total for stage in stages)
+    host = OffloadTime()
+    if not speed.cluster.on_cpu:
+        host = offload_time(config, chunks, device, speed.case, shard=shard, moved=moved, computing=computing)
+    return StepEnd(
+        exposed=reduce + gather + across - hidden_reduce - hidden_gather,
+        hidden=hidden_reduce + hidden_gather,
+        optimizer=host.update or speed.memory(moved),
+        host=host.exposed,
+        host_hidden=host.hidden,
+    )
