@@ -7,6 +7,7 @@ megacore/optim/optimizers.py lists by these settings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -91,6 +92,14 @@ class OptimizerSettings(Section):
             shape: global shape.
         """
         return False
+
+    def work_of(self, shape: tuple[int, ...]) -> float:
+        """The work of updating a parameter that is taken whole, in any unit: ranks get equal parts of it.
+
+        Args:
+            shape: global shape.
+        """
+        return float(math.prod(shape))
 
     @property
     def takes_some_whole(self) -> bool:
@@ -291,6 +300,11 @@ class MuonConfig(OptimizerSettings):
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
         return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
+
+    def work_of(self, shape: tuple[int, ...]) -> float:
+        """FLOPs of a Newton-Schulz step: X X^T, its square, and their product with X."""
+        rows, columns = sorted(shape[-2:])
+        return math.prod(shape[:-2]) * (4.0 * rows**2 * columns + 2.0 * rows**3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,7 @@ class WholeMatrices:
         self._device, self._mesh = mesh.device, mesh
         self._matrices: dict[str, _Matrix] = {}
         self._layouts: dict[tuple[str, ...], FlatLayout] = {}
+        self._busy: dict[tuple[int, ...], list[float]] = {}  # work of the ranks of a replica group in the layouts
         for role, group in (("replicas", mesh.layer), ("expert_replicas", mesh.expert_layer)):
             held = {local.spec.name: local.spec for local in segments if local.spec.replica_role == role}
             cut = {name: spec.slices for name, spec in held.items() if not spec.is_replicated}
@@ -120,7 +121,10 @@ class WholeMatrices:
         """Which replica computes which matrices: shares of similar size."""
         if names not in self._layouts:
             members = [parameter for parameter in bucket.parameters if parameter.spec.name in names]
-            self._layouts[names] = FlatLayout(members, bucket.group.size, names)
+            work_of, ranks = bucket.options.optimizer.work_of, bucket.group.ranks
+            works = {parameter.spec.name: work_of(parameter.spec.shape) for parameter in members}
+            layout = FlatLayout(members, len(ranks), works, busy=self._busy.get(ranks, ()))
+            self._layouts[names], self._busy[ranks] = layout, layout.busy
         return self._layouts[names]
 
     def _joined(self, slices: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:

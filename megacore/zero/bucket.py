@@ -142,6 +142,7 @@ class Bucket:
         options: how state is sharded (`ZeroOptions.for_group`).
         across: ranks of other such groups that hold the same shard.
         streams: of copies; with `offload_params`.
+        busy: the work of each rank of the group in buckets made before, see `FlatLayout`.
 
     Attributes:
         segments: the parts of parameters in this rank's shard.
@@ -161,6 +162,7 @@ class Bucket:
         *,
         across: Group = ALONE,
         streams: HostStreams | None = None,
+        busy: Sequence[float] = (),
     ) -> None:
         assert group.size > 1 or options.stage == 0 or options.offload_params
         assert across.size == 1 or options.stage > 0
@@ -169,8 +171,10 @@ class Bucket:
         self._order = {name: i for i, name in enumerate(self._by_name)}
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
-        self.unsplit = {p.spec.name for p in parameters if options.optimizer.takes_whole(p.spec.name, p.spec.shape)}
-        self.layout = FlatLayout(parameters, shards, self.unsplit, unit=options.shard_unit)
+        specs, optimizer = [parameter.spec for parameter in parameters], options.optimizer
+        whole = {s.name: optimizer.work_of(s.shape) for s in specs if optimizer.takes_whole(s.name, s.shape)}
+        self.unsplit = set(whole)
+        self.layout = FlatLayout(parameters, shards, whole, unit=options.shard_unit, busy=busy if shards > 1 else ())
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 

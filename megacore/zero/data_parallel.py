@@ -30,7 +30,7 @@ from megacore.parallel.sharding import ShardedParameter, ShardSpec, separate_ter
 from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
-from megacore.zero.flat import Segment, assign_buckets, round_up
+from megacore.zero.flat import Segment, assign_buckets, assign_whole, round_up
 from megacore.zero.host_shard import HostStreams
 
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
@@ -40,8 +40,6 @@ _BUCKETS = 4
 _SMALLEST_OF_RING = 4
 CHECKED_IN = 16
 """Number of steps in which all parameters are checked for numbers that are not finite."""
-# Least number of unsplit parameters for which a shard of a bucket has room, so that padding stays small.
-_WHOLE_PER_SHARD = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,6 +190,7 @@ class DataParallel:
         self._downloads = torch.Stream(mesh.device) if copies else None
         self._streams = HostStreams(mesh.device) if options.offload_params else None
         self.options = options = options.for_group(mesh.replicas)
+        self._busy: dict[ReplicaRole, list[float]] = {}  # work of the ranks of each group, with the buckets made
         layers: list[nn.Module] = []
         new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
         self._chunks: list[range] = []  # of each, the numbers of its layers
@@ -246,43 +245,42 @@ class DataParallel:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
         groups = {role: self._mesh.shard_group(role) for role in {p.spec.replica_role for p in parameters}}
         takes_whole = self.options.optimizer.takes_whole
-        unsplit = [p for p in parameters if takes_whole(p.spec.name, p.spec.shape)]
-        if bucket_bytes is None or not unsplit or all(group.size == 1 for group in groups.values()):
-            assigned = self._assigned(parameters, bucket_bytes, groups, 0)
-        else:
-            # Apart from each other, for the ranks to have equal shares of the matrices: in one bucket with the
-            # embedding some ranks' shards would hold nothing else.
-            names = {p.spec.name for p in unsplit}
-            others = [p for p in parameters if p.spec.name not in names]
-            largest = max(4 * p.numel() for p in unsplit)
-            assigned = self._assigned(unsplit, bucket_bytes, groups, largest)
-            assigned += self._assigned(others, bucket_bytes, groups, 0)
+        unsplit = {p.spec.name for p in parameters if takes_whole(p.spec.name, p.spec.shape)} - self._separate
+        if bucket_bytes is None or all(group.size == 1 for group in groups.values()):
+            unsplit = set()
+        # Apart from each other, for the ranks to have equal shares of the matrices: in one bucket with the embedding
+        # some ranks' shards would hold nothing else.
+        assigned = self._assigned([p for p in parameters if p.spec.name not in unsplit], bucket_bytes, groups)
+        if unsplit:
+            assert bucket_bytes is not None
+            assigned += assign_whole(
+                [p for p in parameters if p.spec.name in unsplit],
+                {role: group.size for role, group in groups.items()},
+                {role: grown(bucket_bytes, group.size) for role, group in groups.items()},
+                unit=self.options.shard_unit,
+            )
             first_use = {p.spec.name: number for number, p in enumerate(parameters)}
             assigned.sort(key=lambda members: -min(first_use[p.spec.name] for p in members))
         buckets = []
         for members in assigned:
             role = members[0].spec.replica_role
             options, across = self.options.for_group(groups[role]), self._mesh.across_group(role)
-            buckets.append(Bucket(members, groups[role], options, across=across, streams=self._streams))
+            busy = self._busy.get(role, ())
+            bucket = Bucket(members, groups[role], options, across=across, streams=self._streams, busy=busy)
+            self._busy[role] = bucket.layout.busy
+            buckets.append(bucket)
         return buckets
 
     def _assigned(
-        self,
-        parameters: Sequence[ShardedParameter],
-        bucket_bytes: int | None,
-        groups: Mapping[ReplicaRole, Group],
-        unsplit_bytes: int,
+        self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None, groups: Mapping[ReplicaRole, Group]
     ) -> list[list[ShardedParameter]]:
-        """The members of buckets. With `unsplit_bytes`, the most that one has, no shard splits any of them: each shard
-        then has room for several, in the final bucket too."""
+        """The members of buckets whose parameters shards may split."""
         limits = {
-            role: sys.maxsize
-            if bucket_bytes is None
-            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * unsplit_bytes)
+            role: sys.maxsize if bucket_bytes is None else grown(bucket_bytes, group.size)
             for role, group in groups.items()
         }
         least = {role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if self._sums_in_ring(group)}
-        return assign_buckets(parameters, limits, self._separate, least=limits if unsplit_bytes else least)
+        return assign_buckets(parameters, limits, self._separate, least=least)
 
     def _sums_in_ring(self, group: Group) -> bool:
         """Whether gloo sums the gradients of a replica group in a ring of more than two ranks, which takes milliseconds

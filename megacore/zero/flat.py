@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 
 import torch
 
 from megacore.parallel.mesh import ReplicaRole
 from megacore.parallel.sharding import ShardedParameter
+from megacore.plan.packing import bucket_ends, exchange, pack
 
 # Parameters and shards begin at multiples of this many elements: 64 bytes at 16 bits, 128 at 32. What a matrix product
 # rounds may depend on how its operands are aligned, and unaligned ones are slower.
@@ -53,23 +55,26 @@ class FlatLayout:
     Args:
         parameters: in order.
         shards: number of equal shards.
-        whole: names of parameters that no shard may split. They follow the others, and are distributed over the shards
-            so that the largest shard is small.
+        whole: the work of updating each of the parameters that no shard may split, by name. They follow the others,
+            and are distributed over the shards so that the largest shard is small.
         unit: parameters and shards begin at multiples of this many elements too, such as the blocks of a quantizer.
+        busy: the work of each rank in other buckets; none: 0.
 
     Attributes:
         offsets: name -> offset of the parameter, in ascending order.
         shard_size: elements of a shard, padding included.
         padding: elements of all shards that belong to no parameter.
+        busy: the work of each rank, this bucket's included.
     """
 
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
         shards: int,
-        whole: Collection[str] = frozenset(),
+        whole: Mapping[str, float] = MappingProxyType({}),
         *,
         unit: int = 1,
+        busy: Sequence[float] = (),
     ) -> None:
         unit = math.lcm(unit, ALIGNMENT)
         self._sizes = {parameter.spec.name: parameter.numel() for parameter in parameters}
@@ -80,8 +85,16 @@ class FlatLayout:
             if name not in unsplit:
                 self.offsets[name] = used
                 used += round_up(size, unit)
-        self.shard_size = _smallest_shard(used, unsplit, shards, unit)
-        self.offsets |= _offsets_of_unsplit(used, unsplit, shards, self.shard_size) or {}
+        packing = pack(list(unsplit.values()), shards, taken=used, unit=unit)
+        self.shard_size = packing.shard_size
+        self.busy = list(busy) or [0.0] * shards
+        works = [whole[name] for name in unsplit]
+        fixed = -(-used // max(self.shard_size, 1))
+        ends = [max(shard * self.shard_size, used) for shard in range(shards)]
+        for name, shard in zip(unsplit, exchange(packing.shard_of, works, self.busy, fixed=fixed), strict=True):
+            self.offsets[name] = ends[shard]
+            ends[shard] += unsplit[name]
+            self.busy[shard] += whole[name]
         self.offsets = dict(sorted(self.offsets.items(), key=lambda item: item[1]))
         self.size = self.shard_size * shards
         self.padding = self.size - sum(self._sizes.values())
@@ -99,42 +112,6 @@ class FlatLayout:
             if first < last:
                 segments.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
         return segments
-
-
-def _smallest_shard(used: int, unsplit: Mapping[str, int], shards: int, unit: int) -> int:
-    """The smallest shard size that bisection finds into which all parameters fit.
-
-    Args:
-        used: elements before the unsplit parameters.
-        unsplit: name -> elements, aligned.
-        shards: number of shards.
-        unit: of which the size is a multiple.
-    """
-    total = used + sum(unsplit.values())
-    low = max(round_up(-(-total // shards), unit), max(unsplit.values(), default=0))
-    high = max(low, round_up(total, unit))
-    while low < high:
-        middle = (low + high) // 2 // unit * unit
-        if _offsets_of_unsplit(used, unsplit, shards, middle) is None:
-            low = middle + unit
-        else:
-            high = middle
-    return high
-
-
-def _offsets_of_unsplit(used: int, unsplit: Mapping[str, int], shards: int, shard_size: int) -> dict[str, int] | None:
-    """Offsets of the unsplit parameters, the largest first, each in the shard with most room; None if one does not
-    fit."""
-    ends = [min(max(shard * shard_size, used), (shard + 1) * shard_size) for shard in range(shards)]
-    offsets: dict[str, int] = {}
-    for name, size in sorted(unsplit.items(), key=lambda item: -item[1]):
-        room = [(shard + 1) * shard_size - end for shard, end in enumerate(ends)]
-        shard = room.index(max(room))
-        if room[shard] < size:
-            return None
-        offsets[name] = ends[shard]
-        ends[shard] += size
-    return offsets
 
 
 def contiguous_slices(segments: Iterable[Segment]) -> list[slice]:
@@ -195,6 +172,40 @@ def assign_buckets(
             closed[key] += final
         else:
             buckets.append(final)
+    return buckets
+
+
+def assign_whole(
+    parameters: Sequence[ShardedParameter],
+    shards: Mapping[ReplicaRole, int],
+    least: Mapping[ReplicaRole, int],
+    *,
+    unit: int = 1,
+) -> list[list[ShardedParameter]]:
+    """Group parameters that no shard may split, of one `bucket_key`, last first, into buckets with little padding.
+
+    Args:
+        parameters: in the order in which layers use them.
+        shards: number of shards, by the role of the replica group.
+        least: bytes that a bucket has unless all have fewer, by the role of the replica group.
+        unit: parameters begin at multiples of this many elements too.
+
+    Returns:
+        The buckets.
+    """
+    unit = math.lcm(unit, ALIGNMENT)
+    by_key: dict[BucketKey, list[ShardedParameter]] = {}
+    for parameter in reversed(parameters):
+        by_key.setdefault(bucket_key(parameter), []).append(parameter)
+    buckets = []
+    for (role, dtype), members in by_key.items():
+        ends = bucket_ends(
+            [round_up(parameter.numel(), unit) for parameter in members],
+            shards[role],
+            least=least[role] // dtype.itemsize,
+            joined={number - 1 for number, parameter in enumerate(members) if parameter.beside_next},
+        )
+        buckets += [members[first:end] for first, end in pairwise([0, *ends])]
     return buckets
 
 

@@ -151,7 +151,7 @@ def test_each_replica_counts_its_part_of_a_gradient(size: int, ranks: int) -> No
 @pytest.mark.parametrize("sizes", UNCUT, ids=["small", "two layers"])
 def test_no_shard_cuts_what_is_taken_whole(sizes: list[int], shards: int) -> None:
     parameters = [parameter(n, name=str(i)) for i, n in enumerate(sizes)]
-    whole = {p.spec.name for p in parameters if p.numel() >= 40}
+    whole = {p.spec.name: p.numel() for p in parameters if p.numel() >= 40}
     layout = FlatLayout(parameters, shards, whole)
     held: dict[str, list[int]] = {}
     for shard in range(shards):
