@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import problem
-from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
 from megacore.pipeline.schedule import Op, build_schedule
 
 MICROBATCHES = 4
-SCHEDULE = build_schedule("1f1b", ranks=2, microbatches=MICROBATCHES)
+ACTIONS = build_schedule("1f1b", ranks=2, microbatches=MICROBATCHES).actions  # of each rank
 
 
 class Stage:
@@ -41,47 +40,46 @@ class Stage:
         """Add up the gradients of all microbatches; the loss of the batch on the last stage."""
         x, labels = (tensor.chunk(MICROBATCHES) for tensor in problem.batch(step))
         loss = 0.0
-        for action in SCHEDULE.actions[self.group.rank]:
-            i = action.microbatch
-            if action.op is Op.RECV_INPUT:
-                received = torch.empty(len(x[i]), problem.HIDDEN)
-                dist.recv(received, self._peer, group=self.group.handle)
-                self._inputs[i] = received.requires_grad_()
-            elif action.op is Op.FORWARD:
-                self._outputs[i] = self.layers(x[i] if self.group.is_first else self._inputs[i])
-                if self.group.is_last:
-                    self._outputs[i] = F.cross_entropy(self._outputs[i], labels[i]) / MICROBATCHES
-                    loss += self._outputs[i].item()
-            elif action.op is Op.SEND_OUTPUT:
-                dist.send(self._outputs[i].detach(), self._peer, group=self.group.handle)
-            elif action.op is Op.RECV_GRAD:
-                self._gradients[i] = torch.empty_like(self._outputs[i])
-                dist.recv(self._gradients[i], self._peer, group=self.group.handle)
-            elif action.op is Op.BACKWARD:
-                self._outputs.pop(i).backward(self._gradients.pop(i, None))
-            elif action.op is Op.SEND_GRAD:
-                gradient = self._inputs.pop(i).grad
-                assert gradient is not None
-                dist.send(gradient, self._peer, group=self.group.handle)
+        for op, i in ((action.op, action.microbatch) for action in ACTIONS[self.group.rank]):
+            match op:
+                case Op.RECV_INPUT:
+                    self._inputs[i] = self._receive(torch.empty(len(x[i]), problem.HIDDEN)).requires_grad_()
+                case Op.FORWARD:
+                    self._outputs[i] = self.layers(x[i] if self.group.is_first else self._inputs[i])
+                    if self.group.is_last:
+                        self._outputs[i] = F.cross_entropy(self._outputs[i], labels[i]) / MICROBATCHES
+                        loss += self._outputs[i].item()
+                case Op.SEND_OUTPUT:
+                    self._send(self._outputs[i].detach())
+                case Op.RECV_GRAD:
+                    self._gradients[i] = self._receive(torch.empty_like(self._outputs[i]))
+                case Op.BACKWARD:
+                    self._outputs.pop(i).backward(self._gradients.pop(i, None))
+                case Op.SEND_GRAD:
+                    self._send(self._inputs.pop(i).grad)
         return loss
+
+    def _send(self, tensor: Tensor | None) -> None:
+        """To the other stage."""
+        assert tensor is not None
+        dist.send(tensor, self._peer, group=self.group.handle)
+
+    def _receive(self, buffer: Tensor) -> Tensor:
+        """Fill a buffer with what the other stage sends."""
+        dist.recv(buffer, self._peer, group=self.group.handle)
+        return buffer
 
 
 def train(group: Group, steps: int) -> problem.Result:
     """Train on this rank of the group."""
     stage = Stage(group)
-    parameters = list(stage.layers.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=problem.LR)
+    optimizer = torch.optim.Adam(stage.layers.parameters(), lr=problem.LR)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
         losses.append(stage.train_batch(step))
         optimizer.step()
-    weights = [parameter.detach() for parameter in parameters]
-    held = problem.held_bytes(weights, [parameter.grad for parameter in parameters], optimizer)
-    count = sum(parameter.numel() for parameter in parameters)
-    stages = all_gather_objects((losses, [weight.tolist() for weight in weights]), group)
-    whole = [torch.tensor(weight) for _, weights in stages for weight in weights]
-    return problem.Result(stages[-1][0], whole, held, problem.Held(4 * count, 4 * count, 8 * count))
+    return problem.result_of_stages(losses, list(stage.layers.parameters()), optimizer, group)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ParallelConfig
 from megacore.errors import UserError
-from megacore.parallel.collectives import all_reduce_, barrier
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, barrier
 from megacore.parallel.mesh import ALONE, Group, join_job
 
 INPUTS, HIDDEN, FEATURES, CLASSES = 32, 128, 32, 8
@@ -115,6 +115,24 @@ def train_alone(steps: int) -> Result:
     weights, count = [parameter.detach() for parameter in model.parameters()], number_of_parameters()
     held = held_bytes(weights, [parameter.grad for parameter in model.parameters()], optimizer)
     return Result(losses, weights, held, Held(4 * count, 4 * count, 8 * count))
+
+
+def result_of_stages(
+    losses: list[float], parameters: Sequence[nn.Parameter], optimizer: torch.optim.Adam, group: Group
+) -> Result:
+    """The result of a model whose layers are on different ranks; the losses are those of the last rank.
+
+    Args:
+        losses: of this rank, every step.
+        parameters: of this rank's layers, in their order.
+        optimizer: of these parameters.
+        group: the ranks, in the order of the layers.
+    """
+    weights, count = [parameter.detach() for parameter in parameters], sum(p.numel() for p in parameters)
+    held = held_bytes(weights, [parameter.grad for parameter in parameters], optimizer)
+    stages = all_gather_objects((losses, [weight.tolist() for weight in weights]), group)
+    whole = [torch.tensor(weight) for _, weights in stages for weight in weights]
+    return Result(stages[-1][0], whole, held, Held(4 * count, 4 * count, 8 * count))
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
