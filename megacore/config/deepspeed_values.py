@@ -1,6 +1,6 @@
 """The language of the tables of DeepSpeed's keys: a key's value in a file, what a key becomes, and how values are read.
 
-deepspeed_keys.py and deepspeed_training.py have the tables.
+deepspeed_keys.py has the table of all keys.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from megacore.config.megatron_values import Shape, Translation
 from megacore.config.messages import number, one_of
 
 Document = Mapping[str, Any]
+
+# Reasons why keys change nothing, in several tables.
+WHOLE_BUCKETS = "gradients and parameters are exchanged in buckets of --bucket-size-mb"
+NO_NVME = "only offload to NVMe uses it, which is refused"
+CHOSEN = "the implementation of each operation is chosen and reported"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megacore.data.indexed import preprocess as preprocess_module
+from megacore.data.indexed import workers as workers_module
 from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
 from megacore.data.indexed.documents import BadLine, parse
 from megacore.data.indexed.preprocess import Job, Report, preprocess
@@ -239,7 +239,7 @@ def test_tokens_that_fit_no_slot_are_sent(
 ) -> None:
     outputs = []
     for workers, slot_bytes in ((1, 1), (2, 1), (2, 1 << 22)):
-        monkeypatch.setattr(preprocess_module, "_SLOT_BYTES", slot_bytes)
+        monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
         job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / f"{workers}-{slot_bytes}"), workers=workers)
         preprocess(job, tokenizer)
         outputs.append(

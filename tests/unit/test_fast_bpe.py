@@ -16,12 +16,10 @@ from megacore.data.tokenizers import fast_bpe, word_table
 from megacore.data.tokenizers.fast_bpe import fast_encoder
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
+from megacore.data.tokenizers.word_division import LLAMA3, QWEN2
 from tests.unit import data_bytes
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+UNKNOWN = LLAMA3.pattern.replace("{1,3}", "{1,2}")
 TEXTS = [
     "def f(x):\n    return x  + 1\n\n\n  # it's 12345 words, naïve — 東京 🙂\t\t",
     "",
@@ -57,7 +55,7 @@ def changed(trained: Tokenizer, pattern: str | None = None, **parts: object) -> 
 def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
     pytest.importorskip("tiktoken")
     parts = {"nfc": {"normalizer": normalizers.NFC()}}.get(kind, {})
-    tokenizer = changed(trained, LLAMA3 if kind == "llama3" else None, **parts)
+    tokenizer = changed(trained, LLAMA3.pattern if kind == "llama3" else None, **parts)
     fast = fast_encoder(tokenizer)
     assert fast is not None
     texts = [*TEXTS, *(text * 50 for text in TEXTS), Path(__file__).read_text()]
@@ -85,10 +83,16 @@ PARTS = [
 PARTS += ["\u200b", "!?", "\u0301", "\U0001f600", "<|", "\0", "letters", "123456789", "x" * 40]
 
 
-@pytest.mark.parametrize("together", [1, 1 << 16])
-@pytest.mark.parametrize("bits", [2, 17])
+@pytest.mark.parametrize(
+    ("together", "bits", "pattern"),
+    [
+        *((together, bits, None) for together in (1, 1 << 16) for bits in (2, 17)),
+        (1 << 16, 2, LLAMA3.pattern),
+        (1, 17, QWEN2.pattern),
+    ],
+)
 def test_words_have_the_ids_that_they_have_in_a_text(
-    together: int, bits: int, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    together: int, bits: int, pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few words have a place, and texts that are looked up together stay apart."""
     pytest.importorskip("tiktoken")
@@ -97,13 +101,14 @@ def test_words_have_the_ids_that_they_have_in_a_text(
     monkeypatch.setattr(word_table, "_BITS", bits)
     monkeypatch.setattr(word_table, "_MOST_WORDS", 50)
     monkeypatch.setattr(word_table, "_LONGEST_WORD", 20)
-    fast = fast_encoder(trained)
+    fast = fast_encoder(changed(trained, pattern))
     assert fast is not None
     assert fast._words is not None
     random = Random(0)
     texts = ["".join(random.choices(PARTS, k=random.randrange(14))) for _ in range(1000)]
     ascii_texts = ["".join(random.choices([part for part in PARTS if part.isascii()], k=9)) for _ in range(1000)]
     assert fast.agrees([*texts, *ascii_texts])
+    fast.encode("some words, of which there is a last one")  # the table may have been emptied
     assert max(map(len, fast._words.words)) <= 20
     if together == 1:
         assert 0 < len(fast._words.words) <= 80  # the words of a text come after the limit is looked at
@@ -125,7 +130,7 @@ def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch
     assert not fast.agrees([*TEXTS, "a", "<|endoftext|>"], workers)
 
 
-@pytest.mark.parametrize("pattern", [None, LLAMA3])
+@pytest.mark.parametrize("pattern", [None, LLAMA3.pattern, UNKNOWN])
 def test_a_long_text_is_encoded_in_parts(
     pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +139,7 @@ def test_a_long_text_is_encoded_in_parts(
     tokenizer = changed(trained, pattern)
     fast = fast_encoder(tokenizer)
     assert fast is not None
+    assert (fast._words is None) == (pattern == UNKNOWN)
     assert fast.divides
     text = " ".join([*TEXTS, Path(__file__).read_text(), "no<|endoftext|> place "] * 2)
     monkeypatch.setattr(fast_bpe, "_WHOLE", 40)

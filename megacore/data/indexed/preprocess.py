@@ -1,29 +1,19 @@
 """Text files to .bin/.idx: chunks are tokenized by worker processes and written in order by this one.
 
 The output does not depend on the number of workers, because the chunks do not. Memory does not grow with the input: a
-few chunks a worker are under way at any time, and the writer streams. Workers give packed NumPy bytes, since pickling
-lists of Python integers would cost more than making them. However the main process ends, its workers end with it.
+few chunks a worker are under way at any time, and the writer streams.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import mmap
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +21,6 @@ from numpy.typing import NDArray
 from megacore.config.messages import counted
 from megacore.data.indexed.conversations import rendered_lines
 from megacore.data.indexed.corpus import (
-    CHUNK_BYTES,
     LONG_LINE_BYTES,
     MOST_DIVIDED_BYTES,
     MOST_DOCUMENT_BYTES,
@@ -41,15 +30,16 @@ from megacore.data.indexed.corpus import (
     read_chunks,
 )
 from megacore.data.indexed.documents import BadLine, parse
+from megacore.data.indexed.encoded import ChunkEncoder, Encoded, Ids, Packed, close_files, packed
 from megacore.data.indexed.long_lines import LongLine, LongText, unnamed_file
 from megacore.data.indexed.loss_mask import MASK_DTYPE, loss_mask_prefix
 from megacore.data.indexed.reader import token_dtype
 from megacore.data.indexed.sentences import split_sentences
 from megacore.data.indexed.sidecar import Sidecar, idx_bytes
+from megacore.data.indexed.workers import Workers
 from megacore.data.indexed.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
 from megacore.data.tokenizers.chat_template import Template, encode_passage
 from megacore.data.tokenizers.fast_bpe import FastEncoder
-from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
@@ -57,11 +47,7 @@ _BAD_SHOWN = 50  # of those that are an error
 _COMPARED_BYTES = 1 << 21  # of the inputs, that both encoders are compared on
 _DIGEST_BYTES = 16
 _COPIED_BYTES = 1 << 22  # of tokens, from a temporary file
-_SLOT_BYTES = 1 << 22  # of the tokens of a chunk that are shared between processes; more are sent
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
-
-
-Ids = Sequence[int] | NDArray[np.uint32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,40 +127,6 @@ class Report:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """The tokens of a chunk for one output, as bytes of the output's dtype, int32 lengths and int64 document sizes.
-
-    Those of a long line are in an open temporary file, which whoever writes them closes.
-    """
-
-    tokens: bytes | BinaryIO
-    lengths: bytes
-    document_sizes: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """A tokenized chunk.
-
-    Attributes:
-        packed: the tokens for each output.
-        documents: in it.
-        empty: documents without tokens, which are left out.
-        bad: lines without a document.
-        digests: of the documents, one after the other, where repeated ones are left out.
-    """
-
-    packed: tuple[Packed, ...]
-    documents: int
-    empty: int
-    bad: list[BadLine]
-    digests: bytes = b""
-
-
-ChunkEncoder = Callable[[Chunk], Encoded]
-
-
 class Encoder:
     """Turns chunks into packed tokens; each worker has one."""
 
@@ -218,7 +170,7 @@ class Encoder:
             return self(replace(chunk, data=line.read(), long=None))
         made = tuple(map(self._spooled, texts))
         if any(not part.document_sizes for part in made):
-            _close(made)
+            close_files(made)
             made = tuple(packed([], self._dtype) for _ in made)
             return Encoded(packed=made, documents=0, empty=1, bad=[])
         digests = _digest(texts) if self._job.deduplicate else b""
@@ -261,13 +213,6 @@ def _digest(texts: Sequence[str | LongText]) -> bytes:
     return digest.digest()
 
 
-def _close(parts: Sequence[Packed]) -> None:
-    """Remove the temporary files."""
-    for part in parts:
-        if not isinstance(part.tokens, bytes):
-            part.tokens.close()
-
-
 class ConversationEncoder:
     """Turns chunks of conversations into packed tokens, and a packed mask of those to predict.
 
@@ -290,21 +235,6 @@ class ConversationEncoder:
             masks.append([list(chain.from_iterable(mask for _, mask in encoded))])
         made = tuple(packed(*pair) for pair in zip((tokens, masks), self._dtypes, strict=True))
         return Encoded(packed=made, documents=len(tokens), empty=0, bad=bad)
-
-
-def packed(documents: Sequence[Sequence[Ids]], dtype: np.dtype, tail: Sequence[int] = ()) -> Packed:
-    """Documents of sequences of numbers, each document with a tail."""
-    sizes = np.fromiter(map(len, documents), np.int64, count=len(documents))
-    lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
-    if tail:
-        lengths[np.cumsum(sizes) - 1] += len(tail)
-    parts = ((*sequences, tail) for sequences in documents) if tail else documents
-    pieces = list(chain.from_iterable(parts))
-    if any(isinstance(piece, np.ndarray) for piece in pieces[:1]):
-        tokens = np.concatenate([np.asarray(piece, np.uint32) for piece in pieces]).astype(dtype)
-    else:
-        tokens = np.fromiter(chain.from_iterable(pieces), dtype, count=int(lengths.sum(dtype=np.int64)))
-    return Packed(tokens=tokens.tobytes(), lengths=lengths.tobytes(), document_sizes=sizes.tobytes())
 
 
 def preprocess(
@@ -347,7 +277,7 @@ def preprocess(
     with ExitStack() as stack:
         outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
         writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
-        workers = _Workers(job, encoder, tokenizer)
+        workers = Workers(job.workers, encoder, tokenizer)
         stack.callback(workers.close)
         for chunk, encoded in workers.encoded(lambda places: chunks(places=places)):
             if job.deduplicate:
@@ -427,7 +357,7 @@ def _without_repeated(encoded: Encoded, seen: set[bytes], job: Job, tokenizer: T
         seen.add(digest)
     if keep.all():
         return encoded
-    _close(encoded.packed)
+    close_files(encoded.packed)
     report.repeated += int((~keep).sum())
     parts = tuple(
         _some_documents(part, keep, dtype) for part, dtype in zip(encoded.packed, job.dtypes(tokenizer), strict=True)
@@ -509,147 +439,3 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, tokenizer_ids: str, jo
         bin_bytes=writer.num_tokens * writer.dtype.itemsize,
         idx_bytes=idx_bytes(writer.num_sequences, writer.num_documents),
     )
-
-
-# ---- workers ---------------------------------------------------------------------------------------------------------
-
-
-class _Workers:
-    """The processes that tokenize, or this one alone.
-
-    Text and tokens do not pass through pipes: a worker reads its chunk from the file where it can, and leaves the
-    tokens in memory that all processes share, one slot of it for each chunk under way.
-
-    Args:
-        job: of the run.
-        encoder: of the chunks.
-        tokenizer: whose ids are told apart.
-    """
-
-    def __init__(self, job: Job, encoder: ChunkEncoder, tokenizer: Tokenizer) -> None:
-        self._encoder, self._tokenizer = encoder, tokenizer
-        self._most = 2 * job.workers + 2  # chunks under way
-        self._pool: ProcessPoolExecutor | None = None
-        self._ids: Future[str] | None = None
-        self._slots: mmap.mmap | None = None
-        if job.workers == 1:
-            return
-        # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
-        forks = os.uname().sysname == "Linux"
-        if forks:
-            self._slots = mmap.mmap(-1, (self._most + 1) * _SLOT_BYTES)
-        shared = (encoder, tokenizer, self._slots, os.getpid())
-        context = multiprocessing.get_context("fork" if forks else "spawn")
-        self._pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker, initargs=shared)
-
-    def encoded(self, chunks: Callable[[bool], Iterator[Chunk]]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Every chunk with its encoding, in order, with a bounded number under way.
-
-        This process encodes long lines, whose temporary files have no name by which a worker could open them.
-
-        Args:
-            chunks: makes them; its argument is whether they may have a place instead of data.
-        """
-        if self._pool is None:
-            yield from ((chunk, self._encoder(chunk)) for chunk in chunks(False))
-            return
-        self._ids = self._pool.submit(_ids_in_worker)
-        under_way: deque[tuple[Chunk, Future[_Sent] | None]] = deque()
-        size = 0
-        for number, chunk in enumerate(chunks(True)):
-            slot = number % (self._most + 1)
-            under_way.append((chunk, None if chunk.long else self._pool.submit(_encode_in_worker, chunk, slot)))
-            size += 0 if chunk.long else chunk.size
-            while len(under_way) > self._most or (size > 2 * self._most * CHUNK_BYTES and len(under_way) > 1):
-                size -= 0 if under_way[0][0].long else under_way[0][0].size
-                yield self._received(*under_way.popleft())
-        while under_way:
-            yield self._received(*under_way.popleft())
-
-    def _received(self, chunk: Chunk, future: Future[_Sent] | None) -> tuple[Chunk, Encoded]:
-        if future is None:
-            return chunk, self._encoder(chunk)
-        sent = future.result()
-        return chunk, sent.encoded if self._slots is None or sent.sizes is None else _from_slot(sent, self._slots)
-
-    def ids_fingerprint(self) -> str:
-        """That of the tokenizer, which a worker makes."""
-        return self._ids.result() if self._ids is not None else ids_fingerprint(self._tokenizer)
-
-    def close(self) -> None:
-        """End the processes."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        if self._slots is not None:
-            self._slots.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sent:
-    """What a worker sends back.
-
-    Attributes:
-        encoded: the chunk; without its tokens, if they are in a slot.
-        slot: of the memory that is shared.
-        sizes: bytes of the tokens in the slot, for each output; None if they are not there.
-    """
-
-    encoded: Encoded
-    slot: int
-    sizes: tuple[int, ...] | None
-
-
-def _to_slot(encoded: Encoded, slot: int, slots: mmap.mmap | None) -> _Sent:
-    """Leave the tokens in a slot of the memory `slots`, if there is one and they fit."""
-    parts = [part.tokens for part in encoded.packed if isinstance(part.tokens, bytes)]
-    sizes = tuple(map(len, parts))
-    if slots is None or sum(sizes) > _SLOT_BYTES:
-        return _Sent(encoded=encoded, slot=slot, sizes=None)
-    for part, (begin, end) in zip(parts, _places(sizes, slot), strict=True):
-        slots[begin:end] = part
-    without = tuple(replace(part, tokens=b"") for part in encoded.packed)
-    return _Sent(encoded=replace(encoded, packed=without), slot=slot, sizes=sizes)
-
-
-def _from_slot(sent: _Sent, slots: mmap.mmap) -> Encoded:
-    """The chunk with the tokens that are in its slot."""
-    assert sent.sizes is not None
-    tokens = [slots[begin:end] for begin, end in _places(sent.sizes, sent.slot)]
-    packed = zip(sent.encoded.packed, tokens, strict=True)
-    return replace(sent.encoded, packed=tuple(replace(part, tokens=data) for part, data in packed))
-
-
-def _places(sizes: Sequence[int], slot: int) -> Iterator[tuple[int, int]]:
-    """Where parts of these sizes begin and end in the memory whose slot they are in."""
-    return pairwise(accumulate(sizes, initial=slot * _SLOT_BYTES))
-
-
-_worker: tuple[ChunkEncoder, Tokenizer, mmap.mmap | None] | None = None  # in a worker process: what it works with
-
-
-def _start_worker(encoder: ChunkEncoder, tokenizer: Tokenizer, slots: mmap.mmap | None, parent: int) -> None:
-    global _worker
-    _worker = encoder, tokenizer, slots
-    # The main process answers Ctrl-C and SIGTERM for all.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.disable()  # nothing here makes cycles, and collecting would walk millions of live integers
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """End this process once its parent is gone: a pool's worker would wait for work for ever."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _encode_in_worker(chunk: Chunk, slot: int) -> _Sent:
-    assert _worker is not None
-    encoder, _, slots = _worker
-    return _to_slot(encoder(chunk.loaded()), slot, slots)
-
-
-def _ids_in_worker() -> str:
-    assert _worker is not None
-    return ids_fingerprint(_worker[1])

@@ -6,8 +6,8 @@ that was trained both give the same ids, if its ids are in the order of its merg
 planes of Unicode, and `FastEncoder.agrees` on text of the user's. What the encoder does not know, such as texts with
 special tokens, `tokenizers` encodes.
 
-Most words of a text are repeated, so that GPT-2's pattern needs an encoder for the new ones only: `WordTable` has the
-ids of the others.
+Most words of a text are repeated, so that the patterns of GPT-2, Llama 3 and Qwen 2 need an encoder for the new ones
+only: `WordTable` has the ids of the others.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
+from megacore.data.tokenizers.word_division import DIVISIONS, GPT2, Division
 from megacore.data.tokenizers.word_table import WordTable
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: Mapping[str | None, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
-# How GPT-2's tokenizer divides texts (Radford et al. 2019, section 2.2), with possessive repetitions: the same pieces,
-# without backtracking.
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
 _RUN = 64  # code points of a probe
 _TOGETHER = 1 << 16  # characters of the texts whose words are looked up at once: what a core's cache holds
@@ -55,7 +53,7 @@ class FastEncoder:
         special: what texts must not hold, because the tokenizer finds it before it divides a text.
         normal_form: of Unicode, that texts are brought to; None: they stay as they are.
         strips_spaces: whether a special token takes the spaces beside it.
-        by_words: whether the encoder's pattern is GPT-2's.
+        division: of texts into words, by the encoder's pattern; None: texts are encoded whole.
     """
 
     def __init__(
@@ -66,11 +64,11 @@ class FastEncoder:
         normal_form: NormalForm | None,
         *,
         strips_spaces: bool = False,
-        by_words: bool = False,
+        division: Division | None = None,
     ) -> None:
         self._tokenizer, self._encoding, self._normal_form = tokenizer, encoding, normal_form
         self._special, self._strips_spaces = tuple(special), strips_spaces
-        self._words = WordTable(encoding.encode_ordinary) if by_words else None
+        self._words = None if division is None else WordTable(encoding.encode_ordinary, division)
         # One search rules out most texts: what all special tokens begin with.
         same = takewhile(lambda letters: len(set(letters)) == 1, zip(*special, strict=False))
         self._common = "".join(letters[0] for letters in same)
@@ -213,8 +211,8 @@ def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
         encoding = tiktoken.Encoding("megacore", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     except (KeyError, ValueError):  # a token that is no text of bytes, or a pattern that tiktoken does not have
         return None
-    by_words = pattern == _GPT2
-    new = partial(FastEncoder, tokenizer, encoding, sorted(added), form, strips_spaces=strips, by_words=by_words)
+    division = DIVISIONS.get(pattern)
+    new = partial(FastEncoder, tokenizer, encoding, sorted(added), form, strips_spaces=strips, division=division)
     # Another one is returned than is tried, which has the words of the user's texts only.
     return new() if new().agrees([*_tokens(ranks), *_characters()], workers) else None
 
@@ -233,7 +231,7 @@ def _pattern(described: dict[str, Any] | None) -> str | None:
     """The regular expression by which texts are divided before bytes are merged, if that is all that is done."""
     match described:
         case {"type": "ByteLevel", "add_prefix_space": False, **rest} if rest.get("use_regex", True):
-            return _GPT2
+            return GPT2.pattern
         case {
             "type": "Sequence",
             "pretokenizers": [

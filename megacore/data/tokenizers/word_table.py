@@ -3,20 +3,11 @@
 A look-up in a Python dict costs more than encoding a short word: every word is an object, somewhere in memory. Here the
 words of a text are found, hashed and compared as NumPy arrays. A word of up to 15 bytes is two integers of 64 bits that
 hold its bytes and its length, so that equal integers are equal words. What is not in the table, a Python dict has; what
-that does not have is encoded.
-
-Words are the pieces of GPT-2's pattern (Radford et al. 2019, section 2.2), with possessive repetitions
-
-    '(?:[sdmt]|ll|ve|re)| ?\\p{L}++| ?\\p{N}++| ?[^\\s\\p{L}\\p{N}]++|\\s++$|\\s+(?!\\S)|\\s
-
-wherever white space surrounds nothing but ASCII; else they are what is between white space, with a space before it.
-That is a division into fewer pieces, of which each holds whole ones of the pattern: all of its alternatives but the
-last two match no white space except a first space, and look at nothing outside of what they match.
+that does not have is encoded. word_division.py finds the words.
 """
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -24,25 +15,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from megacore.data.tokenizers.word_division import Division, WordFinder
+
 _MOST_WORDS = 1 << 18  # that are kept
 _LONGEST_WORD = 64  # bytes of a word that is kept
 _INLINE = 15  # bytes of a word that the table holds
 _BITS = 17  # of a place in the table: 4 MB
 _COUNT_BITS = 32  # of the number of ids of a word, in a value of the dict
 _EMPTY = np.uint64(2**64 - 1)  # no word has this length
-# The bytes of White_Space beyond ASCII, in UTF-8.
-_WIDE_SPACE = re.compile(rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80")
-_SPACE, _APOSTROPHE = np.uint8(ord(" ")), np.uint8(ord("'"))
-# Of a byte: 0 white space, 1 letter, 2 digit, 3 other.
-_KINDS = np.array(
-    [
-        0 if chr(b) in "\t\n\v\f\r " else 3 if b > 127 else 1 if chr(b).isalpha() else 2 if chr(b).isdigit() else 3
-        for b in range(256)
-    ],
-    np.uint8,
-)
-_ENDS_CONTRACTION = np.isin(np.arange(256), np.frombuffer(b"sdmt", np.uint8))
-_PAIRS = np.array([first << 8 | second for first, second in (b"ll", b"ve", b"re")], np.uint16)
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93], np.uint64)
 _LOW = np.array([(1 << 8 * min(length, 8)) - 1 for length in range(_INLINE + 1)], np.uint64)
 _HIGH = np.array([(1 << 8 * max(length - 8, 0)) - 1 for length in range(_INLINE + 1)], np.uint64)
@@ -53,10 +33,11 @@ class WordTable:
 
     Args:
         encode: gives the ids of a text that is one word; those of a text are the ids of its words.
+        division: of texts into words.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = encode
+    def __init__(self, encode: Callable[[str], list[int]], division: Division) -> None:
+        self._encode, self._finder = encode, WordFinder(division)
         self.words = dict[bytes, int]()  # where the ids of a word begin in `_ids`, and how many they are
         self._ids = array("I")
         self._low = np.zeros(1 << _BITS, np.uint64)
@@ -72,7 +53,7 @@ class WordTable:
         data = b"".join(texts)
         bounds = np.zeros(len(texts) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, texts), np.int64, count=len(texts)), out=bounds[1:])
-        begins = np.flatnonzero(_begins(data, bounds))
+        begins = self._finder.begins(data, bounds)
         values = self._look_up(data, begins)
         counts = values & ((1 << _COUNT_BITS) - 1)
         ends = np.zeros(len(begins) + 1, np.int64)
@@ -133,51 +114,3 @@ class WordTable:
             if len(word) <= _LONGEST_WORD:
                 self.words[word] = value
         return value
-
-
-def _begins(data: bytes, bounds: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether a piece begins at each byte.
-
-    Args:
-        data: texts in UTF-8, one after the other.
-        bounds: where they begin and end.
-    """
-    letters = np.frombuffer(data, np.uint8)
-    kinds = _KINDS[letters]
-    white = kinds == 0
-    wide = [] if data.isascii() else [match.span() for match in _WIDE_SPACE.finditer(data)]
-    for first, end in wide:
-        white[first:end] = True
-    before, behind = np.zeros_like(white), np.ones_like(white)
-    before[1:], behind[:-1] = white[:-1], white[1:]
-    behind[bounds[bounds > 0] - 1] = True  # white space at the end of a text is one piece
-    words = white & ~(before & behind)
-    words[1:] |= before[1:] & ~white[1:] & (letters[:-1] != _SPACE)
-    for first, end in wide:
-        words[first:end] = False
-        words[first] = first == 0 or not (white[first - 1] and behind[end - 1])
-    words[bounds[bounds < len(data)]] = True
-    pieces = words.copy()
-    pieces[1:] |= (kinds[1:] != kinds[:-1]) & ~white[1:] & ~before[1:]
-    _divide_contractions(letters, words, pieces)
-    if not data.isascii():  # words with other characters stay whole
-        begins = np.flatnonzero(words)
-        plain = np.maximum.reduceat(letters, begins) < 128 if len(begins) else np.zeros(0, bool)
-        pieces &= np.repeat(plain, np.diff(begins, append=len(data)))
-        pieces |= words
-    return pieces
-
-
-def _divide_contractions(letters: NDArray[np.uint8], words: NDArray[np.bool_], pieces: NDArray[np.bool_]) -> None:
-    """Make 's, 'd, 'm, 't, 'll, 've and 're pieces, where a piece begins with the apostrophe."""
-    places = np.flatnonzero((letters == _APOSTROPHE) & pieces)
-    places = places[places + 1 < len(letters)]
-    places = places[~words[places + 1]]
-    short = places[_ENDS_CONTRACTION[letters[places + 1]]]
-    places = places[places + 2 < len(letters)]
-    places = places[~words[places + 2]]
-    pairs = letters[places + 1].astype(np.uint16) << 8 | letters[places + 2]
-    long = places[np.isin(pairs, _PAIRS)]
-    pieces[short + 1] = pieces[long + 1] = False
-    for behind in (short + 2, long + 3):
-        pieces[behind[behind < len(letters)]] = True
