@@ -1,16 +1,18 @@
-"""How fast optimizers learn real text: steps to a given loss, each at its best learning rate of a grid.
+"""How fast optimizers learn real text: steps to a given loss, each at its best learning rate.
 
     python -m benchmarks.optimizers                    # the table of docs/reference/optimizers.md
     python -m benchmarks.optimizers --only adamw muon --steps 300 --hidden 128
 
 The text is the sources of Python's standard library, byte by byte; a tenth of its files is for validation. All runs
 begin with the same weights and take the same samples. The loss to reach is that of AdamW after two thirds of the steps,
-at its best learning rate.
+at its best learning rate. An optimizer's best rate is sought by factors of two: half of it and twice as much end in a
+higher loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import sysconfig
 import tempfile
@@ -45,29 +47,26 @@ _VALIDATION = 10  # one file of so many
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """An optimizer with its settings, the learning rates that are tried, and the replicas."""
+    """An optimizer with its settings, the learning rate that is tried first, and the replicas."""
 
     optimizer: str
-    rates: tuple[float, ...]
+    rate: float
     settings: dict[str, Any]
     weight_decay: float = 0.1
     compression: Literal["none", "bf16", "int8"] = "none"  # of the gradients
     ranks: int = 1  # that share the batch
 
 
-_ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 WAYS: dict[str, Way] = {
-    "adamw": Way(optimizer="adamw", rates=_ADAM_RATES, settings={}),
-    "adamw, bf16 moments": Way(optimizer="adamw", rates=_ADAM_RATES, settings={"moments_dtype": "bf16"}),
-    "adamw, int8 moments": Way(optimizer="adamw", rates=_ADAM_RATES, settings={"moments_dtype": "int8"}),
-    "muon": Way(optimizer="muon", rates=_ADAM_RATES, settings={}),
-    "lamb": Way(optimizer="lamb", rates=(5e-3, 1e-2, 2e-2, 4e-2), settings={}),
-    "lion": Way(optimizer="lion", rates=(4e-4, 8e-4, 1e-3, 2e-3), settings={}, weight_decay=1.0),
-    "adafactor": Way(optimizer="adafactor", rates=(1e-2, 2e-2, 4e-2, 8e-2), settings={}),
-    "onebitadam, 2 replicas": Way(optimizer="onebitadam", rates=_ADAM_RATES, settings={}, ranks=2),
-    "adamw, int8 gradients, 2 replicas": Way(
-        optimizer="adamw", rates=_ADAM_RATES, settings={}, compression="int8", ranks=2
-    ),
+    "adamw": Way(optimizer="adamw", rate=2e-3, settings={}),
+    "adamw, bf16 moments": Way(optimizer="adamw", rate=2e-3, settings={"moments_dtype": "bf16"}),
+    "adamw, int8 moments": Way(optimizer="adamw", rate=2e-3, settings={"moments_dtype": "int8"}),
+    "adamw, int8 gradients, 2 replicas": Way(optimizer="adamw", rate=2e-3, settings={}, compression="int8", ranks=2),
+    "onebitadam, 2 replicas": Way(optimizer="onebitadam", rate=2e-3, settings={}, ranks=2),
+    "muon": Way(optimizer="muon", rate=8e-3, settings={}),
+    "adafactor": Way(optimizer="adafactor", rate=8e-2, settings={}),
+    "lamb": Way(optimizer="lamb", rate=4e-2, settings={}),
+    "lion": Way(optimizer="lion", rate=1e-3, settings={}, weight_decay=1.0),
 }
 
 
@@ -101,6 +100,22 @@ def losses(way: Way, rate: float, options: argparse.Namespace) -> list[float]:
         return losses_of_rank(0, 1, way, rate, options)
     found: list[float] = run_distributed(losses_of_rank, way.ranks, way, rate, options, timeout=600)[0]
     return found
+
+
+def best_rate(way: Way, options: argparse.Namespace) -> tuple[float, list[float]]:
+    """The learning rate whose run ends in the lowest loss, and the losses of that run. A run whose losses are not
+    finite counts as the worst."""
+    runs: dict[int, list[float]] = {}  # by the power of two by which the first rate is multiplied
+    best = 0
+    while missing := [power for power in (best, best + 1, best - 1) if power not in runs]:
+        power = missing[0]
+        runs[power] = losses(way, way.rate * 2.0**power, options)
+        best = min(runs, key=lambda power: _or_infinite(runs[power][-1]))
+    return way.rate * 2.0**best, runs[best]
+
+
+def _or_infinite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
 
 
 def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: argparse.Namespace) -> list[float]:
@@ -162,13 +177,11 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     rows, target = [], 0.0
     for name in dict.fromkeys(["adamw", *options.only]):
-        runs = {rate: losses(WAYS[name], rate, options) for rate in WAYS[name].rates}
-        best = min(runs, key=lambda rate: runs[rate][-1])
+        rate, found = best_rate(WAYS[name], options)
         if name == "adamw":
-            target = runs[best][len(runs[best]) * 2 // 3 - 1]
-        after = [options.every * (number + 1) for number, loss in enumerate(runs[best]) if loss <= target]
-        edge = " (the edge of the grid)" if best in (WAYS[name].rates[0], WAYS[name].rates[-1]) else ""
-        rows.append(f"| {name} | {best:g}{edge} | {after[0] if after else 'not reached'} | {runs[best][-1]:.3f} |")
+            target = found[len(found) * 2 // 3 - 1]
+        after = [options.every * (number + 1) for number, loss in enumerate(found) if loss <= target]
+        rows.append(f"| `{name}` | {rate:g} | {after[0] if after else 'not reached'} | {found[-1]:.3f} |")
         print(rows[-1], file=sys.stderr, flush=True)
     print(f"| optimizer | best `--lr` | steps to a loss of {target:.3f} | loss after {options.steps} steps |")
     print("|---|---|---|---|")
