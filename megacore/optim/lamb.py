@@ -2,7 +2,7 @@
 
 The trust ratio is that of the whole parameter, however it is divided over ranks: the sums of squares of all parts of
 all parameters are added up in one collective per step. Vectors (biases, norm weights), which do not decay, have the
-ratio 1, as in the authors' implementation.
+ratio 1.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class OneBitAdam(_SharedMomentum[OneBitAdamConfig]):
 class OneBitLamb(_SharedMomentum[OneBitLambConfig], LambStep[OneBitLambConfig]):
     """LAMB whose momentum is compressed after the warm-up. A matrix then has the mean of its trust ratios in the
     warm-up, times a factor that follows the variance. That is estimated from the gradients which the compressed momenta
-    stand for. As in the authors' implementation, the weight decay's part of the step takes no part in the factor."""
+    stand for; the weight decay's part of the step takes no part in it."""
 
     _weight = 0.0  # of the ratios in their running mean
 

@@ -22,6 +22,7 @@ from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
 from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
+from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
 def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
@@ -103,7 +104,8 @@ def passing_bytes(
 
     - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it.
       While a layer's first bucket is filled, one of the layer after it is reduced; while its second one is filled, the
-      tensors of the inner width are freed. The few parameters of a head share a bucket with the layer before it;
+      tensors of the inner width are freed. The few parameters of a head share a bucket with the layer before it. Of
+      matrices that the optimizer takes whole, the bucket that holds the layer's, and the one after it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
@@ -127,6 +129,7 @@ def passing_bytes(
     shards, splits = shard_ranks(config.parallel), config.parallel.may_split_backward
     on_host = config.parallel.offload_params
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
+    takes_whole = config.optimizer_settings.takes_some_whole
     table, sizes_by_chunk = shared_table(chunks), held_by_layer(chunks)
     has_copies = expert_copies(config.parallel) > 1
     if stage and not has_copies and not on_host:  # experts without copies are neither reduced nor gathered
@@ -140,6 +143,7 @@ def passing_bytes(
     for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
+        whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
         freed, made, later_size, later_bucket = 0.0, 0.0, 0, 0.0
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
@@ -155,7 +159,11 @@ def passing_bytes(
                 new = routed_parameters(config, layer.block) if has_replicas else size
                 moment += made + (0.0 if on_cpu else term * min(_largest_gradient(config, layer), new))
                 made += term * new
-            if stage == 2:
+            if stage == 2 and whole.of_layer and whole.of_layer[number]:
+                filled, reduced = whole.unreduced(number)
+                moment += term * (filled + reduced)
+                reducing = term * reduced / shards
+            elif stage == 2:
                 is_joined = layer.block is None and term * size < limit and number > 0
                 before = chunk[number - 1] if is_joined else layer
                 bucket = limit + term * (_largest_gradient(config, before) if is_joined else matrix)

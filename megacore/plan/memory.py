@@ -32,7 +32,9 @@ from megacore.plan.state import (
     late_bytes,
     state_bytes,
     term_bytes,
+    zero_stage,
 )
+from megacore.plan.whole_matrices import whole_buckets
 
 GIB = 2.0**30
 # torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
@@ -196,8 +198,11 @@ def _rank_memory(
     on_rank = stages[rank :: ranks_of_role("pipeline", config.parallel)]
     parameters = held_parameters(layers, on_rank)
     held = {"experts": held_experts(config, layers, on_rank), "blocks": held_blocks(layers, on_rank)}
-    state = state_bytes(parameters, config, **held)
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
+    padding = 0
+    if config.optimizer_settings.takes_some_whole and 0 < zero_stage(config) < 3:
+        padding = sum(whole_buckets(config, chunk, on_cpu=on_cpu).padding for chunk in chunks)
+    state = state_bytes(parameters, config, padding=padding, **held)
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu
     kept = [0.0 if offloads else sum(sizes) for sizes in in_blocks]

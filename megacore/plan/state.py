@@ -31,7 +31,9 @@ class PlannedLayer(LayerCost, Protocol):
     def block(self) -> ResolvedModel | None: ...
 
 
-def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, blocks: int = 0) -> dict[str, float]:
+def state_bytes(
+    parameters: int, config: ResolvedConfig, *, experts: int = 0, blocks: int = 0, padding: int = 0
+) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
 
     Args:
@@ -39,6 +41,7 @@ def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, bl
         config: a resolved configuration.
         experts: how many of them are of experts, which fewer ranks hold copies of.
         blocks: how many of them are of blocks, whose matrices some optimizers take whole and keep less for.
+        padding: elements of the buckets of these matrices that belong to no parameter.
     """
     compute, stage = ELEMENT_BYTES[config.precision.precision], zero_stage(config)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
@@ -46,10 +49,12 @@ def state_bytes(parameters: int, config: ResolvedConfig, *, experts: int = 0, bl
     # With parameters in host memory the update finds gradients there, and in fp32 the weights themselves.
     copied = config.parallel.offload_optimizer and not config.parallel.offload_params
     master = 4 if copied or compute != 4 else 0
-    shard = updated_parameters(parameters, config, experts=experts)
+    shard = updated_parameters(parameters, config, experts=experts) + padding / shard_ranks(config.parallel)
+    held = parameters + padding
     return {
-        "params": (shard if stage >= 3 else parameters) * compute,
-        "grads": (shard if stage >= 2 else parameters) * reduce,
+        "params": (shard if stage >= 3 else held) * compute,
+        "grads": (shard if stage >= 2 else held) * reduce,
+        # The fullest shard of matrices has no padding, but state in its place.
         "optimizer": shard * (moment_bytes(parameters, config, blocks=blocks) + master)
         + error_bytes(config, parameters),
         "buffers": shard * summed if copied else 0.0,

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megacore.parallel.mesh import build_mesh
+from megacore.plan.outline import outline
+from megacore.plan.whole_matrices import whole_buckets
 from megacore.train.step_trace import fake_step
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
@@ -65,3 +67,26 @@ def test_shards_hold_equal_parts_of_the_matrices(stage: int, tmp_path: Path) -> 
                         work[shard] += 4 * rows**2 * columns + 2 * rows**3
         assert step.model.data_parallel.padding < 0.01
     assert max(work) <= 1.05 * sum(work) / 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation": "swiglu", "disable_bias_linear": True, "num_query_groups": 2},
+        {"muon_parameters": "blocks.*.mlp.*"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("replicas", [2, 6, 24])
+def test_the_planner_has_the_same_buckets(replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"bucket_size_mb": 1, "precision": "bf16", "global_batch_size": replicas}
+    config = make_config((1, 1, replicas), tmp_path, **(MUON | shape | changes), micro_batch_size=1, zero_stage=1)
+    planned = whole_buckets(config, outline(config), on_cpu=False)
+    with fake_step(config) as step:
+        found = [bucket for bucket in step.model.data_parallel.buckets if bucket.unsplit]
+        assert planned.size == [bucket.layout.size for bucket in found]
+        assert planned.padding == sum(bucket.layout.padding for bucket in found)
+        for number, bucket in enumerate(found):
+            blocks = {int(parameter.spec.name.split(".")[1]) for parameter in bucket.parameters}
+            assert blocks == {block - 1 for block, held in enumerate(planned.of_layer) if number in held}

@@ -78,6 +78,14 @@ def test_recomputation_and_other_models_take_a_step() -> None:
     require_ok(in_a_process((2, 1, 1), *cases), cases)
 
 
+@pytest.mark.parametrize(("layers", "stage"), [(3, 2), pytest.param(8, 2, marks=pytest.mark.slow)])
+def test_muon_holds_the_buckets_that_are_planned(layers: int, stage: int) -> None:
+    muon = {"optimizer": "muon", "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512, "micro_batch_size": 1}
+    more = {"precision": "bf16", "bucket_size_mb": 1, "seq_length": 32, "disable_bias_linear": True}
+    cases = [{**LLAMA, **muon, **more, "num_layers": layers, "zero_stage": stage}]
+    require_ok(in_a_process((1, 1, 8), *cases), cases)
+
+
 def test_peak_of_zero_1_with_few_activations() -> None:
     # Gradients are reduced where they lie: no shard of them exists beside the buffer.
     cases = [{"zero_stage": 1, "hidden_size": 256, "num_layers": 4, "vocab_size": 1024}]
