@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 5 examples/parameter_server/parameter_server.py --servers 2
 
 The first ranks are servers, the others workers. Each row of the table is a training of its own: bulk-synchronous
-(staleness 0), stale-synchronous, and asynchronous. In the last training server 0 vanishes halfway.
+(staleness 0), stale-synchronous, and asynchronous. `--kill-at N` adds one in which server 0 vanishes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from client import ParameterClient
 from hash_ring import HashRing
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ParallelConfig
+from megacore.config.numbers import parse_float, parse_int
 from megacore.errors import UserError
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import Group, join_job
@@ -31,6 +32,7 @@ from tasks import MODELS, Lines, accuracy, load, loss
 from training import Plan, train_alone, work
 
 LOOPBACK = ("127.0.0.1", 0)  # the system chooses the port
+LONGEST_PAUSE = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,24 @@ def final_values(reports: Sequence[Report], servers: int) -> Tensor:
 
 def staleness_list(text: str) -> list[int]:
     """`0,2,async` as numbers."""
-    values = [ASYNCHRONOUS if word == "async" else int(word) for word in text.split(",")]
+    try:
+        values = [ASYNCHRONOUS if word == "async" else parse_int(word) for word in text.split(",")]
+    except ValueError:
+        values = [-1]
     if min(values) < 0:
         raise argparse.ArgumentTypeError(f"{text}: use numbers from 0, or async, with commas between them")
     return values
+
+
+def pause(text: str) -> float:
+    """A time to sleep, in seconds."""
+    try:
+        value = parse_float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not 0 <= value <= LONGEST_PAUSE:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to {LONGEST_PAUSE:g} seconds")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--straggle",
-        type=float,
+        type=pause,
         default=0.02,
         metavar="S",
         help="sleep in 1 of 4 steps, in seconds (default 0.02)",

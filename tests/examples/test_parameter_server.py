@@ -198,8 +198,18 @@ def test_the_net_learns_more_than_the_logistic_regression() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--staleness", "-1"], ["--staleness", "x"], ["--steps", "0"], ["--steps", "3", "--kill-at", "4"], []]
+    ("argv", "message"),
+    [
+        (["--staleness", "-1"], "-1: use numbers from 0, or async"),
+        (["--staleness", "x"], "x: use numbers from 0, or async"),
+        (["--straggle", "-1"], "must be from 0 to 60 seconds"),
+        (["--straggle", "nan"], "must be from 0 to 60 seconds"),
+        (["--straggle", "x"], "is not a number"),
+        (["--steps", "0"], "must be at least 1"),
+        (["--steps", "3", "--kill-at", "4"], "--nproc-per-node 4"),
+        ([], "--nproc-per-node 4"),
+    ],
 )
-def test_nonsense_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonsense_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert parameter_server.main(argv) == 2
-    assert "error:" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
