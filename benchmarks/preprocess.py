@@ -7,6 +7,8 @@ the interpreter's start. CPU seconds stand beside wall-clock, for machines that 
 
 - megacore: the whole of tools/preprocess_data.py, from opening the file to the renamed .bin/.idx;
 - one_worker: the same with --workers 1;
+- independent_runs: as many such runs at once as megacore has workers, each of all the text: how far the machine itself
+  lets processes that share nothing scale;
 - tiktoken: its encoder with the same vocabulary, on texts that are in memory already, and nothing done with the result;
   one thread;
 - encode_batch, encode_batch_fast: those of `tokenizers`, likewise, with as many threads as megacore has workers;
@@ -36,7 +38,16 @@ from typing import Any
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SIDES = ("megacore", "one_worker", "tiktoken", "encode_batch", "encode_batch_fast", "pool", "datatrove")
+SIDES = (
+    "megacore",
+    "one_worker",
+    "independent_runs",
+    "tiktoken",
+    "encode_batch",
+    "encode_batch_fast",
+    "pool",
+    "datatrove",
+)
 Measure = Callable[[Path, int, str], dict[str, float]]
 _BATCH = 1000  # texts per call of encode_batch: all at once would measure the allocator
 
@@ -54,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         measures: dict[str, Measure] = {"megacore": _megacore, "one_worker": _megacore, "tiktoken": _tiktoken}
-        measures |= {"pool": _pool, "datatrove": _datatrove}
+        measures |= {"independent_runs": _independent_runs, "pool": _pool, "datatrove": _datatrove}
         print(json.dumps(measures.get(args.side, _library)(args.folder, args.workers, args.side)))
         return
     for name in set(SIDES).difference(_installed()):
@@ -75,13 +86,20 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
         for side in sides[turn:] + sides[:turn]:
             result = json.loads(_run(__file__, "--side", side, "--folder", folder, "--workers", args.workers))
             wall[side], cpu[side] = min(wall[side], result["wall"]), min(cpu[side], result["cpu"])
+            text = size * (args.workers if side == "independent_runs" else 1) / 1e6
             print(
-                f"round {number + 1} {side:<18} {result['wall']:6.2f} s  {size / result['wall'] / 1e6:6.2f} MB/s  "
-                f"CPU {result['cpu']:6.2f} s  {size / result['cpu'] / 1e6:6.2f} MB per CPU second",
+                f"round {number + 1} {side:<18} {result['wall']:6.2f} s  {text / result['wall']:6.2f} MB/s  "
+                f"CPU {result['cpu']:6.2f} s  {text / result['cpu']:6.2f} MB per CPU second",
                 flush=True,
             )
+    if "one_worker" in sides and "independent_runs" in sides:
+        print(
+            f"{args.workers} independent_runs / one_worker, best rounds: "
+            f"{args.workers * wall['one_worker'] / wall['independent_runs']:.2f} of its throughput, "
+            f"{cpu['independent_runs'] / args.workers / cpu['one_worker']:.2f} of its CPU seconds for each"
+        )
     for side in sides if "megacore" in sides else ():
-        if side == "megacore":
+        if side in ("megacore", "independent_runs"):
             continue
         print(
             f"megacore / {side}, best rounds: {wall[side] / wall['megacore']:.2f} of its throughput, "
@@ -126,18 +144,37 @@ def _timed(work: Callable[[], None]) -> dict[str, float]:
 
 
 def _megacore(folder: Path, workers: int, side: str) -> dict[str, float]:
+    return _preprocess(folder, 1 if side == "one_worker" else workers, "out")
+
+
+def _preprocess(folder: Path, workers: int, output: str) -> dict[str, float]:
     sys.path.insert(0, str(REPOSITORY))
     from tools.preprocess_data import main as preprocess  # only the side that is measured imports it
 
-    workers = 1 if side == "one_worker" else workers
-
     def work() -> None:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            flags = f"--append-eod --workers {workers} --output-prefix {folder}/out".split()
+            flags = f"--append-eod --workers {workers} --output-prefix {folder}/{output}".split()
             status = preprocess(["--input", f"{folder}/corpus.jsonl", "--tokenizer", f"{folder}/tokenizer", *flags])
         assert status == 0
 
     return _timed(work)
+
+
+def _independent_runs(folder: Path, workers: int, side: str) -> dict[str, float]:
+    fork = multiprocessing.get_context("fork")
+    ready, results = fork.Barrier(workers), fork.SimpleQueue()
+
+    def run(number: int) -> None:
+        ready.wait()
+        results.put(_preprocess(folder, 1, f"out{number}"))
+
+    processes = [fork.Process(target=run, args=(number,)) for number in range(workers)]
+    for process in processes:
+        process.start()
+    runs = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return {"wall": max(run["wall"] for run in runs), "cpu": sum(run["cpu"] for run in runs)}
 
 
 def _tiktoken(folder: Path, workers: int, side: str) -> dict[str, float]:
