@@ -25,12 +25,13 @@ import json
 import multiprocessing
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,14 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
     _run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", args.vocab_size, "--output", tokenizer)
     print(f"{size / 1e6:.1f} MB of text, vocabulary {args.vocab_size}, {args.workers} workers, {os.cpu_count()} cores")
     sides = list(args.sides)
-    wall, cpu = dict.fromkeys(sides, 1e9), dict.fromkeys(sides, 1e9)
+    wall: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(args.rounds):
         turn = number % len(sides)
         for side in sides[turn:] + sides[:turn]:
             result = json.loads(_run(__file__, "--side", side, "--folder", folder, "--workers", args.workers))
-            wall[side], cpu[side] = min(wall[side], result["wall"]), min(cpu[side], result["cpu"])
+            wall[side].append(result["wall"])
+            cpu[side].append(result["cpu"])
             text = size * (args.workers if side == "independent_runs" else 1) / 1e6
             print(
                 f"round {number + 1} {side:<18} {result['wall']:6.2f} s  {text / result['wall']:6.2f} MB/s  "
@@ -93,18 +96,25 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
                 flush=True,
             )
     if "one_worker" in sides and "independent_runs" in sides:
+        together = [args.workers * seconds for seconds in wall["one_worker"]]
         print(
-            f"{args.workers} independent_runs / one_worker, best rounds: "
-            f"{args.workers * wall['one_worker'] / wall['independent_runs']:.2f} of its throughput, "
-            f"{cpu['independent_runs'] / args.workers / cpu['one_worker']:.2f} of its CPU seconds for each"
+            f"{args.workers} independent_runs / one_worker: {_ratio(together, wall['independent_runs'])} of its "
+            f"throughput, {_ratio(cpu['independent_runs'], [args.workers * s for s in cpu['one_worker']])} of its CPU "
+            "seconds for each"
         )
     for side in sides if "megacore" in sides else ():
         if side in ("megacore", "independent_runs"):
             continue
         print(
-            f"megacore / {side}, best rounds: {wall[side] / wall['megacore']:.2f} of its throughput, "
-            f"{cpu[side] / cpu['megacore']:.2f} per CPU second"
+            f"megacore / {side}: {_ratio(wall[side], wall['megacore'])} of its throughput, "
+            f"{_ratio(cpu[side], cpu['megacore'])} per CPU second"
         )
+
+
+def _ratio(of: Sequence[float], to: Sequence[float]) -> str:
+    """The median over the rounds, and the range."""
+    ratios = sorted(a / b for a, b in zip(of, to, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def _installed() -> list[str]:
