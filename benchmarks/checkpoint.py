@@ -37,7 +37,8 @@ from megacore.optim.adamw import AdamW
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import replicated
 from megacore.train.metrics import synchronize
-from megacore.zero.data_parallel import DataParallel, ZeroOptions
+from megacore.zero.data_parallel import DataParallel
+from megacore.zero.options import ZeroOptions
 
 WIDTH = 1024
 SIDES = {"ours": "ours", "torch": "torch", "dcp": "torch.distributed.checkpoint"}

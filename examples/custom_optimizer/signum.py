@@ -16,7 +16,7 @@ from megacore.config.fields import Range
 from megacore.config.optimizers import OptimizerSettings, StateKind
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.optimizers import register_optimizer
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,9 @@ from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import DataParallel, LocalSegment
+from megacore.zero.data_parallel import DataParallel
 from megacore.zero.flat import Segment
+from megacore.zero.local_segments import LocalSegment
 
 MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters

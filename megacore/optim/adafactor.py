@@ -19,7 +19,7 @@ from megacore.config.optimizers import AdafactorConfig
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.parameter_norms import ParameterNorms
 from megacore.parallel.mesh import Mesh
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 
 class _Step(NamedTuple):

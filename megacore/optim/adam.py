@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 from megacore.config.optimizers import AdamConfig
 from megacore.optim.fused_adam import fused_
 from megacore.optim.optimizer import Optimizer
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 
 
 class Adam(Optimizer[AdamConfig]):

@@ -20,8 +20,8 @@ from megacore.optim.optimizer import Optimizer
 from megacore.optim.rounded_moments import RoundedMoments
 from megacore.parallel.mesh import Mesh
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import LocalRun, LocalSegment
 from megacore.zero.flat import ALIGNMENT
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 assert ALIGNMENT % DECAY_GROUP == 0, "no group of elements has parts of two parameters"
 

@@ -28,7 +28,7 @@ from megacore.optim.moments import (
 )
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.mesh import Mesh
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 SCALES = " scales"
 """What follows the name of a kind in the name of its scales."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.config.optimizers import LionConfig
 from megacore.optim.optimizer import Optimizer
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 
 
 class Lion(Optimizer[LionConfig]):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megacore.config.optimizers import StateKind
 from megacore.parallel.sharding import ShardSpec
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 MOST_ELEMENTS = 1 << 20
 """Of a part: its fp32 copies exist for a moment."""

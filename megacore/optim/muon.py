@@ -20,7 +20,7 @@ from megacore.optim.optimizer import Optimizer
 from megacore.optim.whole_matrices import WholeMatrices
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 
 class Muon(Optimizer[MuonConfig]):

@@ -19,7 +19,8 @@ from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import Slices
-from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
+from megacore.zero.data_parallel import DataParallel, NonFiniteGradient
+from megacore.zero.local_segments import LocalSegment
 
 WEIGHT = "weight"
 ROUNDED = "rounded weight"

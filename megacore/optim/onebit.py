@@ -31,7 +31,7 @@ from megacore.optim.optimizer import Optimizer, scale_gradients
 from megacore.parallel.collectives import all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 S = TypeVar("S", bound=OptimizerSettings)
 

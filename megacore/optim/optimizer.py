@@ -17,7 +17,7 @@ from torch import Tensor
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, StateKind
 from megacore.parallel.mesh import Mesh
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 S = TypeVar("S", bound=OptimizerSettings)
 

@@ -33,7 +33,7 @@ from megacore.optim.muon import Muon
 from megacore.optim.onebit import OneBitAdam, OneBitLamb
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.sgd import SGD
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 
 OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
     AdamWConfig: AdamW,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.mesh import Mesh
-from megacore.zero.data_parallel import LocalRun, LocalSegment
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

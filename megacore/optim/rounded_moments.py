@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore.config.optimizers import StateKind
 from megacore.optim.moments import KeptMoments, Moments, Part, global_indices, local_shape
 from megacore.parallel.random import stable_hash
-from megacore.zero.data_parallel import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 _STEP_FACTOR = 0xD1B54A32D192ED03 - (1 << 64)
 _INDEX_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)

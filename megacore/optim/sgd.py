@@ -9,7 +9,7 @@ from torch.optim.sgd import sgd
 
 from megacore.config.optimizers import SGDConfig
 from megacore.optim.optimizer import Optimizer
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 
 
 class SGD(Optimizer[SGDConfig]):

@@ -40,8 +40,9 @@ from megacore.optim.spikes import SpikeGuard
 from megacore.optim.weight_average import WeightAverage
 from megacore.parallel.collectives import all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.zero.data_parallel import DataParallel, LocalSegment
+from megacore.zero.data_parallel import DataParallel
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
+from megacore.zero.local_segments import LocalSegment
 
 _ROW = 4096
 # Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.

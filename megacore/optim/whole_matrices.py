@@ -18,8 +18,8 @@ from megacore.parallel.collectives import RowsExchanged, all_gather_objects, sta
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import Slices
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import LocalSegment
 from megacore.zero.flat import FlatLayout
+from megacore.zero.local_segments import LocalSegment
 
 Function = Callable[[str, Tensor], Tensor]
 """A matrix of the same shape, from the global name of a parameter and its whole value."""

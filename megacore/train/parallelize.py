@@ -38,8 +38,8 @@ from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import Transport
 from megacore.train.task import DTYPES, Task
-from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
+from megacore.zero.options import ZeroOptions
 
 
 @dataclass(frozen=True, kw_only=True)

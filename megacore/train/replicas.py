@@ -36,7 +36,7 @@ from megacore.train.parallelize import ParallelModel
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import section
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import LocalSegment
+from megacore.zero.local_segments import LocalSegment
 
 _MOST = 5  # parameters, and groups of ranks, that a message names
 

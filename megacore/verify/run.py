@@ -33,7 +33,7 @@ from megacore.train.step import TrainStep
 from megacore.train.task import Task
 from megacore.verify.masks import masks_recorded
 from megacore.verify.narrow import STEPS, WARMUP_STEPS
-from megacore.zero.data_parallel import LocalSegment
+from megacore.zero.local_segments import LocalSegment
 
 Array = NDArray[Any]
 

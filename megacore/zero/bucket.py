@@ -11,17 +11,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megacore.config.optimizers import AdamWConfig, OptimizerSettings
-from megacore.config.parameter_groups import ParameterGroups
 from megacore.parallel.collectives import (
     Pending,
     all_or_none,
@@ -31,84 +27,11 @@ from megacore.parallel.collectives import (
 )
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
-from megacore.zero.compressed import CODES, Code, CompressedSum
-from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
+from megacore.zero.compressed import CompressedSum
+from megacore.zero.exact_sums import UNIT, from_units, to_units
 from megacore.zero.flat import FlatLayout, Segment, contiguous_slices
 from megacore.zero.host_shard import HostShard, HostStreams
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroOptions:
-    """How state is sharded over the ranks of a replica group.
-
-    Attributes:
-        stage: ZeRO stage, 0 to 3.
-        compute_dtype: of parameters and activations.
-        reduce_dtype: in which gradients are accumulated and reduced.
-        overlap_grad_reduce: reduce gradients while backward runs; otherwise wait at once.
-        overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
-        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks.
-            If positive, they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
-        products_add: linear layers add the gradients of their weights to the sums themselves. This applies where the
-            sums are fp32 and the parameters are not (see `products.adds_in_fp32`).
-        offload: keep master weights, and what the optimizer needs beside them, in host memory.
-        offload_params: stage 3 keeps the shards of parameters and gradients there too, and so do groups of one rank.
-        one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
-            too.
-        optimizer: says which parameters no shard may split.
-        groups: says which parameters have other rates.
-        compression: the format in which gradients are sent to be reduced; "none": `reduce_dtype`.
-    """
-
-    stage: int = 0
-    compute_dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype = torch.float32
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
-    exact_terms: int = 0
-    products_add: bool = False
-    offload: bool = False
-    offload_params: bool = False
-    one_pass: bool = False
-    optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
-    groups: ParameterGroups = field(default_factory=ParameterGroups)
-    compression: Literal["none", "bf16", "int8"] = "none"
-
-    @property
-    def code(self) -> Code | None:
-        """In which the ranks of a replica group send gradients, or the momentum; None: gradients, as they are."""
-        name = self.optimizer.momentum_format or self.compression
-        return None if name == "none" else CODES[name]
-
-    def for_group(self, group: Group) -> ZeroOptions:
-        """As they are for a replica group. One of a single rank has nothing to shard, and stage 0; but the parameters
-        that are in host memory are there whatever the group."""
-        return self if group.size > 1 or self.offload_params else replace(self, stage=0)
-
-    @property
-    def summed(self) -> str:
-        """What is summed in a compressed format."""
-        return "gradient" if self.optimizer.momentum_format is None else "momentum"
-
-    @property
-    def shard_unit(self) -> int:
-        """Elements at whose multiples parameters and shards begin in a bucket."""
-        return math.lcm(self.optimizer.shard_unit, 1 if self.code is None else self.code.format.block)
-
-    @property
-    def largest_exact(self) -> float:
-        """Largest entry of a microbatch's gradient, without the loss scale, that exact sums take."""
-        return UNIT * LARGEST_SUM / max(self.exact_terms, 1)
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added."""
-        return torch.int64 if self.exact_terms else self.reduce_dtype
-
-    @property
-    def summed_dtype(self) -> torch.dtype:
-        """The dtype of summed gradients."""
-        return torch.float32 if self.exact_terms else self.reduce_dtype
+from megacore.zero.options import ZeroOptions
 
 
 class _Buffers(NamedTuple):

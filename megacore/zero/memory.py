@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megacore.zero.data_parallel import DataParallel, HasState
+from megacore.zero.data_parallel import DataParallel
+from megacore.zero.local_segments import HasState
 
 KINDS = ("params", "grads", "optimizer", "buffers")
 

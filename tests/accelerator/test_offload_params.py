@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.config import SpikeConfig
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.plan.memory import plan_memory
 from tests.accelerator.device import counting, needs_pretend, slow
 from tests.accelerator.largest_model import HOST as HOST_FLAGS
 from tests.accelerator.largest_model import PLAIN, largest
 from tests.distributed import run_distributed
+from tests.parallel.test_spikes import GUARD, POISON, STEPS, Losses, Text, state_of, trainer_on
+from tests.parity import test_any_model as any_model
 from tests.parity.runs import Layout, Outcome, bitwise, gather, make_config, make_trainer, train_on
 
 pytestmark = needs_pretend
@@ -224,6 +227,43 @@ def losses_around_a_skip(rank: int, world_size: int, directory: str) -> list[lis
 def test_a_skipped_step_leaves_the_weights(tmp_path: Path) -> None:
     for plain, on_host in run_distributed(losses_around_a_skip, 2, str(tmp_path), backend="pretend"):
         assert on_host == plain
+
+
+def rolled_back(rank: int, world_size: int, directory: str, changes: Changes) -> list[tuple[Any, dict[str, Any]]]:
+    """Losses and state of a run with a spike, which is rolled back, on the device and in host memory."""
+    found = []
+    for where in ({}, HOST):
+        losses, guard = Losses(), SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
+        options = {"device": "pretend", "zero_stage": 3, **changes, **where}
+        run = trainer_on(
+            None, (1, 1, world_size), Path(directory, str(len(where))), Text(POISON), losses, guard, **options
+        )
+        run.run()
+        run.saving.finish()
+        assert run.step == STEPS
+        assert len(run.rollbacks.done) == 1
+        assert losses.skipped == [10]
+        found.append((losses.by_step, state_of(run)))
+    return found
+
+
+def test_a_rollback_gives_the_bits_of_stage_3_on_the_device(tmp_path: Path) -> None:
+    for (plain, state), (losses, on_host) in run_distributed(
+        rolled_back, 2, str(tmp_path), BF16, backend="pretend", timeout=120
+    ):
+        assert losses == plain
+        assert on_host.keys() == state.keys()
+        assert not [name for name in state if not torch.equal(on_host[name], state[name])]
+
+
+def test_an_engine_trains_any_model_as_on_the_device() -> None:
+    models = [("cnn", {"zero_stage": 3}), ("tokens", {"zero_stage": 3})]
+    cases = [(name, 1, 2, {"device": "pretend", **stage, **where}) for name, stage in models for where in ({}, HOST)]
+    found = run_distributed(any_model.train_all, 2, cases, backend="pretend", timeout=120)[0]
+    for plain, on_host in zip(found[::2], found[1::2], strict=True):
+        assert on_host.losses == plain.losses
+        assert on_host.norms == plain.norms
+        assert on_host.evaluated == plain.evaluated
 
 
 def resumed(rank: int, world_size: int, directory: str, changes: list[Changes]) -> tuple[list[float], dict[str, Any]]:

@@ -27,8 +27,8 @@ from megacore.parallel import collectives
 from megacore.parallel.collectives import rows_of_ranks
 from megacore.parallel.mesh import ALONE, Group, Mesh, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
-from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
+from megacore.zero.options import ZeroOptions
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, bitwise, make_config, make_trainer, outcome_of
 

@@ -26,7 +26,7 @@ from megacore.train.engine import PipelineEngine
 from megacore.train.replicas import ReplicaCheck
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import LocalSegment
+from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, bitwise, make_config, make_trainer, train_on
 

@@ -48,7 +48,7 @@ from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import LocalSegment
+from megacore.zero.local_segments import LocalSegment
 
 Layout = tuple[int, int, int]  # tp, pp, dp
 VOCAB, SEQUENCE, BATCH = 131, 16, 8

@@ -29,7 +29,7 @@ from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, group
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import LocalSegment
+from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, agree, bitwise, gather, make_config, make_trainer, outcome_of, train_on
 from tests.parity.test_latent_attention import LATENT

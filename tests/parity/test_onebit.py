@@ -17,8 +17,8 @@ from megacore.parallel.collectives import all_reduced
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.train.replicas import ReplicaCheck
-from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
+from megacore.zero.options import ZeroOptions
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, Outcome, make_config, make_trainer, outcome_of
 

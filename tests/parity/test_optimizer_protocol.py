@@ -20,7 +20,7 @@ from megacore.optim.optimizer import Optimizer
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 from tests.distributed import run_distributed
 from tests.parity.runs import Outcome, bitwise, make_config, make_trainer, outcome_of
 

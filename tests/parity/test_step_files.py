@@ -31,7 +31,7 @@ parallel/canonical parallel/products parallel/sequence parallel/tensor
 pipeline/runtime pipeline/stage
 train/callbacks train/clock train/gpt_task train/history train/sinks train/step train/stopping train/trainer
 train/watching watch/marks
-zero/bucket zero/data_parallel
+zero/bucket zero/data_parallel zero/local_segments
 """
 # Calls of a function under another name, with the reason.
 EXCEPTIONS = {

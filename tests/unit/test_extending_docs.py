@@ -28,7 +28,7 @@ from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.zero.data_parallel import LocalRun
+from megacore.zero.local_segments import LocalRun
 from tests.pages import files_of, write_files
 from tests.parallel.test_spikes import GUARD, LAST_SAVED, OPTIONS, POISON, SAVE, STEPS, Text
 from tests.parity.runs import make_config, make_trainer

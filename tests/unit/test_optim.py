@@ -15,9 +15,9 @@ from megacore.optim.update import clip_factor, part_of_rank, square_sum, totals
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.plan.buckets import grown
-from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.flat import FlatLayout, assign_buckets
+from megacore.zero.options import ZeroOptions
 
 
 def rate(step: int, **changes: object) -> float:

@@ -25,8 +25,8 @@ from megacore.config import (
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
+from megacore.zero.options import ZeroOptions
 from tests.parity.runs import make_config
 
 STEPS, LR, DECAY = 20, 1e-2, 0.1

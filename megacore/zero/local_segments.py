@@ -1,0 +1,134 @@
+"""The parts of parameters that this rank updates, as the optimizer sees them: segments, and the runs that hold them.
+
+A segment is the part of one parameter in this rank's shard of a bucket. Adjacent segments with the same rates make up a
+run, which the optimizer updates as one tensor; a parameter that it needs whole is a run by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megacore.config.parameter_groups import USUAL, ParameterScale
+from megacore.parallel.sharding import ShardSpec
+from megacore.zero.bucket import Bucket
+from megacore.zero.flat import Segment, round_up
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalRun:
+    """Adjacent segments of this rank's shard with the same rates, which the optimizer updates as one tensor.
+
+    Attributes:
+        bucket: that holds them.
+        shard_slice: their elements of the bucket's shard.
+        master: their fp32 weights, a view of the bucket's shard.
+        is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
+        shape: of the local parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
+        scale: of the learning rate and the weight decay.
+    """
+
+    bucket: Bucket
+    shard_slice: slice
+    master: nn.Parameter
+    is_matrix: bool
+    shape: tuple[int, ...] | None = None
+    scale: ParameterScale = USUAL
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a loss used the parameters."""
+        return self.bucket.has_gradient(self.shard_slice)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient, flat; None where no loss used the parameters."""
+        return self.bucket.gradient(self.shard_slice)
+
+
+class HasState(Protocol):
+    """The state of an optimizer."""
+
+    @property
+    def state(self) -> Mapping[LocalRun, Mapping[str, Tensor]]:
+        """The tensors of each run, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSegment:
+    """A segment that this rank updates.
+
+    Attributes:
+        spec: of the parameter.
+        segment: which part of the parameter.
+        run: that contains it.
+    """
+
+    spec: ShardSpec
+    segment: Segment
+    run: LocalRun
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.run.bucket
+
+    @property
+    def master(self) -> Tensor:
+        """Its fp32 weights, a view."""
+        return self.run.master.detach()[self._part]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient, flat; None where no loss used the parameter."""
+        return self.bucket.gradient(self.segment.shard_slice)
+
+    def write_gradient(self, gradient: Tensor) -> None:
+        """Keep what `gradient` gave, changed in place."""
+        self.bucket.write_gradient(self.segment.shard_slice, gradient)
+
+    def state(self, optimizer: HasState, kind: str) -> Tensor | None:
+        """The optimizer state of a kind such as `exp_avg`, a flat view; None before the first update."""
+        whole = optimizer.state[self.run].get(kind)
+        if whole is None or self.run.shape is not None:  # the segment is the whole run
+            return None if whole is None else whole.view(-1)
+        return whole[self._part]
+
+    @property
+    def _part(self) -> slice:
+        """Its elements of the run."""
+        first = self.run.shard_slice.start
+        return slice(self.segment.shard_slice.start - first, self.segment.shard_slice.stop - first)
+
+
+def local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
+    """The segments of a bucket's shard, in runs as long as possible."""
+    specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
+    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in bucket.parameters}
+
+    def is_matrix(segment: Segment) -> bool:
+        return len(specs[segment.name].shape) >= 2
+
+    def scale(segment: Segment) -> ParameterScale:
+        return bucket.options.groups.scale_of(segment.name)
+
+    for members in bucket.contiguous_segments(lambda segment: (is_matrix(segment), scale(segment))):
+        shape = shapes[members[0].name] if members[0].name in bucket.unsplit else None
+        stop = members[-1].shard_slice.stop
+        if bucket.options.exact_terms and shape is None:
+            # With the padding that follows: operators may round the last elements of a tensor otherwise than others,
+            # and layouts differ in which elements are the last.
+            stop = min(round_up(stop), bucket.layout.shard_size)
+        elements = slice(members[0].shard_slice.start, stop)
+        run = LocalRun(
+            bucket=bucket,
+            shard_slice=elements,
+            master=nn.Parameter(bucket.master[elements].detach(), requires_grad=False),
+            is_matrix=is_matrix(members[0]),
+            shape=shape,
+            scale=scale(members[0]),
+        )
+        for segment in members:
+            yield LocalSegment(spec=specs[segment.name], segment=segment, run=run)
