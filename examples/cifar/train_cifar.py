@@ -21,7 +21,8 @@ from images import Images, load
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import LoggingConfig, OptimizerConfig, ParallelConfig
 from megacore.config.dimensions import fill_degrees
-from megacore.errors import UserError
+from megacore.config.missing_files import unwritable
+from megacore.errors import ConfigError, UserError
 from megacore.parallel.mesh import world_size
 from megacore.train.engine import PipelineEngine
 from mixture_cnn import layers
@@ -77,6 +78,8 @@ def accuracy(engine: PipelineEngine, test: Images) -> float:
 
 def run(options: argparse.Namespace) -> None:
     """Train, test, save."""
+    if options.save is not None and (problems := unwritable("--save", options.save)):
+        raise ConfigError(problems)
     train, test = load(options.data)
     engine = make_engine(options)
     if options.load is not None:
@@ -84,12 +87,13 @@ def run(options: argparse.Namespace) -> None:
     while engine.step < options.steps:
         loss = float(engine.train_batch(engine.split(*train.batch(engine.step, options.batch))))
         is_last = engine.step == options.steps
-        if engine.step % options.log_every and not is_last:
-            continue
-        share = accuracy(engine, test)
-        engine.log({"train/loss": loss, "train/lr": engine.lr, "eval/accuracy": share})
-        if engine.mesh.world.is_first:
-            print(f"step {engine.step:5d} | loss {loss:.6f} | lr {engine.lr:.2e} | accuracy {share:.1%}", flush=True)
+        if is_last or engine.step % options.log_every == 0:
+            share = accuracy(engine, test)
+            engine.log({"train/loss": loss, "train/lr": engine.lr, "eval/accuracy": share})
+            if engine.mesh.world.is_first:
+                print(
+                    f"step {engine.step:5d} | loss {loss:.6f} | lr {engine.lr:.2e} | accuracy {share:.1%}", flush=True
+                )
         if options.save is not None and (is_last or engine.step % options.save_every == 0):
             engine.save(options.save)
     engine.close()

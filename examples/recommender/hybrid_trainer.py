@@ -19,7 +19,8 @@ from torch import Tensor
 from clicks import LARGE_FIELDS, Clicks
 from dense_models import MODELS
 from hashed_table import owners
-from megacore.errors import CheckpointError
+from megacore.config.missing_files import unwritable
+from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.parallel.collectives import all_gather, barrier
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import seeded
@@ -87,8 +88,21 @@ class Recommender:
         of_rows, *of_dense = torch.autograd.grad(loss, [large, *self._parameters])
         return of_rows, torch.cat([loss.detach().view(1), *(gradient.flatten() for gradient in of_dense)])
 
+    @staticmethod
+    def require_savable(directory: Path) -> None:
+        """Refuse a directory that `save` could not write, or whose contents it would replace, before training.
+
+        Raises:
+            UserError: it holds something else than a checkpoint, or no file can be made there.
+        """
+        if problems := unwritable("--save", directory):
+            raise ConfigError(problems)
+        if any(directory.glob("*")) and not (directory / "dense.safetensors").exists():
+            raise UserError(f"--save {directory} exists, and is no checkpoint of this script: name a new directory")
+
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `load` reads on any number of ranks; it appears whole or not at all."""
+        directory = directory.absolute()
         unfinished = directory.with_name(directory.name + ".tmp")
         if self.group.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)

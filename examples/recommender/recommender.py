@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> None:
         problems.append(f"--batch {options.batch} must be a multiple of --blocks {options.blocks}")
     if problems:
         raise UserError("; ".join(problems))
+    if options.save is not None:
+        Recommender.require_savable(options.save)
     say = print if group.is_first else lambda *words: None
     source = batches(options)
     test = list(islice(source, TEST_BATCHES))
@@ -68,8 +70,11 @@ def run(options: argparse.Namespace) -> None:
     model = Recommender(options.model, group, options.blocks)
     if options.load is not None:
         model.load(options.load)
+        if model.step > options.steps:
+            raise UserError(f"--load {options.load} is at step {model.step}: --steps {options.steps} must not be less")
         source = islice(source, model.step, None)
-    say(f"{options.model} on {group.size} processes, batch {options.batch}")
+    processes = "1 process" if group.size == 1 else f"{group.size} processes"
+    say(f"{options.model} on {processes}, batch {options.batch}")
     for batch in islice(source, options.steps - model.step):
         loss = model.train(batch)
         evicted = model.embedding.table.evict(model.step - options.evict_after) if options.evict_after else 0
@@ -96,12 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="dlrm", help="default dlrm")
     parser.add_argument("--data", type=Path, metavar="FILE", help="in Criteo's format; default: samples are made up")
-    parser.add_argument("--steps", type=positive, default=200, metavar="N", help="default 200")
+    parser.add_argument("--steps", type=positive, default=200, metavar="N", help="the last step (default 200)")
     parser.add_argument("--batch", type=positive, default=256, metavar="N", help="samples of a step (default 256)")
     parser.add_argument("--blocks", type=positive, default=8, metavar="N", help="of a batch (default 8)")
     parser.add_argument("--evict-after", type=positive, metavar="N", help="forget ids that were not seen for N steps")
     parser.add_argument("--log-every", type=positive, default=50, metavar="N", help="steps between lines (default 50)")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="write a checkpoint at the end; one that is there is replaced"
+    )
     parser.add_argument("--load", type=Path, metavar="DIR", help="continue, on any number of processes")
     return run_tool(parser, argv, run)
 

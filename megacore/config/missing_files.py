@@ -117,7 +117,7 @@ def _tracker_problems(config: Config) -> list[str]:
             "pip install wandb, or leave the flag out"
         )
     if _is_set(logging.tensorboard_dir) and not is_url(logging.tensorboard_dir):
-        problems += _unwritable("--tensorboard-dir", Path(logging.tensorboard_dir))
+        problems += unwritable("--tensorboard-dir", Path(logging.tensorboard_dir))
     return problems
 
 
@@ -175,7 +175,7 @@ def _name_problem(directory: Path, existing: Path) -> str | None:
 
 
 def _output_problem(directory: Path) -> list[str]:
-    return _unwritable("--output-dir", directory) or [
+    return unwritable("--output-dir", directory) or [
         f"--output-dir {directory}: its {name} is a directory, but the run writes a file of this name: "
         "choose another --output-dir, or move it away"
         for name in _OUTPUT_FILES
@@ -183,7 +183,7 @@ def _output_problem(directory: Path) -> list[str]:
     ]
 
 
-def _unwritable(flag: str, directory: Path) -> list[str]:
+def unwritable(flag: str, directory: Path) -> list[str]:
     """Why the directory of a flag cannot be made or written."""
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
     if not existing.is_dir():

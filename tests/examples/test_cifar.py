@@ -97,6 +97,12 @@ def test_labels_of_another_data_set_are_refused(tmp_path: Path) -> None:
         images.load(tmp_path / "data")
 
 
+def test_checkpoints_are_written_in_steps_without_a_log_line_too(tmp_path: Path) -> None:
+    argv = ["--steps", "3", "--batch", "8", "--log-every", "3", "--save-every", "2", "--save", str(tmp_path / "net")]
+    assert train_cifar.main(argv) == 0
+    assert {"step_00000002", "step_00000003"} <= {path.name for path in (tmp_path / "net").iterdir()}
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -104,6 +110,7 @@ def test_labels_of_another_data_set_are_refused(tmp_path: Path) -> None:
         (["--steps", "0"], "must be at least 1"),
         (["--data", "nowhere"], "nowhere/data_batch_1.bin does not exist"),
         (["--load", "nowhere"], "nowhere"),
+        (["--save", f"{__file__}/net"], "is not a directory"),
     ],
 )
 def test_nonsense_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

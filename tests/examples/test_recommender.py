@@ -160,6 +160,18 @@ def test_the_script_learns_and_prints_the_same_on_every_number_of_processes(name
     assert float(endings[1].split()[-1]) > 0.65
 
 
+def test_a_checkpoint_is_continued_and_never_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "a" / "clicks"
+    model = Recommender("dlrm", ALONE, BLOCKS)
+    model.train(generated(0, BATCH))
+    model.train(generated(1, BATCH))
+    Recommender.require_savable(saved)
+    model.save(saved)
+    Recommender.require_savable(saved)  # a checkpoint may be replaced
+    assert recommender.main(["--load", str(saved), "--steps", "1"]) == 2
+    assert "is at step 2: --steps 1 must not be less" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -167,6 +179,9 @@ def test_the_script_learns_and_prints_the_same_on_every_number_of_processes(name
         (["--model", "x"], "invalid choice"),
         (["--steps", "0"], "must be at least 1"),
         (["--load", "nowhere"], "--load nowhere has no dense.safetensors"),
+        (["--save", "/proc/nowhere"], "--save /proc/nowhere cannot be written"),
+        (["--save", "/"], "--save / exists, and is no checkpoint"),
+        (["--save", __file__], "is not a directory"),
         (["--data", "."], ". cannot be read: Is a directory"),
         (["--data", "nowhere"], "nowhere cannot be read: No such file"),
     ],
