@@ -2,8 +2,9 @@
 
     python benchmarks/preprocess.py [--workers 2] [--megabytes 32] [--rounds 3] [--sides megacore pool ...]
 
-The text is the standard library's sources as JSON lines. They take turns, each in a process of its own, and none counts
-the interpreter's start. CPU seconds stand beside wall-clock, for machines that are not idle.
+The text is the sources of the standard library and of installed packages as JSON lines. The sides take turns, each in a
+process of its own, and none counts the interpreter's start. CPU seconds stand beside wall-clock, for machines that are
+not idle.
 
 - megacore: the whole of tools/preprocess_data.py, from opening the file to the renamed .bin/.idx;
 - one_worker: the same with --workers 1;
@@ -33,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +130,19 @@ def _run(*command: object) -> str:
 
 
 def _write_corpus(path: Path, size: int) -> int:
-    """Write the standard library's sources as JSON lines, again and again up to a size; the bytes of text."""
-    sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    texts = [file.read_bytes().decode("utf-8", "ignore") for file in sources if "site-packages" not in file.parts]
-    written = number = 0
+    """Write Python sources as JSON lines, those of the standard library and of installed packages, and all again up to
+    a size; the bytes of text."""
+    folders = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
+    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    written = 0
     with open(path, "w", encoding="utf-8") as file:
-        while written < size:
-            text = texts[number % len(texts)]
+        for source in cycle(dict.fromkeys(sources)):
+            text = source.read_bytes().decode("utf-8", "ignore")
             file.write(json.dumps({"text": text}) + "\n")
             written += len(text.encode("utf-8"))
-            number += 1
-    return written
+            if written >= size:
+                return written
+    raise AssertionError("there is a source")
 
 
 def _timed(work: Callable[[], None]) -> dict[str, float]:

@@ -43,7 +43,12 @@ def test_every_family_loads_as_the_model_that_it_was(name: str, tmp_path: Path) 
     if name == "phi3":
         assert type(loaded) is transformers.MistralForCausalLM
         as_mistral_rounds(model)
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    found_logits, logits = loaded(tokens()).logits, model(tokens()).logits
+    if name == "falcon-sequential":  # GPT-NeoX adds biases elsewhere than Falcon
+        assert type(loaded) is transformers.GPTNeoXForCausalLM
+        torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(found_logits, logits)
     beside = transformers.AutoTokenizer.from_pretrained(tmp_path / "anew")
     for use in ENDS:
         wanted = getattr(beside, f"{use}_token_id")
