@@ -78,7 +78,8 @@ def accuracy(engine: PipelineEngine, test: Images) -> float:
 
 def run(options: argparse.Namespace) -> None:
     """Train, test, save."""
-    if options.save is not None and (problems := unwritable("--save", options.save)):
+    written = {"--save": options.save, "--tensorboard": options.tensorboard}
+    if problems := [line for flag, path in written.items() if path is not None for line in unwritable(flag, path)]:
         raise ConfigError(problems)
     train, test = load(options.data)
     engine = make_engine(options)

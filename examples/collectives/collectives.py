@@ -24,7 +24,8 @@ from cost_model import Cost, counted_cost, expected_cost, fit, median_seconds, p
 from draw_messages import draw
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ParallelConfig
-from megacore.errors import UserError
+from megacore.config.missing_files import unwritable
+from megacore.errors import ConfigError, UserError
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import Group, join_job
 from megacore.plan.canvas import save
@@ -132,6 +133,8 @@ def example_input(nbytes: int, group: Group) -> Tensor:
 
 def run(options: argparse.Namespace) -> None:
     """Print the table and write the pictures."""
+    if options.pictures is not None and (problems := unwritable("--pictures", options.pictures)):
+        raise ConfigError(problems)
     _, group = join_job(ParallelConfig(device="cpu"))
     if group.size == 1:
         raise UserError("1 process has no other to talk to: use torchrun --nproc-per-node 4")

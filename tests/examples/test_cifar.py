@@ -111,6 +111,7 @@ def test_checkpoints_are_written_in_steps_without_a_log_line_too(tmp_path: Path)
         (["--data", "nowhere"], "nowhere/data_batch_1.bin does not exist"),
         (["--load", "nowhere"], "nowhere"),
         (["--save", f"{__file__}/net"], "is not a directory"),
+        (["--tensorboard", f"{__file__}/events"], "is not a directory"),
     ],
 )
 def test_nonsense_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,9 @@ def test_the_script_agrees_with_the_library_and_draws(tmp_path: Path) -> None:
 ORDER = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", *ALL_REDUCES, "all_to_all")
 
 
-@pytest.mark.parametrize("argv", [["--bytes", "0"], ["--repeats", "x"], ["--unknown"], []])
+@pytest.mark.parametrize(
+    "argv", [["--bytes", "0"], ["--repeats", "x"], ["--pictures", f"{__file__}/here"], ["--unknown"], []]
+)
 def test_nonsense_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert collectives.main(argv) == 2  # the last one: a single process
     assert "error:" in capsys.readouterr().err
