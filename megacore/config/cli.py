@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
-from megacore.config import megatron_flags
-from megacore.config.checkpoint import AUTO
+from megacore.config import megatron_script
 from megacore.config.deepspeed import read_deepspeed
-from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.flags import FILES, Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
-from megacore.config.megatron_values import FOREIGN
 from megacore.config.messages import counted, number
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
@@ -221,7 +218,7 @@ def _read(
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
     _save_in_directory(flags)
-    notes = [*_load_of_megatron(flags), *_optimizer_of_megatron(flags), *_balance_of_megatron(flags)]
+    notes = megatron_script.adjust(flags)
     path, deepspeed = (flags.values.pop(name, None) for name in FILES)
     if deepspeed is not None:
         keys = read_deepspeed(deepspeed, is_planned=is_planned)
@@ -233,14 +230,14 @@ def _read(
     _save_in_directory(file)
     given = {**file.values, **flags.values}
     shape_values, shape_problems = _shape_values(shape, given)
-    megatron = _megatron_defaults(flags, given)
+    megatron = megatron_script.defaults(flags, given)
     former = {} if continued is None else {k: v for k, v in continued(given).items() if k not in shape_values}
 
     def build(given: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
 
     config = build(given)
-    if _megatron_names(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+    if megatron_script.names_of(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
         del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
         flags.idle.setdefault("Megatron-LM", []).append("--sequence-parallel (with --tp 1)")
         given = {**file.values, **flags.values}
@@ -276,42 +273,6 @@ def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mappin
         return {}, [str(error)]
 
 
-def _megatron_defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The defaults of Megatron-LM, where the command line is one of its scripts."""
-    keeps_defaults = _is_megatron_script(flags) and not given.keys() & {"preset", "init_from_hf"}
-    return megatron_flags.DEFAULTS if keeps_defaults else {}
-
-
-def _is_megatron_script(flags: Given) -> bool:
-    return flags.values.keys() >= megatron_flags.REQUIRED and bool(_megatron_names(flags))
-
-
-def _balance_of_megatron(flags: Given) -> list[str]:
-    """Takes Megatron-LM's loss that balances experts within each microbatch for that of each sequence, where a
-    microbatch is one sequence; returns a note."""
-    name = "moe_router_load_balancing_type"
-    if flags.values.get(name) != "aux_loss" or flags.values.get("micro_batch_size") != 1:
-        return []
-    flags.values[name] = "seq_aux_loss"
-    return [
-        "--moe-router-load-balancing-type aux_loss is seq_aux_loss with --micro-batch-size 1, as a microbatch is one "
-        "sequence"
-    ]
-
-
-def _optimizer_of_megatron(flags: Given) -> list[str]:
-    """Megatron-LM's Adam decouples the weight decay, as AdamW does here; returns a note."""
-    if flags.values.get("optimizer") != "adam" or not _is_megatron_script(flags):
-        return []
-    flags.values["optimizer"] = "adamw"
-    return ["--optimizer adam of a Megatron-LM script decouples the weight decay: --optimizer adamw here"]
-
-
-def _megatron_names(flags: Given) -> list[str]:
-    theirs = megatron_flags.NAMES | FOREIGN.keys() | DEEPSPEED_FLAGS.keys()
-    return [name for name in flags.names if name in theirs and name not in LAUNCHER]
-
-
 def _with_defaults(
     kind: type[Config],
     given: Mapping[str, Any],
@@ -333,7 +294,7 @@ def _with_defaults(
     preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
         preset.pop("vocab_size", None)
-    defaults = {**(megatron or {}), **kind.defaults({**preset, **given}), **preset, **(continued or {})}
+    defaults = {**kind.defaults({**preset, **given}), **(megatron or {}), **preset, **(continued or {})}
     values = {**defaults, **given}
     idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
     chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
@@ -425,26 +386,6 @@ def _save_in_directory(given: Given) -> None:
         )
 
 
-def _load_of_megatron(flags: Given) -> list[str]:
-    """Lets a script of Megatron-LM that loads from where it saves start without a checkpoint; returns a note."""
-    load, save = flags.values.get("load"), flags.values.get("save") or flags.values.get("output_dir")
-    if not (load and save and "--save" in flags.names and _is_same_place(load, save)):
-        return []
-    if "--exit-on-missing-checkpoint" in flags.names:
-        return []
-    flags.values["load"] = AUTO
-    return [
-        f"--load {load} is the directory of --save, so that the run starts from its newest checkpoint, and from the "
-        f"beginning if there is none (--load {AUTO})"
-    ]
-
-
-def _is_same_place(one: str, other: str) -> bool:
-    if is_url(one) or is_url(other):
-        return one.rstrip("/") == other.rstrip("/")
-    return os.path.abspath(one) == os.path.abspath(other)
-
-
 def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:
     """A note with the flags whose default is Megatron-LM's.
 
@@ -457,8 +398,9 @@ def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, us
     changed = _changes(sorted(names), config, usual)
     if not changed:
         return []
+    name = megatron_script.names_of(flags)[0]
     return [
-        f"these are the flags of a Megatron-LM script ({_megatron_names(flags)[0]}); what it leaves out is as there: "
+        f"these are the flags of a Megatron-LM script ({name}); what it leaves out is as there: "
         f"{_in_words(changed)} (docs/guides/coming-from-megatron.md)"
     ]
 

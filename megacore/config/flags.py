@@ -18,7 +18,9 @@ from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
-from megacore.config.megatron_values import FOREIGN, NOTATIONS, SYNONYMS, ForeignSetting, Shape, translate
+from megacore.config.megatron_flags import FOREIGN
+from megacore.config.megatron_model import LISTS, NOTATIONS, SYNONYMS
+from megacore.config.megatron_values import ForeignFlag, ForeignSetting, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.schema import Config, sections_of
@@ -36,6 +38,7 @@ class Given:
         unread: fields that the source sets to a value which could not be read.
         foreign: settings of other trainers, which `translate_foreign` makes fields of.
         names: flags of the command line as they are spelled there.
+        refused: other trainers' flags that are not accepted, by what to use instead.
         translated: settings of other trainers and the flags that they became, by where they come from.
         idle: settings that change nothing here, by where they come from.
     """
@@ -45,6 +48,7 @@ class Given:
     unread: set[str] = field(default_factory=set)
     foreign: list[ForeignSetting] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)
     translated: dict[str, dict[str, str]] = field(default_factory=dict)
     idle: dict[str, list[str]] = field(default_factory=dict)
 
@@ -108,8 +112,8 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     for word in _words(argv, given):
         info = flags.get(word.flag)
         given.names.append(word.flag)
-        if word.flag in FOREIGN or word.flag in DEEPSPEED_FLAGS:
-            setting = _foreign(word)
+        if (foreign := _foreign_flag(word)) is not None:
+            setting = _foreign(word, foreign)
             if all(other.source != setting.source for other in given.foreign):
                 given.foreign.append(setting)
         elif info is None:
@@ -119,7 +123,14 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
         else:
             words[info.name] = word
             _read_value(word, info, given)
+    for text, names in given.refused.items():
+        verb = "is" if len(names) == 1 else "are"
+        given.problems.append(f"{_all_of(names)} {verb} {text} (docs/guides/coming-from-megatron.md)")
     return given
+
+
+def _all_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Config] = Config) -> list[str]:
@@ -134,11 +145,16 @@ def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Conf
     return kept
 
 
-def _foreign(word: _Word) -> ForeignSetting:
-    """A flag of Megatron-LM or Megatron-DeepSpeed on the command line."""
-    foreign = FOREIGN.get(word.flag) or DEEPSPEED_FLAGS[word.flag]
+def _foreign_flag(word: _Word) -> ForeignFlag | None:
+    """What a flag of Megatron-LM or Megatron-DeepSpeed becomes; None for others."""
+    if word.flag in LISTS and any("[" in value for value in word.values):
+        return LISTS[word.flag]
+    return FOREIGN.get(word.flag) or DEEPSPEED_FLAGS.get(word.flag)
+
+
+def _foreign(word: _Word, foreign: ForeignFlag) -> ForeignSetting:
     return ForeignSetting(
-        origin="Megatron-LM" if word.flag in FOREIGN else "Megatron-DeepSpeed",
+        origin="Megatron-DeepSpeed" if word.flag in DEEPSPEED_FLAGS else "Megatron-LM",
         source=" ".join([word.flag, *word.values]),
         fields=foreign.fields,
         translate=partial(translate, foreign, word.flag, tuple(word.values)),
@@ -312,7 +328,8 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
         given.problems.append(f"{word.flag}: only a switch can be turned off: use {info.flag} {info.metavar}")
         return
     if text := megatron_flags.advice(word.flag):
-        given.problems.append(f"{word.flag} {text} (docs/guides/coming-from-megatron.md)")
+        if word.flag not in (names := given.refused.setdefault(text, [])):
+            names.append(word.flag)
         return
     near = nearest_name(word.flag, flags)
     if near is None:

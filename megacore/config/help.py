@@ -18,7 +18,7 @@ from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.fields import FieldInfo, field_docs, field_infos
 from megacore.config.flags import FILES, all_fields, flags_by_name
-from megacore.config.megatron_values import FOREIGN
+from megacore.config.megatron_flags import FOREIGN
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import Config, sections_of
@@ -179,7 +179,7 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
         becomes = DEEPSPEED_FLAGS[name].becomes
         raise UserError(f"{name} is Megatron-DeepSpeed's, and becomes {becomes} (docs/guides/coming-from-deepspeed.md)")
     if advice := megatron_flags.advice(name):
-        raise UserError(f"{name} {advice} (docs/guides/coming-from-megatron.md)")
+        raise UserError(f"{name} is {advice} (docs/guides/coming-from-megatron.md)")
     sections = list(sections_of(kind))
     known = [*sections, *DRY_RUN_FLAGS, *(flag for flag, info in flags.items() if info.name not in kind.unsupported)]
     raise UserError(

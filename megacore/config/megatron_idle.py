@@ -11,229 +11,346 @@ _NO_SERVICE = "there is no such service"
 _SAVED = "every rank writes its part of a checkpoint, and reads what it needs"
 _LOGGED = "metrics.jsonl has what is measured at each --log-interval"
 _PROFILED = "--profile-steps A:B profiles steps"
-IDLE_SWITCHES: Mapping[str, str] = {
-    "--abort-on-unmet-fused-kernel-constraints": _CHOSEN,
-    "--account-for-embedding-in-pipeline-split": _DIVIDED,
-    "--account-for-loss-in-pipeline-split": _DIVIDED,
-    "--accumulate-allreduce-grads-in-fp32": "gradients are accumulated and reduced in --grad-reduce-dtype",
-    "--adlr-autoresume": _NO_SERVICE,
-    "--align-grad-reduce": _COMMUNICATED,
-    "--align-param-gather": _COMMUNICATED,
-    "--apply-layernorm-1p": "weights of norms have no weight decay, so that what is added to them does not matter",
-    "--apply-query-key-layer-scaling": "attention's softmax is computed in fp32",
-    "--async-ckpt-use-cached-structure": _SAVED,
-    "--attention-softmax-in-fp32": "attention's softmax is always computed in fp32",
-    "--auto-detect-ckpt-format": "checkpoints are safetensors",
-    "--barrier-with-L1-time": "--trace and --profile-steps measure what takes time",
-    "--bias-dropout-fusion": _CHOSEN,
-    "--bias-gelu-fusion": _CHOSEN,
-    "--cache-mla-latents": _CHOSEN,
-    "--calc-ft-timeouts": _NO_SERVICE,
-    "--calculate-per-token-loss": "the loss is always divided by the tokens of the global batch",
-    "--check-for-large-grads": "--on-spike warn, the default, judges the gradient norm",
-    "--check-for-spiky-loss": "--on-spike warn, the default, judges the loss",
-    "--ckpt-assume-constant-structure": _SAVED,
-    "--ckpt-fully-parallel-load": _SAVED,
-    "--ckpt-fully-parallel-save": _SAVED,
-    "--create-all-gather-group": _COMMUNICATED,
-    "--cross-entropy-loss-fusion": _CHOSEN,
-    "--dataloader-defer-npy-index-mmap": "data files are always mapped into memory",
-    "--dataloader-fast-cache-load": "indexes are built by one process per machine",
-    "--ddp-average-in-collective": _COMMUNICATED,
-    "--ddp-pad-buckets-for-high-nccl-busbw": _COMMUNICATED,
-    "--ddp-reduce-scatter-with-fp32-accumulation": "gradients are accumulated and reduced in --grad-reduce-dtype",
-    "--defer-embedding-wgrad-compute": _CHOSEN,
-    "--delay-grad-reduce": _COMMUNICATED,
-    "--delay-wgrad-compute": _CHOSEN,
-    "--disable-gloo-process-groups": _COMMUNICATED,
-    "--disable-jit-fuser": _CHOSEN,
-    "--disable-msc": _NO_SERVICE,
-    "--disable-straggler-on-startup": _NO_SERVICE,
-    "--disable-symmetric-registration": _COMMUNICATED,
-    "--disable-tp-comm-bulk-dgrad": _CHOSEN,
-    "--disable-tp-comm-bulk-wgrad": _CHOSEN,
-    "--disable-tp-comm-overlap-ag": _CHOSEN,
-    "--disable-tp-comm-overlap-rs": _CHOSEN,
-    "--disable-tp-comm-split-ag": _CHOSEN,
-    "--disable-tp-comm-split-rs": _CHOSEN,
-    "--dist-ckpt-optim-fully-reshardable": "every checkpoint is loaded on any layout",
-    "--dist-ckpt-save-pre-mcore-014": _SAVED,
-    "--distrib-optim-fully-reshardable-mem-efficient": _SAVED,
-    "--enable-cuda-graph": _CHOSEN,
-    "--enable-experimental": _CHOSEN,
-    "--enable-ft-package": _NO_SERVICE,
-    "--enable-gloo-process-groups": _COMMUNICATED,
-    "--enable-msc": _NO_SERVICE,
-    "--enable-one-logger": _NO_SERVICE,
-    "--ep-overlap-early-attn-memory-release": _CHOSEN,
-    "--exit-on-missing-checkpoint": "--load DIR needs a checkpoint; --load auto starts from the beginning without one",
-    "--exit-signal-handler": "SIGTERM and SIGINT always save and end the run",
-    "--exit-signal-handler-for-dataloader": "SIGTERM and SIGINT always save and end the run",
-    "--external-cuda-graph": _CHOSEN,
-    "--flash-decode": _CHOSEN,
-    "--fsdp-double-buffer": _COMMUNICATED,
-    "--inference-rng-tracker": _CHOSEN,
-    "--init-model-with-meta-device": "initial weights are the same on every device and layout",
-    "--inprocess-restart": _NO_SERVICE,
-    "--legacy-tokenizer": "--tokenizer PATH is the tokenizer",
-    "--log-batch-size-to-tensorboard": _LOGGED,
-    "--log-energy": _NO_SERVICE,
-    "--log-learning-rate-to-tensorboard": _LOGGED,
-    "--log-loss-scale-to-tensorboard": _LOGGED,
-    "--log-max-attention-logit": _LOGGED,
-    "--log-memory-to-tensorboard": _LOGGED,
-    "--log-num-zeros-in-grad": _LOGGED,
-    "--log-params-norm": _LOGGED,
-    "--log-progress": "events.jsonl has each start, save and end of the run",
-    "--log-straggler": _NO_SERVICE,
-    "--log-throughput": _LOGGED,
-    "--log-timers-to-tensorboard": _LOGGED,
-    "--log-validation-ppl-to-tensorboard": _LOGGED,
-    "--log-world-size-to-tensorboard": _LOGGED,
-    "--manual-gc": "the interpreter collects garbage by itself",
-    "--masked-softmax-fusion": _CHOSEN,
-    "--mla-down-proj-fusion": _CHOSEN,
-    "--moe-enable-deepep": _COMMUNICATED,
-    "--moe-grouped-gemm": _CHOSEN,
-    "--moe-per-layer-logging": _LOGGED,
-    "--moe-permute-fusion": _CHOSEN,
-    "--moe-router-fusion": _CHOSEN,
-    "--moe-shared-expert-overlap": _CHOSEN,
-    "--moe-use-device-initiated-grouped-gemm": _CHOSEN,
-    "--moe-use-legacy-grouped-gemm": _CHOSEN,
-    "--nccl-ub": _COMMUNICATED,
-    "--no-align-grad-reduce": _COMMUNICATED,
-    "--no-align-param-gather": _COMMUNICATED,
-    "--no-async-tensor-model-parallel-allreduce": _CHOSEN,
-    "--no-barrier-with-level-1-timing": "--trace and --profile-steps measure what takes time",
-    "--no-bias-dropout-fusion": _CHOSEN,
-    "--no-bias-swiglu-fusion": _CHOSEN,
-    "--no-check-for-nan-in-loss-and-grad": "the check is part of the gradient norm; --max-bad-steps is its limit",
-    "--no-ckpt-fully-parallel-save": _SAVED,
-    "--no-clone-scatter-output-in-embedding": _CHOSEN,
-    "--no-contiguous-buffers-in-local-ddp": _CHOSEN,
-    "--no-create-attention-mask-in-dataloader": "the data loader never makes attention masks",
-    "--no-gradient-accumulation-fusion": _CHOSEN,
-    "--no-initialization": "weights of a checkpoint replace the initial ones",
-    "--no-load-rng": "no generator has a state that could be loaded",
-    "--no-log-learnig-rate-to-tensorboard": _LOGGED,
-    "--no-log-loss-scale-to-tensorboard": _LOGGED,
-    "--no-masked-softmax-fusion": _CHOSEN,
-    "--no-mmap-bin-files": "data files are always mapped into memory",
-    "--no-overlap-p2p-communication": _CHOSEN,
-    "--no-persist-layer-norm": _CHOSEN,
-    "--no-position-embedding": "--position-embedding-type says what positions there are",
-    "--no-query-key-layer-scaling": "attention's softmax is computed in fp32",
-    "--no-rope-fusion": _CHOSEN,
-    "--no-save-rng": "no generator has a state that could be saved",
-    "--no-scatter-gather-tensors-in-pipeline": _CHOSEN,
-    "--no-use-mp-args-from-checkpoint-args": "a checkpoint is loaded on any layout",
-    "--no-use-tokenizer-model-from-checkpoint-args": "--tokenizer PATH is the tokenizer",
-    "--nvtx-ranges": _PROFILED,
-    "--one-logger-async": _NO_SERVICE,
-    "--overlap-cpu-optimizer-d2h-h2d": _CHOSEN,
-    "--overlap-moe-expert-parallel-comm": _CHOSEN,
-    "--overlap-p2p-communication": _CHOSEN,
-    "--overlap-param-gather-with-optimizer-step": _COMMUNICATED,
-    "--override-lr-scheduler": "the flags of a resumed run decide its learning rate",
-    "--override-opt-param-scheduler": "the flags of a resumed run decide its learning rate",
-    "--profile": _PROFILED,
-    "--pytorch-profiler-collect-callstack": _PROFILED,
-    "--pytorch-profiler-collect-chakra": _PROFILED,
-    "--pytorch-profiler-collect-shapes": _PROFILED,
-    "--record-memory-history": _PROFILED,
-    "--rotary-interleaved": "a head is rotated by its halves: the same model, with its rows in another order",
-    "--run-workload-inspector-server": _NO_SERVICE,
-    "--store-param-remainders": "master weights are fp32",
-    "--sync-tp-duplicated-parameters": "replicated parameters have equal gradients on every rank",
-    "--te-rng-tracker": _CHOSEN,
-    "--tp-comm-overlap": _CHOSEN,
-    "--tp-comm-overlap-ag": _CHOSEN,
-    "--tp-comm-overlap-disable-fc1": _CHOSEN,
-    "--tp-comm-overlap-disable-qkv": _CHOSEN,
-    "--tp-comm-overlap-rs": _CHOSEN,
-    "--tp-comm-overlap-rs-dgrad": _CHOSEN,
-    "--use-checkpoint-args": "without a preset the shape of the model is that of the checkpoint of --load",
-    "--use-cpu-initialization": "initial weights are the same on every device and layout",
-    "--use-dist-ckpt": "every checkpoint is loaded on any layout",
-    "--use-fused-weighted-squared-relu": _CHOSEN,
-    "--use-legacy-models": "there is one kind of model",
-    "--use-mcore-models": "there is one kind of model",
-    "--use-nccl-ub": _COMMUNICATED,
-    "--use-persistent-ckpt-worker": _SAVED,
-    "--use-pytorch-profiler": _PROFILED,
-    "--use-ring-exchange-p2p": _COMMUNICATED,
-    "--use-sharp": _COMMUNICATED,
-    "--use-tokenizer-model-from-checkpoint-args": "--tokenizer PATH is the tokenizer, whose ids are compared",
-    "--use-torch-optimizer-for-cpu-offload": _CHOSEN,
-    "--use-transformer-engine-op-fuser": _CHOSEN,
-}
-IDLE_VALUES: Mapping[str, str] = {
-    "--adlr-autoresume-interval": _NO_SERVICE,
-    "--app-tag-run-name": _NO_SERVICE,
-    "--app-tag-run-version": _NO_SERVICE,
-    "--async-strategy": _SAVED,
-    "--ckpt-format": "checkpoints are safetensors",
-    "--config-logger-dir": _NO_SERVICE,
-    "--cross-entropy-fusion-impl": _CHOSEN,
-    "--cuda-graph-impl": _CHOSEN,
-    "--cuda-graph-scope": _CHOSEN,
-    "--cuda-graph-warmup-steps": _CHOSEN,
-    "--data-impl": "data files are always mapped into memory",
-    "--dataloader-type": "samples come in one order that every layout shares",
-    "--DDP-impl": "gradients are reduced in buckets, during backward",
-    "--ddp-num-buckets": _COMMUNICATED,
-    "--decoder-first-pipeline-num-layers": _DIVIDED,
-    "--decoder-last-pipeline-num-layers": _DIVIDED,
-    "--dist-ckpt-format": "checkpoints are safetensors",
-    "--dist-ckpt-strictness": "a checkpoint that does not fit the model is refused",
-    "--dist-ckpt-workers": _SAVED,
-    "--distributed-backend": "cuda communicates through NCCL, cpu through gloo",
-    "--distributed-timeout-seconds-after-init": "--distributed-timeout-minutes holds from the beginning to the end",
-    "--empty-unused-memory-level": "the allocator keeps its memory",
-    "--fim-eod-token": "documents are those of the dataset's index",
-    "--fim-pad-token": "padding at the end of a sample has no loss, and no token attends to it",
-    "--high-priority-stream-groups": _COMMUNICATED,
-    "--kill-switch-path": "SIGTERM and SIGINT always save and end the run",
-    "--log-memory-interval": _LOGGED,
-    "--logging-level": "messages have one level",
-    "--manual-gc-interval": "the interpreter collects garbage by itself",
-    "--memory-snapshot-path": _PROFILED,
-    "--microbatch-group-size-per-virtual-pipeline-stage": "the order of microbatches is that of --schedule",
-    "--mid-level-dataset-surplus": "indexes hold as many samples as the run needs",
-    "--moe-deepep-num-sms": _COMMUNICATED,
-    "--moe-flex-dispatcher-backend": _COMMUNICATED,
-    "--moe-hybridep-num-sms": _COMMUNICATED,
-    "--moe-token-dispatcher-type": "tokens reach their experts by all-to-all",
-    "--nccl-communicator-config-path": _COMMUNICATED,
-    "--num-dataset-builder-threads": "indexes are built by one process per machine",
-    "--object-storage-cache-path": "data of an object store is downloaded to --data-cache-path",
-    "--one-logger-project": _NO_SERVICE,
-    "--one-logger-run-name": _NO_SERVICE,
-    "--pad-vocab-size-to": "padding of the vocabulary exists in memory only; see --make-vocab-size-divisible-by",
-    "--pipeline-model-parallel-comm-backend": _COMMUNICATED,
-    "--pp-partition-method": _DIVIDED,
-    "--profile-ranks": _PROFILED,
-    "--profile-step-end": _PROFILED,
-    "--profile-step-start": _PROFILED,
-    "--s3-cache-path": "data of an object store is downloaded to --data-cache-path",
-    "--sharp-enabled-group": _COMMUNICATED,
-    "--straggler-ctrlr-port": _NO_SERVICE,
-    "--straggler-minmax-count": _NO_SERVICE,
-    "--suggested-communication-unit-size": _COMMUNICATED,
-    "--tensorboard-log-interval": "--log-interval holds for every place that metrics go to",
-    "--tensorboard-queue-size": "events are written beside training",
-    "--test-data-path": "no evaluation reads the test split",
-    "--tiktoken-num-special-tokens": "the file of --tokenizer PATH has it",
-    "--tiktoken-pattern": "the file of --tokenizer PATH has it",
-    "--timing-log-level": "--trace and --profile-steps measure what takes time",
-    "--timing-log-option": "--trace and --profile-steps measure what takes time",
-    "--tokenizer-metadata": "the file of --tokenizer PATH has it",
-    "--tokenizer-type": "the type follows from --tokenizer PATH",
-    "--tp-comm-bootstrap-backend": _COMMUNICATED,
-    "--tp-comm-overlap-cfg": _CHOSEN,
-    "--train-sync-interval": "ranks wait for each other at every step",
-    "--transformer-impl": _CHOSEN,
-    "--wandb-save-dir": "the files of W&B are in OUTPUT_DIR/wandb",
-    "--wgrad-deferral-limit": _CHOSEN,
-}
+_GENERATION = "it is about generation, which tools/generate.py does"
+_TOKENIZED = "the data are tokenized: tools/preprocess_data.py has done it"
+_WRITTEN = "such tensors are not written"
+
+
+def by_flag(*reasons: tuple[str, str]) -> dict[str, str]:
+    """The reason of each flag.
+
+    Args:
+        reasons: flags, with blanks between, and their reason.
+    """
+    return {flag: why for flags, why in reasons for flag in flags.split()}
+
+
+IDLE_SWITCHES: Mapping[str, str] = by_flag(
+    (
+        (
+            "--abort-on-unmet-fused-kernel-constraints --cache-mla-latents "
+            "--cpu-offloading-retain-pinned-cpu-buffers --cross-entropy-loss-fusion "
+            "--cuda-graph-dynamic-microbatches --cuda-graph-retain-backward-graph --defer-embedding-wgrad-compute "
+            "--delay-offload-until-cuda-graph --delay-wgrad-compute --dense-grouped-gemm "
+            "--disable-clone-scatter-output-in-embedding --disable-cuda-graph-use-single-mempool "
+            "--disable-jit-fuser --disable-mem-efficient-ln --disable-tp-comm-bulk-dgrad "
+            "--disable-tp-comm-bulk-wgrad --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs "
+            "--disable-tp-comm-split-ag --disable-tp-comm-split-rs --ds-fused-adam --enable-cuda-graph "
+            "--enable-experimental --enable-zbh1-exact-semantics --ep-overlap-early-attn-memory-release "
+            "--external-cuda-graph --fallback-to-eager-attn --flash-decode --fused-residual-rmsnorm "
+            "--inference-rng-tracker --mla-down-proj-fusion --moe-grouped-gemm --moe-paged-stash "
+            "--moe-permute-fusion --moe-router-fusion --moe-shared-expert-overlap --moe-single-grouped-bias "
+            "--moe-single-grouped-weight --moe-use-device-initiated-grouped-gemm --moe-use-legacy-grouped-gemm "
+            "--no-async-tensor-model-parallel-allreduce --no-bias-dropout-fusion --no-bias-swiglu-fusion "
+            "--no-clone-scatter-output-in-embedding --no-contiguous-buffers-in-local-ddp "
+            "--no-cuda-graph-use-single-mempool --no-gradient-accumulation-fusion --no-gradient-reduce-div-fusion "
+            "--no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-pin-cpu-grads "
+            "--no-pin-cpu-params --no-rope-fusion --no-scatter-gather-tensors-in-pipeline --no-tp-comm-bulk-dgrad "
+            "--no-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --no-tp-comm-split-ag "
+            "--no-tp-comm-split-rs --optimizer-cuda-graph --overlap-cpu-optimizer-d2h-h2d "
+            "--overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm "
+            "--overlap-p2p-communication --overlap-p2p-communication-warmup-flush --te-rng-tracker --torch-adam "
+            "--tp-comm-overlap --tp-comm-overlap-rs-dgrad --use-contiguous-buffers-in-ddp "
+            "--use-fused-weighted-squared-relu --use-grouped-gemm-for-dense-mlp "
+            "--use-grouped-gemm-for-shared-expert --use-te-activation-func --use-torch-optimizer-for-cpu-offload "
+            "--use-transformer-engine-op-fuser --use-tutel"
+        ),
+        _CHOSEN,
+    ),
+    (
+        (
+            "--create-all-gather-group --ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw "
+            "--delay-grad-reduce --disable-align-grad-reduce --disable-gloo-process-groups "
+            "--disable-symmetric-registration --fsdp-double-buffer --fsdp-manual-registration "
+            "--high-priority-a2a-comm-stream --moe-enable-deepep --moe-hybridep-pad-variable-tokens "
+            "--moe-ncclep-static-shape --moe-ncclep-use-symm-mem --moe-permute-fusion-into-hybridep "
+            "--no-align-grad-reduce --no-align-param-gather --overlap-param-gather-with-optimizer-step "
+            "--use-nccl-ub --use-ring-exchange-p2p --use-sharp"
+        ),
+        _COMMUNICATED,
+    ),
+    ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", _DIVIDED),
+    (
+        (
+            "--decode-only-cuda-graphs --disable-chunked-prefill --enable-chunked-prefill "
+            "--inference-disable-triton-nvls-kernels --inference-dynamic-batching "
+            "--inference-dynamic-batching-track-generated-token-events "
+            "--inference-dynamic-batching-track-paused-request-events --inference-fuse-tp-communication "
+            "--inference-moe-disable-fused-quant-kernels --inference-wandb-logging "
+            "--moe-pad-experts-for-cuda-graph-inference --nccl-all-reduce-for-prefill --no-inference-wandb-logging "
+            "--output-bert-embeddings --use-legacy-static-engine"
+        ),
+        _GENERATION,
+    ),
+    (
+        (
+            "--disable-log-loss-scale-to-tensorboard --log-batch-size-to-tensorboard --log-device-memory-used "
+            "--log-max-attention-logit --log-memory-to-tensorboard --log-moe-overload-factor "
+            "--log-num-zeros-in-grad --log-params-norm --log-throughput --log-timers-to-tensorboard "
+            "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --moe-per-layer-logging "
+            "--no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard"
+        ),
+        _LOGGED,
+    ),
+    (
+        (
+            "--adlr-autoresume --calc-ft-timeouts --disable-flight-recorder-dump-on-timeout "
+            "--disable-flight-recorder-extra-dump-on-exec --disable-flight-recorder-include-only-active "
+            "--disable-msc --disable-straggler-on-startup --enable-ft-package --enable-one-logger "
+            "--flight-recorder-include-stack-trace --inprocess-empty-cuda-cache --inprocess-restart --log-energy "
+            "--log-straggler --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec "
+            "--no-flight-recorder-include-only-active --no-one-logger --one-logger-async "
+            "--run-workload-inspector-server"
+        ),
+        _NO_SERVICE,
+    ),
+    (
+        (
+            "--nvtx-ranges --profile --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra "
+            "--pytorch-profiler-collect-shapes --record-memory-history --record-shapes --use-pytorch-profiler"
+        ),
+        _PROFILED,
+    ),
+    (
+        (
+            "--async-ckpt-use-cpu-shm --ckpt-assume-constant-structure --ckpt-fully-parallel-load "
+            "--ckpt-fully-parallel-load-replicate-local --ckpt-fully-parallel-save "
+            "--ckpt-fully-parallel-save-replicate-local --dist-ckpt-save-pre-mcore-014 "
+            "--distrib-optim-fully-reshardable-mem-efficient --no-ckpt-fully-parallel-save "
+            "--use-persistent-ckpt-worker"
+        ),
+        _SAVED,
+    ),
+    (
+        (
+            "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces "
+            "--no-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-include-special-tokens "
+            "--tokenizer-hf-no-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-use-fast "
+            "--tokenizer-sentencepiece-legacy"
+        ),
+        _TOKENIZED,
+    ),
+    (
+        (
+            "--moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits "
+            "--moe-routing-trace-dump-weights"
+        ),
+        _WRITTEN,
+    ),
+    (
+        "--accumulate-allreduce-grads-in-fp32 --ddp-reduce-scatter-with-fp32-accumulation",
+        "gradients are accumulated and reduced in --grad-reduce-dtype",
+    ),
+    (
+        "--apply-layernorm-1p",
+        "weights of norms have no weight decay, so that what is added to them does not matter",
+    ),
+    ("--apply-query-key-layer-scaling --no-query-key-layer-scaling", "attention's softmax is computed in fp32"),
+    ("--attention-softmax-in-fp32", "attention's softmax is always computed in fp32"),
+    ("--auto-detect-ckpt-format", "checkpoints are safetensors"),
+    ("--calculate-per-token-loss", "the loss is always divided by the tokens of the global batch"),
+    ("--check-for-large-grads", "--on-spike warn, the default, judges the gradient norm"),
+    ("--check-for-spiky-loss", "--on-spike warn, the default, judges the loss"),
+    ("--data-parallel-random-init", "replicas begin with the same weights, as there after the first broadcast"),
+    (
+        "--dataloader-defer-npy-index-mmap --mmap-warmup --no-mmap-bin-files",
+        "data files are always mapped into memory",
+    ),
+    ("--dataloader-fast-cache-load", "indexes are built by one process per machine"),
+    (
+        "--decrease-batch-size-if-needed",
+        "a --global-batch-size that the data-parallel ranks do not divide is refused",
+    ),
+    (
+        (
+            "--disable-ckpt-load-validate-sharding-integrity --no-ckpt-load-validate-sharding-integrity "
+            "--verify-integrity"
+        ),
+        "every checkpoint has checksums, which are verified",
+    ),
+    (
+        "--disable-create-attention-mask-in-dataloader --no-create-attention-mask-in-dataloader",
+        "the data loader never makes attention masks",
+    ),
+    ("--disable-manual-gc-eval --manual-gc --no-manual-gc-eval", "the interpreter collects garbage by itself"),
+    (
+        "--disable-pad-vocab-size --no-pad-vocab-size",
+        "padding of the vocabulary exists in memory only; see --make-vocab-size-divisible-by",
+    ),
+    ("--disable-save-tokenizer-assets --no-save-tokenizer-assets", "checkpoints hold the tokenizer's hash"),
+    (
+        "--disable-strict-fsdp-dtensor-load --no-strict-fsdp-dtensor-load",
+        "a checkpoint that does not fit the model is refused",
+    ),
+    (
+        (
+            "--disable-use-tokenizer-model-from-checkpoint-args --legacy-tokenizer "
+            "--no-use-tokenizer-model-from-checkpoint-args"
+        ),
+        "--tokenizer PATH is the tokenizer",
+    ),
+    ("--dist-ckpt-optim-fully-reshardable --use-dist-ckpt", "every checkpoint is loaded on any layout"),
+    (
+        "--exit-on-missing-checkpoint",
+        "--load DIR needs a checkpoint; --load auto starts from the beginning without one",
+    ),
+    (
+        "--exit-signal-handler --exit-signal-handler-for-dataloader --exit-signal-handler-for-training",
+        "SIGTERM and SIGINT always save and end the run",
+    ),
+    (
+        "--init-model-with-meta-device --use-cpu-initialization",
+        "initial weights are the same on every device and layout",
+    ),
+    ("--load-main-params-from-ckpt", "checkpoints hold fp32 weights, from which a run always continues"),
+    ("--log-progress", "events.jsonl has each start, save and end of the run"),
+    ("--no-barrier-with-level-1-timing", "--trace and --profile-steps measure what takes time"),
+    (
+        "--no-check-for-nan-in-loss-and-grad",
+        "the check is part of the gradient norm; --max-bad-steps is its limit",
+    ),
+    ("--no-initialization", "weights of a checkpoint replace the initial ones"),
+    ("--no-load-rng", "no generator has a state that could be loaded"),
+    ("--no-save-rng", "no generator has a state that could be saved"),
+    (
+        "--override-lr-scheduler --override-opt-param-scheduler",
+        "the flags of a resumed run decide its learning rate",
+    ),
+    ("--rotary-interleaved", "a head is rotated by its halves: the same model, with its rows in another order"),
+    ("--store-param-remainders", "master weights are fp32"),
+    ("--sync-tp-duplicated-parameters", "replicated parameters have equal gradients on every rank"),
+    ("--use-checkpoint-args", "without a preset the shape of the model is that of the checkpoint of --load"),
+    ("--use-custom-fsdp --use-megatron-fsdp", "--zero-stage says what is divided"),
+    ("--use-legacy-models --use-mcore-models", "there is one kind of model"),
+    ("--use-tp-pp-dp-mapping", "which ranks are neighbours changes no result"),
+)
+"""Switches."""
+IDLE_VALUES: Mapping[str, str] = by_flag(
+    (
+        (
+            "--activation-offload-fraction --cross-entropy-fusion-impl --cuda-graph-impl --cuda-graph-warmup-steps "
+            "--delta-offload-bytes-across-pp-ranks --dump-param-to-param-group-map "
+            "--fine-grained-offloading-max-inflight-offloads --min-offloaded-tensor-size --mlp-chunks-for-training "
+            "--moe-mlp-glu-interleave-size --moe-paged-stash-buffer-size-factor-cpu "
+            "--moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size "
+            "--moe-shared-expert-glu-interleave-size --tp-comm-overlap-cfg --transformer-impl "
+            "--wgrad-deferral-limit"
+        ),
+        _CHOSEN,
+    ),
+    (
+        (
+            "--ddp-num-buckets --moe-deepep-num-sms --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms "
+            "--moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms "
+            "--moe-hybridep-num-sms-preprocessing --nccl-communicator-config-path "
+            "--pipeline-model-parallel-comm-backend --sharp-enabled-group --suggested-communication-unit-size "
+            "--tp-comm-bootstrap-backend"
+        ),
+        _COMMUNICATED,
+    ),
+    ("--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pp-partition-method", _DIVIDED),
+    (
+        (
+            "--inference-batch-times-seqlen-threshold --inference-coordinator-port --inference-cuda-graph-scope "
+            "--inference-dynamic-batching-block-size --inference-dynamic-batching-buffer-guaranteed-fraction "
+            "--inference-dynamic-batching-buffer-overflow-factor --inference-dynamic-batching-buffer-size-gb "
+            "--inference-dynamic-batching-cuda-graph-max-tokens "
+            "--inference-dynamic-batching-cuda-graph-mixed-prefill-count "
+            "--inference-dynamic-batching-mamba-memory-ratio --inference-dynamic-batching-max-requests "
+            "--inference-dynamic-batching-max-requests-override --inference-dynamic-batching-max-tokens "
+            "--inference-dynamic-batching-max-tokens-override --inference-dynamic-batching-num-cuda-graphs "
+            "--inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-unified-memory-level "
+            "--inference-grouped-gemm-backend --inference-logging-step-interval --inference-max-batch-size "
+            "--inference-max-requests --inference-max-seq-length --inference-moe-token-dispatcher-type "
+            "--inference-wandb-logging-step-interval --max-tokens-to-oom --mlp-chunks-for-prefill "
+            "--symmetric-ar-type"
+        ),
+        _GENERATION,
+    ),
+    ("--log-memory-interval --log-path", _LOGGED),
+    (
+        (
+            "--adlr-autoresume-interval --app-tag-run-name --app-tag-run-version --codecarbon-dir "
+            "--config-logger-dir --flight-recorder-dump-path --flight-recorder-trace-buffer-size "
+            "--ft-num-warmup-iters --gpu-sniff-test-interval --inprocess-active-world-size "
+            "--inprocess-barrier-timeout --inprocess-completion-timeout --inprocess-granularity "
+            "--inprocess-hard-timeout --inprocess-heartbeat-interval --inprocess-heartbeat-timeout "
+            "--inprocess-last-call-wait --inprocess-max-iterations --inprocess-monitor-process-interval "
+            "--inprocess-monitor-thread-interval --inprocess-progress-watchdog-interval --inprocess-soft-timeout "
+            "--inprocess-termination-grace-time --one-logger-entity --one-logger-project --one-logger-run-name "
+            "--straggler-ctrlr-port --straggler-minmax-count"
+        ),
+        _NO_SERVICE,
+    ),
+    ("--memory-snapshot-path --profile-step-end --profile-step-start", _PROFILED),
+    (
+        (
+            "--async-ckpt-cpu-priority --async-ckpt-io-priority --async-strategy "
+            "--ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-load-process-group "
+            "--ckpt-fully-parallel-save-process-group --dist-ckpt-workers"
+        ),
+        _SAVED,
+    ),
+    (
+        (
+            "--moe-routing-trace-max-training-iters --moe-routing-trace-path --save-activations-interval "
+            "--save-dgrads-interval --save-params-interval --save-tokens-per-expert-interval --save-wgrads-interval"
+        ),
+        _WRITTEN,
+    ),
+    ("--checkpoint-method --checkpoint-num-layers", "all layers are recomputed, which changes memory only"),
+    ("--ckpt-format --dist-ckpt-format", "checkpoints are safetensors"),
+    ("--data-impl", "data files are always mapped into memory"),
+    ("--dataloader-type", "samples come in one order that every layout shares"),
+    ("--DDP-impl", "gradients are reduced in buckets, during backward"),
+    ("--dist-ckpt-strictness", "a checkpoint that does not fit the model is refused"),
+    ("--distributed-backend", "cuda communicates through NCCL, cpu through gloo"),
+    (
+        "--distributed-timeout-seconds-after-init",
+        "--distributed-timeout-minutes holds from the beginning to the end",
+    ),
+    ("--empty-unused-memory-level", "the allocator keeps its memory"),
+    ("--error-injection-type", "no error is injected"),
+    ("--eval-micro-batch-size", "an evaluation has --micro-batch-size, which changes memory only"),
+    ("--fim-eod-token --null-tokenizer-eod-id", "documents are those of the dataset's index"),
+    (
+        "--fim-pad-token --null-tokenizer-pad-id",
+        "padding at the end of a sample has no loss, and no token attends to it",
+    ),
+    ("--kill-switch-file --kill-switch-path", "SIGTERM and SIGINT always save and end the run"),
+    ("--lazy-mpu-init", "groups of ranks are made at launch"),
+    ("--log-level --log-level-replica --logging-level", "messages have one level"),
+    ("--manual-gc-interval", "the interpreter collects garbage by itself"),
+    ("--microbatch-group-size-per-virtual-pipeline-stage", "the order of microbatches is that of --schedule"),
+    ("--mid-level-dataset-surplus", "indexes hold as many samples as the run needs"),
+    ("--moe-token-dispatcher-type", "tokens reach their experts by all-to-all"),
+    (
+        "--num-dataset-builder-threads --per-dataset-sequences-path",
+        "indexes are built by one process per machine",
+    ),
+    ("--object-storage-cache-path --s3-cache-path", "data of an object store is downloaded to --data-cache-path"),
+    (
+        "--pad-vocab-size-to --padded-vocab-size",
+        "padding of the vocabulary exists in memory only; see --make-vocab-size-divisible-by",
+    ),
+    ("--start-eval-at-iter", "evaluations begin after --eval-interval steps, and change no weight"),
+    ("--tensorboard-log-interval", "--log-interval holds for every place that metrics go to"),
+    ("--tensorboard-queue-size", "events are written beside training"),
+    ("--test-weighted-split-paths-path", "no evaluation reads the test split"),
+    (
+        "--tiktoken-num-special-tokens --tiktoken-pattern --tokenizer-metadata",
+        "the file of --tokenizer PATH has it",
+    ),
+    ("--timing-log-level --timing-log-option", "--trace and --profile-steps measure what takes time"),
+    ("--tokenizer-type", "the type follows from --tokenizer PATH"),
+    ("--train-sync-interval", "ranks wait for each other at every step"),
+    ("--wandb-save-dir", "the files of W&B are in OUTPUT_DIR/wandb"),
+)
+"""Flags with one value."""
+IDLE_LISTS: Mapping[str, str] = by_flag(
+    ("--cuda-graph-modules --cuda-graph-scope", _CHOSEN),
+    ("--hierarchical-context-parallel-sizes --high-priority-stream-groups", _COMMUNICATED),
+    ("--profile-ranks", _PROFILED),
+    ("--test-data-path --test-weighted-split-paths", "no evaluation reads the test split"),
+)
+"""Flags with any number of values."""

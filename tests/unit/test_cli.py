@@ -187,8 +187,8 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
     (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
     (["--swiglu", "--activation", "gelu"], ("--swiglu is --activation swiglu", "--activation gelu is given as well")),
-    (["--recompute-modules", "mlp"], ("--recompute-modules mlp has no counterpart", "use --recompute selective")),
-    (["--no-save-optim"], ("--no-save-optim", "Megatron-LM's", "does not have it: without it checkpoints hold")),
+    (["--recompute-modules", "gdn"], ("--recompute-modules gdn has no counterpart", "use --recompute selective")),
+    (["--no-save-optim"], ("--no-save-optim", "Megatron-LM's", "not in megacore: without it checkpoints hold")),
     (
         ["--fp8-format", "hybrid"],
         ("--fp8-format is Megatron-LM's", "use --precision bf16: megacore does not compute in fp8"),

@@ -17,7 +17,7 @@ from megacore.config.cli import flag_names
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.deepspeed_keys import ALIASES, KEYS
 from megacore.config.flags import all_fields
-from megacore.config.megatron_values import FOREIGN
+from megacore.config.megatron_flags import FOREIGN
 from megacore.optim.lr_schedules import learning_rate, momentum
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems

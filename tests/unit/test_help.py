@@ -14,7 +14,7 @@ from megacore.config.cli import flag_names, parse_config
 from megacore.config.fields import field_docs, field_infos
 from megacore.config.flags import FILES, all_fields, read_flags
 from megacore.config.help import DRY_RUN_FLAGS, help_text, help_topic
-from megacore.config.megatron_values import FOREIGN
+from megacore.config.megatron_flags import FOREIGN
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS

@@ -54,9 +54,9 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ["--window-size", "7,0", "--window-attn-skip-freq", "[1,1,0]*7 + [1]*2+[0]"],
-            ["--window-size", "8", "--attention-pattern", ",".join(["2*w,f"] * 8)],
+            ["--window-size", "8", "--attention-pattern", "2*w,f"],
         ),
-        (["--softmax-type", "vanilla", "--use-tokenizer-model-from-checkpoint-args", "--rerun-mode", "disabled"], []),
+        (["--softmax-type", "vanilla", "--rerun-mode", "disabled"], []),
     ],
 )
 def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
@@ -257,8 +257,8 @@ def test_a_script_loads_from_where_it_saves(tmp_path: Path, refuse: Refuse, capf
         (["--window-attn-skip-freq", "[1,1,0]"], "is for 3 blocks, and --num-layers is"),
         (["--window-attn-skip-freq", "[2]*4"], "is neither a whole number nor a list such as [1,1,1,0]*6"),
         (["--softmax-type", "learnable"], "has no offset here, so that the model would be another one"),
-        (["--mtp-num-layers", "1"], "megacore does not have it: there is no multi-token prediction"),
-        (["--no-rope-freq", "4"], "use --attention-pattern, whose n is a block without rotary positions"),
+        (["--mtp-num-layers", "1"], "not in megacore: there is no multi-token prediction"),
+        (["--no-rope-freq", "0"], "use a whole number of 1 or more, or a list such as [1,1,1,0]*6"),
         (["--ckpt-format"], "needs one value, and has 0: leave it out, as it changes nothing here"),
         (
             ["--data-args-path", "/dev/zero"],

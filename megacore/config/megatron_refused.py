@@ -1,0 +1,371 @@
+"""Flags of Megatron-LM, and of the programs that descend from it, that are refused by name.
+
+A script is refused with these lines instead of a guess at a similar name. docs/guides/coming-from-megatron.md lists the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megacore.config.megatron_idle import by_flag
+
+REPLACED: Mapping[str, str] = by_flag(
+    ("--aml-data-download-path", "give whole prefixes to --data-path"),
+    ("--apply-wd-to-qk-layernorm --no-weight-decay-cond-type", "use --param-group"),
+    ("--batch-invariant-mode", "use --reproducible, which is bitwise the same on every layout"),
+    ("--batch-size", "use --micro-batch-size"),
+    ("--bert-no-binary-head", "use pretrain_bert.py --sentence-task none"),
+    (
+        "--chat-template --sft-tokenizer-prompt-format",
+        "leave it out: preprocess_data.py renders conversations, see docs/guides/data.md",
+    ),
+    (
+        "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format",
+        "use tools/convert_checkpoint.py",
+    ),
+    ("--ckpt-step --load-tag", "use --load OUTPUT_DIR/step_NNNNNNNN"),
+    (
+        "--cpu-offloading-num-layers --fine-grained-activation-offloading --offload-modules",
+        "use --offload-activations",
+    ),
+    (
+        (
+            "--disable-fp8-wgrad --first-last-layers-bf16 --fp4-format --fp4-param-gather --fp4-quantizer-factory "
+            "--fp4-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-e4m3 --fp8-format --fp8-hybrid "
+            "--fp8-interval --fp8-margin --fp8-output-proj --fp8-param-gather --fp8-quantizer-factory --fp8-recipe "
+            "--keep-fp8-transpose-cache --kitchen-attention-backend --kitchen-config-file --kitchen-recipe-number "
+            "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization --no-fp8-wgrad "
+            "--num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag "
+            "--te-precision-config-file --use-kitchen-attention"
+        ),
+        "leave it out, and use --precision bf16: megacore does not compute in fp8",
+    ),
+    (
+        "--enable-full-sharding-in-hsdp",
+        "use --zero-stage 3 without --zero-shard-size, which divides over all ranks",
+    ),
+    ("--encoder-num-layers", "use --num-layers: there are no models of an encoder and a decoder"),
+    ("--encoder-seq-length", "use --seq-length"),
+    (
+        ("--exp-avg-dtype --exp-avg-sq-dtype --main-grads-dtype --main-params-dtype --use-precision-aware-optimizer"),
+        "use --moments-dtype for the moments and --grad-reduce-dtype for gradients; master weights are fp32",
+    ),
+    ("--fake-process-group", "leave it out: a full dry run takes a step without other ranks"),
+    (
+        "--fim-fragment-rate --fim-split-sample",
+        "leave it out, and make each file a document of the dataset: --fim-rate is for documents",
+    ),
+    (
+        "--fim-no-prefix",
+        "leave it out: --fim-rate is for every document; keep the others in a dataset of their own",
+    ),
+    (
+        "--init-method-xavier-uniform",
+        "leave it out: initial weights are normal (--init-method-std), and so differ",
+    ),
+    (
+        "--loss-on-targets-only",
+        "leave it out: a --data-path of conversations has a loss mask, see docs/guides/data.md",
+    ),
+    ("--model-parallel-size", "use --tp"),
+    ("--moe-extended-tp", "use --etp"),
+    ("--moe-pad-expert-input-to-capacity", "leave it out: only the tokens that there are are sent and computed"),
+    ("--most-recent-k", "use --keep-last"),
+    ("--muon-coefficient-type", "leave it out if it is quintic; --muon-num-ns-steps is the number of iterations"),
+    ("--muon-fp32-matmul-prec", "use --muon-ns-dtype, the format of the iterations"),
+    ("--muon-scalar-optimizer", "leave it out: --optimizer muon updates other parameters with AdamW"),
+    ("--mup-attn-scale-power", "use --attention-multiplier, the factor itself"),
+    ("--mup-base-head-dim", "use --mup-base-head-size"),
+    ("--mup-base-hidden-size --use-mup", "use --mup-base-width"),
+    ("--mup-embedding-mult", "use --embedding-multiplier"),
+    ("--mup-output-mult", "use --logits-divisor, which divides"),
+    ("--mup-width-mult", "leave it out: it follows from --mup-base-width"),
+    ("--no-load-lr-state", "use --no-load-optim, which begins the schedule anew too"),
+    (
+        (
+            "--non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-algo "
+            "--non-persistent-local-ckpt-dir --non-persistent-save-interval --replication --replication-factor "
+            "--replication-jump"
+        ),
+        "use --save-interval",
+    ),
+    (
+        "--num-distributed-optimizer-instances",
+        "use --zero-shard-size, the ranks that one instance is divided over",
+    ),
+    ("--offload-optimizer-states", "use --offload-optimizer"),
+    ("--onnx-safe", "leave it out: tools/convert_checkpoint.py exports models"),
+    ("--outer-dp-sharding-strategy", "use --zero-shard-size, the ranks that one copy is divided over"),
+    ("--pipeline-model-parallel-split-rank", "leave it out: there are no models of an encoder and a decoder"),
+    (
+        "--sft",
+        (
+            "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in "
+            "docs/guides/data.md"
+        ),
+    ),
+    ("--standalone-embedding-stage", "use --pipeline-layout with E alone as the first stage, the embedding"),
+    ("--test-mode", "leave it out; --replay-interval repeats steps and compares"),
+    (
+        "--tiktoken-special-tokens --tokenizer-special-tokens",
+        "leave it out: the file of --tokenizer PATH has them",
+    ),
+    (
+        "--train-weighted-split-paths --train-weighted-split-paths-path",
+        "use --train-data-path WEIGHT PREFIX WEIGHT PREFIX",
+    ),
+    (
+        "--trust-remote-code",
+        "leave it out, and use a --tokenizer with a tokenizer.json: no code of others is run",
+    ),
+    (
+        "--use-checkpoint-lr-scheduler --use-checkpoint-opt-param-scheduler",
+        "leave it out, and give the flags of the schedule that the run has: they decide",
+    ),
+    ("--use-layer-wise-distributed-optimizer", "use --zero-stage 1, which divides the state of every optimizer"),
+    ("--use-mp-args-from-checkpoint-args", "give --tp and --pp: a checkpoint is loaded on any layout"),
+    (
+        "--valid-weighted-split-paths --valid-weighted-split-paths-path --validation-set-names",
+        "use --valid-sets NAME=PREFIX",
+    ),
+    ("--warmup", "use --lr-warmup-iters"),
+    ("--yaml-cfg", "use --config FILE.toml"),
+)
+"""Flags that have another name here, or that megacore does not need."""
+
+NOT_YET: Mapping[str, str] = by_flag(
+    (
+        "--activation-func-clamp-value --glu-linear-offset --quick-geglu",
+        "without it the activation, and so the model, is another one: use one of --activation",
+    ),
+    (
+        (
+            "--adaptive-muon-beta2 --adaptive-muon-eps --adaptive-muon-moment2-method --soap-precondition-frequency "
+            "--soap-shampoo-beta"
+        ),
+        "there are neither SOAP nor adaptive Muon: use one of --optimizer",
+    ),
+    (
+        "--allow-ambiguous-pad-tokens",
+        "without it tokens that are also padding have a loss; the loss mask of a dataset can exclude them",
+    ),
+    (
+        (
+            "--apply-dsa-kernel-fusion --csa-compress-ratios --csa-compress-rotary-base --csa-dense-mode "
+            "--csa-window-size --disable-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu "
+            "--dsa-indexer-head-dim --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff "
+            "--dsa-indexer-n-heads --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset --dsa-indexer-topk "
+            "--dsa-indexer-topk-freq --dsa-indexer-use-sparse-loss --dsa-kernel-backend "
+            "--experimental-attention-variant --gdn-conv-pad-alignment --gdn-pre-gated-delta-rule-fusion "
+            "--linear-attention-freq --linear-attention-type --linear-conv-kernel-dim --linear-cp-mode "
+            "--linear-key-head-dim --linear-num-key-heads --linear-num-value-heads --linear-value-head-dim "
+            "--no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu --o-groups --o-lora-rank"
+        ),
+        "without it attention, and so the model, is another one",
+    ),
+    ("--apply-residual-connection-post-layernorm", "without it residuals begin before the norm: another model"),
+    (
+        "--attention-output-gate --head-wise-attn-gate",
+        "without it attention's output has no gate, and the model is another one",
+    ),
+    (
+        (
+            "--bert-embedder-type --retro-add-retriever --retro-attention-gate --retro-cyclic-train-iters "
+            "--retro-encoder-attention-dropout --retro-encoder-hidden-dropout --retro-encoder-layers "
+            "--retro-no-verify-neighbor-count --retro-num-neighbors --retro-num-retrieved-chunks "
+            "--retro-project-dir --retro-return-doc-ids --retro-workdir"
+        ),
+        "without it nothing is retrieved, and the model is another one",
+    ),
+    (
+        (
+            "--bert-load --biencoder-projection-dim --biencoder-shared-query-context-model --block-data-path "
+            "--embedding-path --evidence-data-path --ict-head-size --ict-load --indexer-batch-size "
+            "--indexer-log-interval --query-in-block-prob --retriever-report-topk-accuracies "
+            "--retriever-score-scaling --retriever-seq-length --titles-data-path --use-one-sent-docs"
+        ),
+        "there are no models of a query and a context",
+    ),
+    (
+        (
+            "--classes-fraction --data-per-class-fraction --dino-bottleneck-size --dino-freeze-last-layer "
+            "--dino-head-hidden-size --dino-local-crops-number --dino-local-img-size --dino-norm-last-layer "
+            "--dino-teacher-temp --dino-warmup-teacher-temp --dino-warmup-teacher-temp-epochs --head-lr-mult "
+            "--img-dim --img-h --img-w --iter-per-epoch --mask-factor --mask-type --no-data-sharding --num-channels "
+            "--num-classes --patch-dim --swin-backbone-type --vision-backbone-type --vision-pretraining "
+            "--vision-pretraining-type"
+        ),
+        "there are no models of images",
+    ),
+    (
+        "--cp-partition-mode --hybrid-context-parallel --max-seqlen-per-dp-cp-rank --thd-max-packed-sequences",
+        "without it every rank of --cp has an equal part of each sequence",
+    ),
+    (
+        (
+            "--data-efficiency-curriculum-learning --return-data-index --train-data-exact-num-epochs "
+            "--train-desc-path --train-doc-idx-path --train-idx-path --train-sample-idx-path "
+            "--train-shuffle-idx-path"
+        ),
+        "samples come in the order of --sample-order, so that training differs",
+    ),
+    (
+        (
+            "--decoder-num-layers --decoder-seq-length --encoder-pipeline-model-parallel-size "
+            "--encoder-tensor-model-parallel-size"
+        ),
+        "there are no models of an encoder and a decoder",
+    ),
+    (
+        "--disable-bf16-reduced-precision-matmul",
+        "without it bf16 products may be summed in bf16 where the device's library does so",
+    ),
+    (
+        (
+            "--disable-mamba-mem-eff-path --hybrid-attention-ratio --hybrid-layer-pattern --hybrid-mlp-ratio "
+            "--hybrid-override-pattern --is-hybrid-model --mamba-head-dim --mamba-num-groups --mamba-num-heads "
+            "--mamba-state-dim"
+        ),
+        "there are no Mamba layers, so that no flags give that model",
+    ),
+    (
+        (
+            "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism "
+            "--expert-interval --mlp-type --moe-eval-capacity-factor --moe-loss-coeff --moe-min-capacity "
+            "--moe-train-capacity-factor --num-experts-switch --topk"
+        ),
+        (
+            "Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs; see "
+            "--moe-router-topk"
+        ),
+    ),
+    (
+        (
+            "--disable-mok-use-mxfp8-weights --mok-bwd-num-comm-sms --mok-fwd-num-comm-sms "
+            "--no-mok-use-mxfp8-weights --use-mok-megakernel"
+        ),
+        "without it experts are not computed in mxfp8, which is more exact",
+    ),
+    ("--ds-inference --inference --use-dataset-only", "the program trains; tools/generate.py generates"),
+    (
+        ("--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size --ds-sequence-parallel-fpdt-offloading"),
+        "without it a rank of --cp attends to its sequence as a whole; --offload-activations saves memory",
+    ),
+    (
+        "--embedding-init-method-std",
+        "without it embeddings begin with --init-method-std, so that training differs",
+    ),
+    ("--embedding-weights-in-fp32", "without it the embedding is rounded to the format of --precision"),
+    (
+        (
+            "--enable-hyper-connections --mhc-init-gating-factor --mhc-recompute-layer-num "
+            "--mhc-sinkhorn-iterations --num-residual-streams --use-fused-mhc"
+        ),
+        "without it there is one residual stream, and the model is another one",
+    ),
+    (
+        "--eval-global-batch-size",
+        ("an evaluation reads --eval-iters batches of --global-batch-size: choose --eval-iters for as many samples"),
+    ),
+    ("--fp16-lm-cross-entropy", "without it the loss is computed in fp32, which is more exact"),
+    ("--fp32-residual-connection", "without it sums of residuals are rounded to the format of --precision"),
+    (
+        "--full-validation",
+        "without it an evaluation reads --eval-iters batches: use as many as the validation data has",
+    ),
+    (
+        (
+            "--grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-default-temperature --grpo-default-top-p "
+            "--grpo-entropy-term-weight --grpo-filter-groups-with-same-reward --grpo-group-size --grpo-iterations "
+            "--grpo-kl-beta --grpo-prompts-per-step --langrl-env-config --langrl-external-server "
+            "--langrl-inference-server-conversation-template --langrl-inference-server-type --perform-rl-step "
+            "--refit-method --rl-calculate-intra-group-similarity --rl-default-temperature --rl-default-top-k "
+            "--rl-default-top-p --rl-importance-sampling-truncation-coef --rl-inference-expert-model-parallel-size "
+            "--rl-inference-logprobs-is-correction --rl-inference-model-unified-memory-level "
+            "--rl-inference-pipeline-model-parallel-size --rl-inference-tensor-model-parallel-size "
+            "--rl-offload-kv-cache-during-training --rl-offload-optimizer-during-inference "
+            "--rl-parallel-generation-tasks --rl-partial-rollouts --rl-prompts-per-eval "
+            "--rl-remove-kv-cache-during-training --rl-reset-cuda-graphs --rl-sequence-packing-algo "
+            "--rl-sequence-packing-bin-size --rl-sequence-packing-max-sequences-per-bin --rl-skip-bos-token "
+            "--rl-training-cuda-graphs --rl-use-sequence-packing --rl-verify-model-weights-swap"
+        ),
+        "there is no reinforcement learning",
+    ),
+    (
+        "--heterogeneous-layers-config-encoded-json --heterogeneous-layers-config-path",
+        "without it all blocks have one shape, and the model is another one",
+    ),
+    (
+        (
+            "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
+            "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher --reset-iteration"
+        ),
+        "there is no teacher: without it a model learns from data alone",
+    ),
+    (
+        "--iterations-to-skip --result-rejected-tracker-filename --skip-train-iteration-range",
+        "without it the run trains on these batches too; --on-spike skip leaves spikes out",
+    ),
+    ("--moe-apply-probs-on-input", "without it experts' outputs are weighted, not their inputs: another model"),
+    ("--moe-enable-routing-replay", "there is no reinforcement learning that could replay the choice of experts"),
+    (
+        "--moe-expert-rank-capacity-factor",
+        "without it a rank of --ep takes all tokens; --moe-expert-capacity-factor limits each expert",
+    ),
+    ("--moe-latent-size", "without it experts compute with all of --hidden-size, and the model is another one"),
+    (
+        "--moe-n-hash-layers",
+        "without it a router chooses the experts of every block, and the model is another one",
+    ),
+    (
+        "--moe-router-force-biased --moe-router-force-load-balancing",
+        "without it tokens go where the router sends them, and not to random experts",
+    ),
+    (
+        "--moe-upcycling-granularity --moe-use-upcycling",
+        "without it experts begin with weights of their own, not with those of a dense model",
+    ),
+    (
+        "--mrope-interleaved --mrope-section",
+        "without it positions have one dimension, and the model is another one",
+    ),
+    (
+        (
+            "--mtp-detach-heads --mtp-hybrid-override-pattern --mtp-loss-scaling-factor --mtp-num-layers "
+            "--mtp-use-repeated-layer"
+        ),
+        (
+            "there is no multi-token prediction: without it the loss has no term for later tokens, so that training "
+            "differs"
+        ),
+    ),
+    ("--no-save-optim", "without it checkpoints hold the optimizer's state too, and take more room"),
+    (
+        "--phase-transition-iterations",
+        "without it the run is one phase; to begin another one, continue with --load and other flags of data",
+    ),
+    (
+        "--qk-clip --qk-clip-alpha --qk-clip-threshold",
+        "without it attention's logits have no limit, so that training differs; --qk-layernorm bounds them",
+    ),
+    ("--qk-l2-norm", "without it queries and keys have no norm, and the model is another one"),
+    ("--random-ltd", "without it all layers compute all tokens, so that training differs"),
+    (
+        "--relative-attention-max-distance --relative-attention-num-buckets",
+        "there are no relative positions, as in T5",
+    ),
+    ("--reweight-loss-based-on-position-frequency", "without it every token's loss counts alike"),
+    (
+        "--rotary-base-per-layer",
+        "without it all blocks rotate alike; --window-rotary-base is for those with a window",
+    ),
+    ("--spec", "leave it out if it names Megatron-LM's usual layers; no flags give others"),
+    (
+        "--step-batch-size-schedule",
+        "without it every step has --global-batch-size; --rampup-batch-size begins with less",
+    ),
+    ("--use-bnb-optimizer", "without it moments have 32 bits; --moments-dtype bf16 halves them"),
+    ("--vocab-extra-ids", "without it the vocabulary has no further tokens: use a --tokenizer that has them"),
+)
+"""Flags of features that megacore does not have, and what leaving them out changes or what comes nearest."""
