@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,6 +282,7 @@ def _attend_backward(
             summed += gradients[0]
             _part(d_key, tile).add_(gradients[1])
             _part(d_value, tile).add_(gradients[2])
+            del gradients  # the next tile's need their memory
         _part(d_query, queries, offset).copy_(summed)
     return (d_query, d_key, d_value) if in_fp32 else (d_query, d_key.to(key.dtype), d_value.to(value.dtype))
 
@@ -350,6 +351,24 @@ def _block_attention_backward(
 def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     kind = torch.float32 if others[-1] else None
     return like_projection(query, kind), like_projection(key, kind), like_projection(value, kind)
+
+
+def tiles_of(operator: torch._ops.OpOverload, operands: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The torch code by which a call of an operator of this file computes a soft cap's tiles; None: it is another call.
+
+    On fake tensors the operators only give their results. A count of memory runs this code in their place.
+
+    Args:
+        operator: of torch.
+        operands: its positional arguments.
+    """
+    name = operator._schema.name.removeprefix("megacore::")
+    definition = {"block_attention": _block_attention, "block_attention_backward": _block_attention_backward}.get(name)
+    if definition is None:
+        return None
+    names = [argument.name for argument in operator._schema.arguments]
+    settings = dict(zip(names, operands, strict=True))
+    return definition._init_fn if settings["soft_cap"] is not None and not settings["dropout"] else None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -112,9 +112,30 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
         of_rows = e * share.rows * (share.hidden + share.inner)
         mlp = max(of_rows, combining_bytes(share, e))
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
-    return max(
-        residual_bytes(config) + gathered + mlp, attention + attention_passing_bytes(config, block, on_cpu=on_cpu)
-    )
+    attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
+    if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):
+        attention += _tile_sums_bytes(config, block) - _freed_before_attention(config, block, on_cpu=on_cpu)
+    return max(residual_bytes(config) + gathered + mlp, attention)
+
+
+def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """Beside the tiles of scores in the backward of attention with a soft cap: the gradients of the residual stream, of
+    attention's result and of the queries; those of keys and values in fp32; and of a block of queries five tensors in
+    fp32, with 16 bits one more."""
+    e, t, d = _element(config), _layer_ranks(config), block.head_size
+    width = block.num_attention_heads * d / t
+    keys = 2 * d * max(block.query_groups / t, 1)
+    of_block = 4 * config.training.micro_batch_size * min(_BLOCK, config.data.seq_length) * width
+    return residual_bytes(config) + _tokens(config) * (2 * e * width + 4 * keys) + (5 if e == 4 else 6) * of_block
+
+
+def _freed_before_attention(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What backward has freed of a block where it comes to attention: the MLP's activations, and the input and the
+    output of its norm."""
+    if block.parallel_residual:
+        return 0.0
+    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")
+    return kept["activation"] + kept["product of the activation"] + 2 * residual_bytes(config)
 
 
 def _norm_inputs(block: ResolvedModel) -> int:
@@ -250,7 +271,9 @@ def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     s, b, heads = config.data.seq_length, config.training.micro_batch_size, block.num_attention_heads
     heads_here = heads / _layer_ranks(config)
     if block.attention_dropout > 0 or block.attn_logit_softcapping is not None:
-        return 5 * 4 * b * heads_here * min(_BLOCK, s) ** 2
+        # Weights and their gradients; the cap's slope; with dropout its mask, and what it leaves.
+        tiles = 5 if block.attention_dropout > 0 else 3
+        return tiles * 4 * b * heads_here * min(_BLOCK, s) ** 2
     keys = s if not _has_window(block, s) else min(s, (block.window_size or s) + _BLOCK)
     queries = config.rank_positions if config.rank_positions < s else _BLOCK
     if block.position_embedding_type == "alibi":

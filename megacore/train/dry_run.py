@@ -37,6 +37,7 @@ from megacore.config.dimensions import DIMENSIONS, coordinates_of, pipeline_dime
 from megacore.data.loading.batch import Batch
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
+from megacore.ops.block_attention import tiles_of
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule_file import training_schedule
@@ -346,6 +347,11 @@ def _in_words(error: Exception) -> str:
 _DEVICE_OF = torch.ops.prim.device.default
 
 
+def _kind_of(operand: Any) -> Hashable:
+    """What decides the sizes that an operator makes of this operand."""
+    return (operand.shape, operand.stride(), operand.dtype) if isinstance(operand, Tensor) else operand
+
+
 class Meter(TorchDispatchMode):
     """Counts the bytes of tensors on a device that exist at one time; each storage once.
 
@@ -362,6 +368,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._kind, self._held, self._total = device.type, dict[int, int](), 0
+        self._within: dict[Hashable, int] = {}
         self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resize_and_count())
 
     def __enter__(self) -> Meter:
@@ -378,11 +385,26 @@ class Meter(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if name in HOST_READS:
             return HOST_READS[name]
+        if (tiles := tiles_of(func, args)) is not None:
+            self._count_within(tiles, (func, *map(_kind_of, args)), args)
         out = func(*args, **(kwargs or {}))
         for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(value, FakeTensor) and value.fake_device.type == self._kind:
                 self._count(value.untyped_storage())
         return out
+
+    def _count_within(self, code: Callable[..., Any], alike: Hashable, args: Any) -> None:
+        """Count what exists while `code` runs; of calls that are alike the first runs it."""
+        if alike not in self._within:
+            before, most = self._total, self.peak
+            self.peak = before
+            super().__enter__()
+            try:
+                code(*args)
+            finally:
+                super().__exit__(None, None, None)
+            self._within[alike], self.peak = self.peak - before, most
+        self.peak = max(self.peak, self._total + self._within[alike])
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) not in self._held:

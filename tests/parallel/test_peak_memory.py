@@ -137,6 +137,12 @@ def test_peak_of_memory_of_bert_and_other_blocks(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["soft caps", "soft caps, bf16, recomputed"])
+def test_peak_of_memory_where_tiles_of_scores_are_most_of_it(case: str) -> None:
+    require_peaks([case], seq_length=1024)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES | MORE if case not in QUICK])
 def test_peak_of_memory_of_all_layouts(case: str) -> None:
     require_peaks([case])

@@ -221,6 +221,16 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     return outcome if rank == 0 else None
 
 
+def losses_around_a_skip(config: ResolvedConfig) -> list[float]:
+    """Of four fp16 steps, the second of which overflows and is skipped."""
+    trainer, losses = make_trainer(config, build_mesh(config.parallel)), []
+    for step in range(4):
+        trainer.update.scaler.scale = 2.0**120 if step == 1 else 1024.0
+        losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+    assert trainer.update.skipped_steps == 1
+    return losses
+
+
 def train_on(mesh: Mesh, config: ResolvedConfig, *, moments: bool = False) -> Outcome:
     """Run on this rank of a mesh; see `outcome_of`."""
     return outcome_of(make_trainer(config, mesh), moments=moments)
