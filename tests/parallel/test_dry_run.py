@@ -86,6 +86,11 @@ def test_muon_holds_the_buckets_that_are_planned(layers: int, stage: int) -> Non
     require_ok(in_a_process((1, 1, 8), *cases), cases)
 
 
+def test_a_rank_may_get_no_matrix_of_muon() -> None:
+    cases = [{"optimizer": "muon", "num_layers": 2, "zero_stage": 1}]
+    require_ok(in_a_process((1, 1, 16), *cases), cases)
+
+
 def test_peak_of_zero_1_with_few_activations() -> None:
     # Gradients are reduced where they lie: no shard of them exists beside the buffer.
     cases = [{"zero_stage": 1, "hidden_size": 256, "num_layers": 4, "vocab_size": 1024}]
