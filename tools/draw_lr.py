@@ -14,21 +14,23 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
-from megacore.config.fields import field_infos
-from megacore.config.flags import Given, read_flags
+from megacore.config.fields import Section, field_infos
+from megacore.config.flags import Given, read_flags, translate_foreign
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
 from megacore.config.toml import read_toml
+from megacore.config.validation import schedule_problems
 from megacore.errors import ConfigError
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 from megacore.plan.canvas import require_writable, save
@@ -36,6 +38,7 @@ from megacore.plan.curve_picture import Curve, curves
 
 _MOST_POINTS, _ROWS = 800, 21
 _MOMENTA = ("adam_beta1", "sgd_momentum", "lion_beta1", "muon_momentum")
+_S = TypeVar("_S", bound=Section)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,27 +104,51 @@ def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSett
     given = read_flags(flags, Config)
     path = given.values.pop("config", None)
     file = Given() if path is None else read_toml(path, Config)
+    _translate(given, file.values)
     values = {**file.values, **given.values}
     problems = [*given.problems, *file.problems]
+    if "train_iters" not in values and problems:
+        raise ConfigError(problems)
     if "train_iters" not in values:
         problems.append("--train-iters is missing: use --train-iters 1000")
         raise ConfigError(problems)
-    config = OptimizerConfig(**{name: values[name] for name in field_infos(OptimizerConfig) if name in values})
-    training = TrainingConfig(train_iters=values["train_iters"])
-    rampup = RampupConfig(**{name: values[name] for name in field_infos(RampupConfig) if name in values})
+    whole = _built(values)
+    config, training, rampup = whole.optimizer, whole.training, whole.rampup
     problems += [*config.problems(), *training.problems(), *rampup.problems()]
-    full = values.get("global_batch_size")
+    full = training.global_batch_size
     if not rampup.problems() and (ramp := rampup.ramp()) is not None:
         problems += ramp_problems(ramp, full, replica_samples=0)
+    if not problems:
+        problems += schedule_problems(whole)
     if problems:
         raise ConfigError(problems)
     sizes = BatchSizes(full or 1, rampup.ramp())
-    if config.lr_decay_iters is None and rampup.rampup_batch_size:
-        config = replace(config, lr_decay_iters=max(1, int(sizes.full_steps(training.train_iters))))
+    config = replace(config, lr_decay_iters=whole.lr_decay_iters)
     kind = OPTIMIZERS[config.optimizer]
     kind = OPTIMIZERS["adamw"] if "adamw" in kind.shares and config.optimizer != "muon" else kind
-    settings = kind(**{name: values[name] for name in field_infos(kind) if name in values})
-    return config, settings, training.train_iters, sizes
+    return config, _section(kind, values), training.train_iters, sizes
+
+
+def _section(kind: type[_S], values: Mapping[str, Any]) -> _S:
+    """A section, with the defaults for what is not given."""
+    return kind(**{name: values[name] for name in field_infos(kind) if name in values})
+
+
+def _translate(given: Given, values: Mapping[str, Any]) -> None:
+    """Translates the settings of other trainers that are about schedules or the length of the run."""
+    drawn = {"train_iters", *field_infos(OptimizerConfig)}
+    given.foreign = [setting for setting in given.foreign if drawn & set(setting.fields)]
+    values = {**values, **given.values}
+    translate_foreign(given, values, _built({"train_iters": None, **values}), world_size=1)
+
+
+def _built(values: Mapping[str, Any]) -> Config:
+    """A configuration with these values in the sections that schedules depend on."""
+    return Config(
+        optimizer=_section(OptimizerConfig, values),
+        training=_section(TrainingConfig, values),
+        rampup=_section(RampupConfig, values),
+    )
 
 
 if __name__ == "__main__":

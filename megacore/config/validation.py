@@ -460,6 +460,11 @@ def _positions(config: Config, world_size: int) -> Iterator[str]:
     "rampup_batch_size",
 )  # fmt: skip
 def _schedule(config: Config, world_size: int) -> Iterator[str]:
+    yield from schedule_problems(config)
+
+
+def schedule_problems(config: Config) -> Iterator[str]:
+    """What is wrong with the lengths of the parts of the learning-rate schedule beside each other."""
     optimizer, end = config.optimizer, config.lr_decay_iters
     warmup, final = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
     name = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"

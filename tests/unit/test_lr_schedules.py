@@ -193,3 +193,25 @@ def test_a_picture_follows_the_samples_of_a_ramp(capsys: pytest.CaptureFixture[s
     # In full batches; the decay ends at 62 // 8.
     expected = [0.2 * at if at < 2 else max(0.0, 0.4 * (7 - at) / 5) for at in positions]
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-iters 20 --lr-warmup-iters 20", "--lr-warmup-iters 20 must be below --train-iters 20: use 19"),
+        ("--train-iters 20 --lr-warmup-iters 9 --lr-decay-iters 5", "must be below --lr-decay-iters 5: use 4 or less"),
+        ("--train-iters 20 --lr-decay-style WSD --lr-wsd-decay-iters 25", "use --lr-wsd-decay-iters 20 or less"),
+        ("--train-samples 100", "--train-samples 100 counts samples: give --global-batch-size"),
+    ],
+)
+def test_what_no_run_accepts_is_not_drawn(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw_lr.main(flags.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_translates_lengths_in_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = "--train-samples 200 --lr-warmup-samples 50 --lr-decay-samples 150 --tensor-model-parallel-size 2"
+    for flags in (theirs, "--train-iters 20 --lr-warmup-iters 5 --lr-decay-iters 15"):
+        assert draw_lr.main([*flags.split(), "--global-batch-size", "10"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 42 and printed[:21] == printed[21:]
