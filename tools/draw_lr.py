@@ -107,11 +107,8 @@ def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSett
     _translate(given, file.values)
     values = {**file.values, **given.values}
     problems = [*given.problems, *file.problems]
-    if "train_iters" not in values and problems:
-        raise ConfigError(problems)
     if "train_iters" not in values:
-        problems.append("--train-iters is missing: use --train-iters 1000")
-        raise ConfigError(problems)
+        raise ConfigError(problems or ["--train-iters is missing: use --train-iters 1000"])
     whole = _built(values)
     config, training, rampup = whole.optimizer, whole.training, whole.rampup
     problems += [*config.problems(), *training.problems(), *rampup.problems()]
