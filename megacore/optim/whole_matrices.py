@@ -149,14 +149,14 @@ class WholeMatrices:
         rank, ranks, matrices = group.rank, range(group.size), [self._matrices[name] for name in names]
         to_each = [matrices[i].elements(rank) if i < len(names) else 0 for i in ranks]
         from_each = [matrices[rank].elements(i) if rank < len(names) else 0 for i in ranks]
-        sent = torch.cat([slices[name].to(self._device).reshape(-1) for name in names])
-        received = RowsExchanged(sent, to_each, from_each, group).wait()
-        answer = received
+        sent = [slices[name].to(self._device).reshape(-1) for name in names]
+        answer = RowsExchanged(torch.cat(sent), to_each, from_each, group).wait()
         if rank < len(names):
             matrix = matrices[rank]
-            whole = received.new_empty(matrix.shape)
-            for i, part in enumerate(received.split(from_each)):
+            whole = answer.new_empty(matrix.shape)
+            for i, part in enumerate(answer.split(from_each)):
                 matrix.view(whole, i).copy_(part.view(matrix.sizes(i)))
+            del sent, part, answer  # the function needs memory
             result = function(names[rank], whole)
             answer = torch.cat([matrix.view(result, i).reshape(-1) for i in ranks])
         returned = RowsExchanged(answer, from_each, to_each, group).wait()
