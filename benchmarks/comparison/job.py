@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+Schedule = Literal["default", "1f1b", "interleaved", "zero-bubble"]
 SIDES = ("megacore", "torch", "deepspeed", "megatron-core")
 PEERS = SIDES[1:]
 # One training step. Returns the mean loss over what this rank has computed, or None where another pipeline rank has it.
@@ -60,7 +60,7 @@ class Layout:
         tp, pp, dp: ranks of each group.
         zero: ZeRO stage.
         sequence_parallel: divide the norms of tensor-parallel blocks by positions.
-        schedule: of the pipeline.
+        schedule: of the pipeline. default: what each framework takes by itself, 1F1B in all but megacore.
     """
 
     kind: str
@@ -96,12 +96,14 @@ KINDS: dict[str, Callable[[int], Layout]] = {
     "tp": lambda n: Layout(kind="tp", tp=n),
     "tp-sp": lambda n: Layout(kind="tp-sp", tp=n, sequence_parallel=True),
     "pp": lambda n: Layout(kind="pp", pp=n),
+    "pp-default": lambda n: Layout(kind="pp-default", pp=n, schedule="default"),
     "pp-interleaved": lambda n: Layout(kind="pp-interleaved", pp=n, schedule="interleaved"),
     "pp-zero-bubble": lambda n: Layout(kind="pp-zero-bubble", pp=n, schedule="zero-bubble"),
     "tp-dp": lambda n: Layout(kind="tp-dp", tp=2, dp=n // 2),
     "tp-zero1": lambda n: Layout(kind="tp-zero1", tp=2, dp=n // 2, zero=1),
     "tp-zero3": lambda n: Layout(kind="tp-zero3", tp=2, dp=n // 2, zero=3),
     "pp-dp": lambda n: Layout(kind="pp-dp", pp=2, dp=n // 2),
+    "pp-dp-default": lambda n: Layout(kind="pp-dp-default", pp=2, dp=n // 2, schedule="default"),
     "pp-zero1": lambda n: Layout(kind="pp-zero1", pp=2, dp=n // 2, zero=1),
     "tp-pp": lambda n: Layout(kind="tp-pp", tp=2, pp=n // 2),
 }
@@ -114,14 +116,16 @@ NAMES = {
     "tp": "tensor parallel",
     "tp-sp": "tensor and sequence parallel",
     "pp": "pipeline, 1F1B",
+    "pp-default": "pipeline, default schedule",
     "pp-interleaved": "pipeline, interleaved",
     "pp-zero-bubble": "pipeline, zero-bubble",
     "tp-dp": "tensor x data parallel",
     "tp-zero1": "tensor parallel x ZeRO 1",
     "tp-zero3": "tensor parallel x ZeRO 3",
-    "pp-dp": "pipeline x data parallel",
-    "pp-zero1": "pipeline x ZeRO 1",
-    "tp-pp": "tensor parallel x pipeline",
+    "pp-dp": "pipeline x data parallel, 1F1B",
+    "pp-dp-default": "pipeline x data parallel, default schedule",
+    "pp-zero1": "pipeline x ZeRO 1, 1F1B",
+    "tp-pp": "tensor parallel x pipeline, 1F1B",
 }
 ONE = Layout(kind="one")
 

@@ -25,7 +25,7 @@ def build(job: Job) -> Step:
     layout = job.layout
     if layout.sequence_parallel:
         raise Unsupported("AutoTP splits no norms")
-    if layout.pp > 1 and (layout.tp > 1 or layout.zero > 1 or layout.schedule != "1f1b"):
+    if layout.pp > 1 and (layout.tp > 1 or layout.zero > 1 or layout.schedule not in ("default", "1f1b")):
         raise Unsupported("PipelineModule has 1F1B, data parallelism and ZeRO 1")
     deepspeed.init_distributed(dist_backend="gloo")
     if layout.pp > 1:

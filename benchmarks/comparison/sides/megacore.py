@@ -13,6 +13,8 @@ from benchmarks.workload import configuration, megacore_step, megacore_trainer
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import ShardedParameter
+from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.outline import outline
 
 
 class FileWeights:
@@ -63,11 +65,15 @@ def resolved(job: Job) -> ResolvedConfig:
         dp=layout.dp,
         zero_stage=layout.zero,
         sequence_parallel=layout.sequence_parallel,
-        schedule=layout.schedule,
+        schedule="auto" if layout.schedule == "default" else layout.schedule,
         virtual_stages=layout.virtual_stages,
         device="cpu",
     )
-    return configuration(job.sizes, str(job.directory), parallel=parallel, micro_batch=job.micro_batch)
+    config = configuration(job.sizes, str(job.directory), parallel=parallel, micro_batch=job.micro_batch)
+    if not is_open(config):
+        return config
+    schedules = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
+    return choose_schedule(config, schedules, lambda _: True)
 
 
 def build(job: Job) -> Step:

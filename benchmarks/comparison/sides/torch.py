@@ -34,7 +34,8 @@ def name(layout: Layout) -> str:
     if layout.tp > 1:
         parts.append("parallelize_module")
     if layout.pp > 1:
-        parts.append({"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}.get(layout.schedule, "InterleavedZeroBubble"))
+        many = {"interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
+        parts.append(many.get(layout.schedule, "1F1B"))
     if layout.dp > 1:
         wrappers = ("DDP", "DDP + ZeroRedundancyOptimizer", "fully_shard, kept after forward", "fully_shard")
         parts.append(wrappers[_stage(layout)])
@@ -167,7 +168,7 @@ def _pipeline(job: Job, mesh: DeviceMesh) -> Step:
     many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
     schedule: Any = (
         Schedule1F1B(stages[0], count, cross_entropy)
-        if layout.schedule == "1f1b"
+        if layout.schedule in ("default", "1f1b")
         else many[layout.schedule](stages, count, cross_entropy)
     )
     optimizer = _optimizer(nn.ModuleList(modules), job, mesh)
