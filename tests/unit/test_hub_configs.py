@@ -31,6 +31,7 @@ SIZES = {
     "bigscience/bloom-560m": 0.559,
     "microsoft/phi-4": 14.660,
     "stabilityai/stablelm-2-1_6b": 1.644,
+    "stabilityai/stablelm-2-12b": 12.144,
     "bigcode/starcoderbase-1b": 1.137,
     "mosaicml/mpt-7b": 6.649,
     "google/gemma-2-2b": 2.614,
