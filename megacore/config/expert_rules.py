@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megacore.config.dimensions import fill_degrees
-from megacore.config.messages import divisors, nearest_multiples, one_of
+from megacore.config.messages import at_most, divisors, nearest_multiples, one_of
 from megacore.config.schema import Config
 
 Rule = Callable[[Config, int], Iterator[str]]
@@ -62,7 +62,7 @@ def _widths(config: Config, world_size: int) -> Iterator[str]:
     if experts.moe_first_dense_layers >= config.model.num_layers:
         yield (
             f"--moe-first-dense-layers {experts.moe_first_dense_layers} must be below --num-layers "
-            f"{config.model.num_layers}: use {config.model.num_layers - 1} or less, or leave --num-experts out"
+            f"{config.model.num_layers}: use {at_most(config.model.num_layers - 1)}, or leave --num-experts out"
         )
 
 

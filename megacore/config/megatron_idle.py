@@ -342,7 +342,7 @@ IDLE_VALUES: Mapping[str, str] = by_flag(
         "the file of --tokenizer PATH has it",
     ),
     ("--timing-log-level --timing-log-option", "--trace and --profile-steps measure what takes time"),
-    ("--tokenizer-type", "the type follows from --tokenizer PATH"),
+    ("--tokenizer-type", "the type follows from --tokenizer PATH; NullTokenizer adds one to --vocab-size"),
     ("--train-sync-interval", "ranks wait for each other at every step"),
     ("--wandb-save-dir", "the files of W&B are in OUTPUT_DIR/wandb"),
 )

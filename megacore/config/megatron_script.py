@@ -47,6 +47,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What Megatron-LM does where a script leaves these out, by megacore's field; megacore's own defaults differ."""
 _FIRST_LOSS_SCALE = 2.0**32
+_NULL_TOKENIZER = "--tokenizer-type NullTokenizer"
 _BALANCE, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 
 
@@ -84,7 +85,7 @@ def adjust(flags: Given) -> list[str]:
     Args:
         flags: the command line, before flags are translated. It receives what is wrong with it.
     """
-    notes = [*_load(flags), *_optimizer(flags), *_balance(flags)]
+    notes = [*_load(flags), *_optimizer(flags), *_balance(flags), *_vocabulary(flags)]
     if names_of(flags):
         _leave_out_idle(flags)
     if is_script(flags):
@@ -172,6 +173,20 @@ def _optimizer(flags: Given) -> list[str]:
         return []
     flags.values["optimizer"] = "adamw"
     return ["--optimizer adam of a Megatron-LM script decouples the weight decay: --optimizer adamw here"]
+
+
+def _vocabulary(flags: Given) -> list[str]:
+    """Adds the token that ends a document to the vocabulary of a NullTokenizer, as Megatron-LM does, but for versions
+    with a flag for its id; returns a note."""
+    size = flags.values.get("vocab_size")
+    others = [setting for setting in flags.foreign if setting.source != _NULL_TOKENIZER]
+    if len(others) == len(flags.foreign) or "--null-tokenizer-eod-id" in flags.names or not isinstance(size, int):
+        return []
+    flags.foreign, flags.values["vocab_size"] = others, size + 1
+    return [
+        f"{_NULL_TOKENIZER} adds a token that ends a document, {size}, to --vocab-size {size}: --vocab-size {size + 1} "
+        "here"
+    ]
 
 
 def _load(flags: Given) -> list[str]:

@@ -107,6 +107,8 @@ class ModelConfig(Section):
     qk_layernorm_all_heads: bool = False
     """Lets --qk-layernorm normalise the queries of all heads together, and the keys, with a weight for each of their
     dimensions, as in OLMoE and OLMo 2."""
+    qk_layernorm_per_head: bool = False
+    """Gives each head weights of its own in --qk-layernorm, and no biases, as in StableLM 2 12B."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
     activation: Annotated[str, Choices(ACTIVATIONS)] = "gelu"
@@ -321,6 +323,11 @@ class ModelConfig(Section):
                     f"{flag(name)} has no effect without --disable-bias-linear, because every linear layer has a bias: "
                     "leave it out, or use --disable-bias-linear"
                 )
+        if self.qk_layernorm and self.qk_layernorm_all_heads and self.qk_layernorm_per_head:
+            yield (
+                "--qk-layernorm-all-heads normalises all heads together, and --qk-layernorm-per-head each by itself: "
+                "leave one of them out"
+            )
         if "attention_pattern" not in wrong:
             yield from self._pattern(wrong)
         if self.norm_placement != "before" and self.parallel_residual and not wrong & {"norm_placement"}:
@@ -380,7 +387,7 @@ class ModelConfig(Section):
                 yield f"{given} needs {needs}: add it, or leave {given} out"
         names = (
             *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
-            *("attention_pattern", "attention_multiplier"),
+            *("qk_layernorm_per_head", "attention_pattern", "attention_multiplier"),
         )
         yield from self.without_effect(names, wrong, given, f"attention without {given}")
         for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
@@ -399,7 +406,7 @@ class ModelConfig(Section):
         if self.position_embedding_type != "learned":
             idle["position_offset"] = "position_embedding_type"
         if not self.qk_layernorm:
-            idle["qk_layernorm_all_heads"] = "qk_layernorm"
+            idle |= dict.fromkeys(("qk_layernorm_all_heads", "qk_layernorm_per_head"), "qk_layernorm")
         if not self.multi_latent_attention:
             idle |= dict.fromkeys(_LATENT_FIELDS, "multi_latent_attention")
         if self.position_embedding_type != "rope":

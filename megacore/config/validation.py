@@ -15,7 +15,7 @@ from megacore.config.compression import COMPRESSION_RULES
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
-from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
+from megacore.config.messages import at_most, counted, divisors, nearest_multiples, number, one_of
 from megacore.config.mup import mup_problems
 from megacore.config.nodes import torchrun_flags
 from megacore.config.optimizers import OptimizerSettings
@@ -473,7 +473,9 @@ def schedule_problems(config: Config) -> Iterator[str]:
         ramp = " ".join(config.rampup.rampup_batch_size)
         length = f"the {end} full batches of --train-iters {iters} with --rampup-batch-size {ramp}"
     if warmup >= end:
-        yield f"--lr-warmup-iters {warmup} must be below {length}: use {end - 1} or less, or a larger {name}"
+        rises = optimizer.lr_decay_style == "1cycle"  # whose warm-up has a step at least
+        smaller = "" if rises and end == 1 else f"{at_most(end - 1)}, or "
+        yield f"--lr-warmup-iters {warmup} must be below {length}: use {smaller}a larger {name}"
     elif optimizer.lr_decay_style == "WSD" and final is not None and warmup + final > end:
         yield (
             f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "

@@ -73,7 +73,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 # Flags that choose an activation -> ours, or None where megacore lacks it. Without one it is a form of GELU.
 _ACTIVATIONS: dict[str, str | None] = {"swiglu": "swiglu", "squared_relu": "relu2", "quick_geglu": None}
 _ACTIVATION_NAME = re.compile(r"(elu|glu|silu|swish)$")
-# Of these tokenizers vocab_size is the size without the token that ends a document, which has an additional row.
+# Of these tokenizers vocab_size is the size without the token that ends a document, which has an additional row; but
+# not in versions of Megatron-LM in which a flag sets its id.
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 
@@ -104,7 +105,7 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
         fields[ours] = value
     said = args.get("vocab_size")
     if type(said) is int and said > 0:
-        said += args.get("tokenizer_type") in _WITHOUT_END
+        said += args.get("tokenizer_type") in _WITHOUT_END and "null_tokenizer_eod_id" not in args
     fields["vocab_size"] = vocab_size or (said if type(said) is int and said > 0 else padded)
     if fields["vocab_size"] > padded:
         problems.append(f"the embedding has {padded} rows, fewer than the vocabulary of {fields['vocab_size']}")

@@ -177,8 +177,10 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
 def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ResolvedModel, *, number: str) -> Step:
     layout = rule.layout or Layout(lambda _: shape[:1], lambda _: iter([Run(source=0, start=0, stop=shape[0])]))
     theirs = [one.replace("{i}", number) for one in rule.names(config)]
-    is_stacked = "{e}" in theirs[0]
-    if is_stacked:
+    is_stacked = "{e}" in theirs[0] and rule.layout is None
+    if "{e}" in theirs[0] and rule.layout is not None:
+        theirs = [theirs[0].replace("{e}", str(source)) for source in range(len(layout.sizes(config)))]
+    elif is_stacked:
         experts, rows = shape[:2]
         theirs = [theirs[0].replace("{e}", str(expert)) for expert in range(experts)]
         layout = Layout(
@@ -281,6 +283,8 @@ def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | N
         count: tensors that there are.
         where: the directory, for messages.
     """
+    if config.qk_layernorm_per_head and config.num_attention_heads > count:
+        raise CheckpointError(f"{where} has {count} tensors, too few for the {config.num_attention_heads} heads")
     names = their_shapes(make_plan(family, dataclasses.replace(config, num_layers=min(config.num_layers, 2)), bert))
     of_a_block = sum(1 for step in names if re.search(r"\.1\.", step))
     if len(names) + (config.num_layers - 2) * of_a_block > 2 * count + _SPARE:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
-from megacore.layers.norm import JointHeadNorm, LayerNorm, RMSNorm, build_norm
+from megacore.layers.norm import HeadNorm, JointHeadNorm, NormOfEachHead, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.ops.visibility import Visibility
 from megacore.parallel.canonical import heads_are_aligned, joined_blocks
@@ -149,8 +149,8 @@ class SelfAttention(Attention):
         self.head_ranks, self.head_rank = _ranks_of_heads(context)
         rows = (n + 2 * self.groups) * d
         self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
-        self.query_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
-        self.key_norm: LayerNorm | RMSNorm | JointHeadNorm | None = None
+        self.query_norm: HeadNorm | None = None
+        self.key_norm: HeadNorm | None = None
         # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
         ranks = ALONE if context.sequence_parallel or context.blocks.divide else context.layer_group
         if config.qk_layernorm_all_heads:
@@ -164,6 +164,16 @@ class SelfAttention(Attention):
                 device=context.device,
             )
             self.query_norm, self.key_norm = joint(n), joint(self.groups)
+        elif config.qk_layernorm_per_head:
+            of_each = partial(
+                NormOfEachHead,
+                config,
+                ranks=context.layer_group,
+                group=ranks,
+                blocks=context.blocks,
+                device=context.device,
+            )
+            self.query_norm, self.key_norm = of_each(n), of_each(self.groups)
         elif config.qk_layernorm:
             norm = partial(build_norm, config, device=context.device, size=d, group=ranks, blocks=context.blocks)
             self.query_norm, self.key_norm = norm(), norm()

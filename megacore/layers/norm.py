@@ -178,6 +178,53 @@ class JointHeadNorm(ShardedModule):
         return copy_to_group(reduce_from_group(x.sum(-1, keepdim=True), self.ranks), self.ranks) / self.size
 
 
+class NormOfEachHead(ShardedModule):
+    """A norm of the queries, or the keys, of each head, with weights of its own, as in StableLM 2 12B. Every rank holds
+    the weights of all heads, and uses those of its own.
+
+    Args:
+        config: which norm, and its epsilon.
+        heads: of all ranks.
+        ranks: of the layer group, which have different heads, or the same key where they are more than the keys.
+        group: ranks over which the parameters' gradients are summed here.
+        blocks: where sums over heads are cut.
+        device: where parameters live.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedModel,
+        heads: int,
+        *,
+        ranks: Group,
+        group: Group,
+        blocks: Blocks = ONE_BLOCK,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.ranks, self.group, self.blocks = heads, ranks, group, blocks
+        self.epsilon, self.is_rms = config.norm_epsilon, config.normalization == "RMSNorm"
+        self.plus_one = config.layernorm_1p
+        self.weight = replicated(heads * config.head_size, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, heads of this rank, d] -> the same"""
+        if not self.blocks.divide:
+            return self._normed(x, copy_to_group(self.weight, self.group), self.ranks.rank, self.ranks.size)
+        held, summed_later = self.blocks.held, self.blocks.sequence_parallel
+        weights = self.blocks.terms(self.weight, len(held), gathered=not summed_later)
+        parts = zip(self.blocks.split(x, 2), weights, held, strict=True)
+        return joined_blocks([self._normed(part, weight, one, self.blocks.count) for part, weight, one in parts], 2)
+
+    def _normed(self, x: Tensor, weight: Tensor, part: int, parts: int) -> Tensor:
+        """Of part `part` of the heads, [b, s, heads of the part, d]; parts may have the same head."""
+        of_heads = (weight + 1.0 if self.plus_one else weight).view(self.heads, -1)
+        of_heads = of_heads.narrow(0, self.heads * part // parts, x.shape[2])
+        ones = x.new_ones(x.shape[-1])
+        plain = ops.rms_norm(x, ones, self.epsilon) if self.is_rms else ops.layer_norm(x, ones, None, self.epsilon)
+        return (plain * of_heads).to(x.dtype)
+
+
 class _OfBlocks:
     """A norm that is computed a block at a time, so that no layout changes a bit of its parameters' gradients.
 
@@ -217,6 +264,9 @@ class LayerNormOfBlocks(_OfBlocks, LayerNorm):
 
 class RMSNormOfBlocks(_OfBlocks, RMSNorm):
     """RMSNorm for --reproducible."""
+
+
+HeadNorm = LayerNorm | RMSNorm | JointHeadNorm | NormOfEachHead
 
 
 def build_norm(

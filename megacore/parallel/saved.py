@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megacore.parallel import host_copies
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
@@ -142,7 +143,7 @@ class _Memory:
         """Copy them to the host, in the current stream."""
         assert self.device is not None
         self.host = torch.empty(self._size, dtype=self._dtype, pin_memory=True)
-        self.host.copy_(self.device, non_blocking=True)
+        host_copies.to_host_(self.host, self.device, "activations")
 
     def make_room(self, device: torch.device) -> None:
         """Allocate them on the device, in the current stream."""
@@ -151,7 +152,7 @@ class _Memory:
     def fetch(self) -> None:
         """Copy them there, in the current stream."""
         assert self.device is not None and self.host is not None
-        self.device.copy_(self.host, non_blocking=True)
+        host_copies.to_device_(self.device, self.host, "activations")
 
 
 class _Block:

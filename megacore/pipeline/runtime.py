@@ -530,7 +530,7 @@ class ActionTimer:
         """The times of the last step; waits until an accelerator has computed it."""
         assert self._pass is not None, "the last step was not timed"
         marks = [*self._pass, self.mark(), *(mark for one in self._records for mark in (one.start, one.end))]
-        start, end, read, *seconds = self._seconds(marks)
+        start, end, read, *seconds = self.seconds(marks)
         actions = (
             Timed(one.kind, one.actions, begin, stop)
             for one, begin, stop in zip(self._records, seconds[::2], seconds[1::2], strict=True)
@@ -552,8 +552,9 @@ class ActionTimer:
         event.record()
         return event
 
-    def _seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """The wall-clock times of the marks, by the time between each event and one whose time is known."""
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """The wall-clock times of marks that the device has reached when it has computed all that is queued in the
+        current stream, by the time between each event and one whose time is known."""
         last = self.mark()
         if isinstance(last, float):
             return [mark for mark in marks if isinstance(mark, float)]

@@ -198,7 +198,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         if block.qk_layernorm_all_heads:
             rows = [(1, n * d // t), (1, max(g * d // t, d))]
         kept = sum(number * _norm_bytes(config, block, size, on_cpu=on_cpu) for number, size in rows)
-        normed = tokens * (e * (queries + keys) + kept)
+        normed = tokens * (e * (queries + keys) * (2 if block.qk_layernorm_per_head else 1) + kept)
     if block.qk_layernorm or block.position_embedding_type == "rope":
         taken = e * tokens * (queries + 2 * keys)
     else:  # views of the projection, but grouped queries are copied; ranks that share a group exchange theirs

@@ -141,12 +141,15 @@ def vocabulary_rows(config: ResolvedModel, tp: int | None = None) -> int:
 
 
 def head_norm_parameters(config: ResolvedModel) -> int:
-    """The norms of queries and of keys: of each head, of all heads together, or of short vectors."""
+    """The norms of queries and of keys: one for all heads, one for each, or of all together; or of short vectors."""
     if not config.qk_layernorm:
         return 0
     if config.multi_latent_attention:
         return norm_parameters(config, config.kv_lora_rank + (config.q_lora_rank or 0))
-    heads = config.num_attention_heads + config.query_groups if config.qk_layernorm_all_heads else 2
+    heads = config.num_attention_heads + config.query_groups
+    if config.qk_layernorm_per_head:
+        return heads * config.head_size
+    heads = heads if config.qk_layernorm_all_heads else 2
     return heads * norm_parameters(config, config.head_size)
 
 

@@ -3,10 +3,10 @@
 A process of the file is a rank, named with its coordinates. Its first row shows each pass over the schedule as a whole,
 its second what the rank did in it: computations, transfers (posting them, and waiting for what is to arrive or to
 leave), and idle gaps, in which the program itself was at work; its third the collectives, as the program saw them, also
-where an accelerator was behind (one that overlaps with other work twice: posting it, and waiting for it). The update of
-the weights follows the pass on the first row: the last reductions of gradients, their norm, and the optimizer. Arrows
-lead from a computation to those of other ranks that need its result. Times are microseconds from the start of the
-trace.
+where an accelerator was behind (one that overlaps with other work twice: posting it, and waiting for it). Copies from
+and to host memory follow, a row for each kind, as the device executed them. The update of the weights follows the pass
+on the first row: the last reductions of gradients, their norm, and the optimizer. Arrows lead from a computation to
+those of other ranks that need its result. Times are microseconds from the start of the trace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacore.pipeline.validation import prove
 from megacore.plan.simulator import Costs, Span, Timeline
 
 Kind = Literal["compute", "wait", "post"]
-_PASSES, _ACTIONS, _COLLECTIVES = 0, 1, 2  # rows of a rank
+_PASSES, _ACTIONS, _COLLECTIVES, _COPIES = range(4)  # rows of a rank; one for each kind of copies from there on
 _SHORTEST_IDLE = 1.0  # microseconds
 
 
@@ -44,11 +44,12 @@ class Timed(NamedTuple):
     end: float
 
 
-class TracedCollective(NamedTuple):
-    """A collective that a rank posted or waited for, with its time on the wall clock, in seconds.
+class TracedTransfer(NamedTuple):
+    """A collective that a rank posted or waited for, or a copy from or to host memory, with its time on the wall clock,
+    in seconds.
 
     Attributes:
-        name: `all-reduce over dp`.
+        name: `all-reduce over dp`, `gradients to host`.
         nbytes: its size on this rank.
     """
 
@@ -60,14 +61,16 @@ class TracedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A rank's pass over the schedule in one step, its collectives, and when the weights were updated, if known."""
+    """A rank's pass over the schedule in one step, its collectives and copies, and when the weights were updated, if
+    known."""
 
     step: int
     start: float
     end: float
     done: tuple[Timed, ...]
     updated: float | None = None
-    collectives: tuple[TracedCollective, ...] = ()
+    collectives: tuple[TracedTransfer, ...] = ()
+    copies: tuple[TracedTransfer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> N
         schedule: what they executed.
     """
     steps = [step for rank in ranks for step in rank.steps]
-    origin = min(start for step in steps for start in (step.start, *(one.start for one in step.collectives[:1])))
+    origin = min(t for step in steps for t in (step.start, *(one.start for one in step.collectives + step.copies)))
     events = [event for pid, rank in enumerate(ranks) for event in _events(pid, rank, origin)]
     events += _arrows(ranks, schedule.stages, origin)
     about = {
@@ -108,7 +111,8 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
     name = f"rank {pid}: " + ", ".join(f"{dimension} {number}" for dimension, number in rank.coordinates.items())
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name, **rank.coordinates}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    for tid, row in ((_PASSES, "passes"), (_ACTIONS, "actions"), (_COLLECTIVES, "collectives")):
+    copies = sorted({one.name for step in rank.steps for one in step.copies})
+    for tid, row in enumerate(("passes", "actions", "collectives", *copies)):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
     for step in rank.steps:
         at, end = (_microseconds(moment, origin) for moment in (step.start, step.end))
@@ -133,6 +137,10 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
             start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))
             event = _event(one.name, "collective", start, stop, about | {"bytes": one.nbytes})
             yield {**event, "pid": pid, "tid": _COLLECTIVES}
+        for one in step.copies:
+            start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))
+            event = _event(one.name, "copy", start, stop, about | {"bytes": one.nbytes})
+            yield {**event, "pid": pid, "tid": _COPIES + copies.index(one.name)}
 
 
 def _arrows(ranks: Sequence[RankTrace], stages: int, origin: float) -> Iterator[dict[str, Any]]:

@@ -7,16 +7,19 @@ other. The file is written as soon as the last of the steps is done, so that it 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import named_degrees
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline.runtime import PipelineRuntime
-from megacore.plan.trace import RankTrace, TracedCollective, TracedStep, write_trace
+from megacore.pipeline.runtime import ActionTimer, Mark, PipelineRuntime
+from megacore.plan.trace import RankTrace, TracedStep, TracedTransfer, write_trace
 from megacore.train.callbacks import Callback, Run
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult
@@ -25,16 +28,34 @@ from megacore.watch.marks import Current
 from megacore.watch.report import group_in_words
 
 
-class _Collectives:
-    """Notes when this rank was in which collective.
+class _Copy(NamedTuple):
+    """A copy from or to host memory, with the marks before and after it in its stream."""
+
+    name: str
+    nbytes: int
+    start: Mark
+    end: Mark
+
+
+class _Transfers:
+    """Notes when this rank was in which collective, and when its device copied from and to host memory.
 
     Args:
         mesh: this rank's groups.
+        timer: makes marks.
+
+    Attributes:
+        noted: the collectives.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._degrees = mesh.degrees
-        self.noted: list[TracedCollective] = []
+    def __init__(self, mesh: Mesh, timer: ActionTimer) -> None:
+        self._degrees, self._device, self._timer = mesh.degrees, mesh.device, timer
+        self.noted: list[TracedTransfer] = []
+        self._copies: list[_Copy] = []
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.noted, self._copies = [], []
 
     def around(
         self, kind: Phase, ranks: tuple[int, ...], nbytes: int, wait: AbstractContextManager[Any]
@@ -44,13 +65,26 @@ class _Collectives:
             return wait
         return _Noted(self.noted, f"{kind.in_words} {group_in_words(ranks, self._degrees)}", nbytes, wait)
 
+    @contextmanager
+    def copying(self, name: str, nbytes: int) -> Iterator[None]:
+        """A context that marks the beginning and the end of a copy in the current stream."""
+        start = self._timer.mark()
+        yield
+        self._copies.append(_Copy(name, nbytes, start, self._timer.mark()))
+
+    def copies(self) -> tuple[TracedTransfer, ...]:
+        """When the device copied; waits until it has."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # the streams of copies too
+        seconds = self._timer.seconds([mark for one in self._copies for mark in (one.start, one.end)])
+        times = zip(seconds[::2], seconds[1::2], strict=True)
+        return tuple(TracedTransfer(*one[:2], *at) for one, at in zip(self._copies, times, strict=True))
+
 
 class _Noted(AbstractContextManager["_Noted"]):
     """Notes each time that it is entered: once where a collective is waited for at once, else to post and to wait."""
 
-    def __init__(
-        self, noted: list[TracedCollective], name: str, nbytes: int, wait: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, noted: list[TracedTransfer], name: str, nbytes: int, wait: AbstractContextManager[Any]) -> None:
         self._noted, self._name, self._bytes, self._wait = noted, name, nbytes, wait
 
     def __enter__(self) -> _Noted:
@@ -60,7 +94,7 @@ class _Noted(AbstractContextManager["_Noted"]):
 
     def __exit__(self, *error: Any) -> None:
         self._wait.__exit__(*error)
-        self._noted.append(TracedCollective(self._name, self._bytes, self._start, time.time()))
+        self._noted.append(TracedTransfer(self._name, self._bytes, self._start, time.time()))
 
 
 class Tracer(Callback):
@@ -91,22 +125,29 @@ class Tracer(Callback):
         self.path = Path(config.training.output_dir) / "trace.json"
         self._mesh, self._runtime, self._report, self._microbatches = mesh, runtime, report, microbatches
         self._traced: dict[int, TracedStep] = {}  # by number: one that a rollback repeats is there once
-        self._collectives = _Collectives(mesh)
+        self._transfers = _Transfers(mesh, runtime.timer)
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Let the runtime's timer note what a traced step does."""
         if step in self.steps:
             self._runtime.timer.enabled = self._runtime.timer.tracing = True
-            self._collectives.noted.clear()
-            Current.listener = self._collectives
+            self._transfers.clear()
+            Current.listener = self._transfers
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Take what the timer noted; write the file after the last step."""
         if result.step in self.steps:
             Current.listener = None
-            timed, collectives = self._runtime.timer.read(), tuple(self._collectives.noted)
-            step = TracedStep(result.step, timed.start, timed.end, timed.actions, timed.read, collectives)
-            self._traced[result.step] = step
+            timed, transfers = self._runtime.timer.read(), self._transfers
+            self._traced[result.step] = TracedStep(
+                result.step,
+                timed.start,
+                timed.end,
+                timed.actions,
+                timed.read,
+                collectives=tuple(transfers.noted),
+                copies=transfers.copies(),
+            )
             self._runtime.timer.tracing = False
             if result.step == self.steps[-1]:
                 with run.unclocked():

@@ -36,12 +36,15 @@ UNMARKED = _Unmarked()
 
 
 class Listener(Protocol):
-    """Hears of operations while a step is traced."""
+    """Hears of operations, and of copies from and to host memory, while a step is traced."""
 
     def around(
         self, kind: Phase, ranks: tuple[int, ...], nbytes: int, wait: AbstractContextManager[Any]
     ) -> AbstractContextManager[Any]:
         """The context to use in place of `wait`, which it enters and leaves."""
+
+    def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
+        """The context in which a copy is queued in the current stream."""
 
 
 class Current:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megacore.parallel import host_copies
 from megacore.parallel.collectives import (
     Pending,
     all_or_none,
@@ -232,7 +233,10 @@ class Bucket:
         if self._host is not None:
             self._host.wait_for_reads()
         if self.master is not self._shard_params and not written:
-            self._shard_params.copy_(self._weights_to_copy(), non_blocking=True)
+            if self.options.offload and self._host is None:
+                host_copies.to_device_(self._shard_params, self._weights_to_copy(), "parameters")
+            else:
+                self._shard_params.copy_(self.master, non_blocking=True)
         if self.options.stage in (1, 2):
             self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
             if not self.options.overlap_param_gather:
@@ -501,9 +505,9 @@ class Bucket:
         if self._in_place:
             for segment in self.segments:
                 if (gradient := self.gradient(segment.shard_slice)) is not None:
-                    host[segment.shard_slice].copy_(gradient, non_blocking=True)
+                    host_copies.to_host_(host[segment.shard_slice], gradient, "gradients")
         elif self._shard_gradients is not None:
-            host.copy_(self._shard_gradients, non_blocking=True)
+            host_copies.to_host_(host, self._shard_gradients, "gradients")
         if self._device.type != "cpu":
             self._download_event = torch.Event(self._device)
             self._download_event.record()

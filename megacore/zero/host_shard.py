@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megacore.parallel import host_copies
 from megacore.parallel.collectives import Pending, start_all_gather
 from megacore.parallel.mesh import Group
 from megacore.zero.exact_sums import UNIT, from_units
@@ -91,7 +92,7 @@ class HostShard:
         shard = whole if self._group.size == 1 else torch.empty_like(self.parameters, device=streams.device)
         streams.uploads.wait_stream(streams.current())  # for what used the memory before
         with streams.uploads:
-            shard.copy_(self.parameters, non_blocking=True)
+            host_copies.to_device_(shard, self.parameters, "parameters")
             self._uploaded = uploaded = streams.noted(streams.uploads)
             if self._group.size > 1:
                 gathering = start_all_gather(whole, shard, self._group)
@@ -107,7 +108,7 @@ class HostShard:
 
     def on_device(self, elements: slice) -> Tensor:
         """A copy of some parameters on the device."""
-        return self.parameters[elements].to(self._streams.device, non_blocking=True)
+        return host_copies.on_device(self.parameters[elements], self._streams.device, "parameters")
 
     def wait_for_reads(self) -> None:
         """Return once the host may write the parameters."""
@@ -132,8 +133,8 @@ class HostShard:
         streams.downloads.wait_stream(streams.current())
         with streams.downloads:
             if self.has_gradients:
-                gradients += self._gradients.to(streams.device, non_blocking=True)
-            self._gradients.copy_(gradients, non_blocking=True)
+                gradients += host_copies.on_device(self._gradients, streams.device, "gradients")
+            host_copies.to_host_(self._gradients, gradients, "gradients")
             self._written = streams.noted(streams.downloads)
         streams.hold(gradients, self._written)
         self.has_gradients = True
@@ -143,11 +144,11 @@ class HostShard:
         assert self._written is not None
         self._streams.release()
         self._streams.current().wait_event(self._written)
-        return self._gradients[elements].to(self._streams.device, non_blocking=True)
+        return host_copies.on_device(self._gradients[elements], self._streams.device, "gradients")
 
     def write(self, elements: slice, gradients: Tensor) -> None:
         """Replace some summed gradients by others from the device."""
-        self._gradients[elements].copy_(gradients, non_blocking=True)
+        host_copies.to_host_(self._gradients[elements], gradients, "gradients")
         self._written = self._streams.noted(self._streams.current())
 
     def convert_exact_sums(self) -> None:

@@ -74,6 +74,12 @@ def test_a_run_starts_from_the_weights(
     compare("gpt2", directory, layout, changes, tmp_path)
 
 
+def test_a_run_with_norms_of_each_head_starts_from_the_weights(tmp_path: Path) -> None:
+    """Each rank normalises its heads with their own weights."""
+    source = save_model(make_model("stablelm-12b"), tmp_path / "hf")
+    compare("stablelm-12b", source, (2, 2, 1), {}, tmp_path / "run")
+
+
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "deepseek-v3")]
 
 

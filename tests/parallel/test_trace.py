@@ -49,7 +49,7 @@ def rows(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
     """(rank, step) -> what the rank did in it, in order."""
     found = defaultdict(list)
     for event in sorted(
-        (e for e in events if e["ph"] == "X" and e["cat"] not in ("pass", "update", "collective")),
+        (e for e in events if e["ph"] == "X" and e["cat"] not in ("pass", "update", "collective", "copy")),
         key=lambda e: e["ts"],
     ):
         found[event["pid"], event["args"]["step"]].append(event)

@@ -142,6 +142,7 @@ CONFIGS |= {
     ),
     "stablelm": lambda: transformers.StableLmConfig(**_GROUPED, use_qkv_bias=True),
     "stablelm-parallel": lambda: transformers.StableLmConfig(**_GROUPED, use_parallel_residual=True),
+    "stablelm-12b": lambda: transformers.StableLmConfig(**_GROUPED, use_parallel_residual=True, qk_layernorm=True),
     "opt": lambda: transformers.OPTConfig(
         **{name: value for name, value in _SHAPE.items() if name != "initializer_range"},
         ffn_dim=48,

@@ -95,6 +95,7 @@ FAMILIES: list[dict[str, Any]] = [
     GROUPED | SELECTIVE | {"attention_dropout": 0.1},
     {"qk_layernorm": True},
     {"qk_layernorm": True, "normalization": "RMSNorm"} | ROPE,
+    {"qk_layernorm": True, "qk_layernorm_per_head": True} | GROUPED | ROPE,
     {"parallel_residual": True, "disable_bias_linear": True},
     LIGHT | {"activation": "swiglu", "normalization": "RMSNorm"} | ROPE,
     LIGHT | {"activation": "geglu", "parallel_residual": True},

@@ -274,6 +274,30 @@ def test_the_check_goes_beyond_windows_and_contexts(
     assert compare(directory, tmp_path / "megacore", batch).difference > 1e-4
 
 
+def test_a_released_long_context_agrees_beyond_the_original_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Phi-3-mini for 128k tokens, as its config.json is, with one head of its size: beyond 4,096 tokens the long
+    factors count."""
+    released = json.loads((Path(__file__).parents[1] / "unit" / "hub_configs.json").read_text())
+    shape = {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    shape |= {"intermediate_size": 32, "vocab_size": VOCAB}
+    own_code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    values = released["microsoft/Phi-3-mini-128k-instruct"] | shape
+    torch.manual_seed(0)
+    made = transformers.Phi3Config(**json.loads(json.dumps(values)), pad_token_id=None)
+    directory = save_model(transformers.AutoModelForCausalLM.from_config(made), tmp_path / "hf")
+    (directory / "config.json").write_text(json.dumps(values | {"pad_token_id": None, "auto_map": own_code}))
+    to_megacore(directory, tmp_path / "megacore", ignore_config_field="auto_map")
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    assert capsys.readouterr().out.count("4104 tokens: logits differ by at most") == 2
+    assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+    require_same(weights(tmp_path / "back"), weights(directory))
+    for length in (4096, 4097):
+        batch = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(2))
+        assert compare(directory, tmp_path / "megacore", batch, ignored=("auto_map",)).difference <= 1e-4
+
+
 def test_the_check_sees_a_small_difference(tmp_path: Path) -> None:
     directory = save_model(make_model("gpt2"), tmp_path / "hf")
     to_megacore(directory, tmp_path / "megacore")

@@ -70,6 +70,8 @@ FEW: list[Case] = [
     ("one key and value head", (2, 2, 1), {"schedule": "zero-bubble"}),
     ("norm of all heads", (4, 1, 1), {"sequence_parallel": True}),
     ("norm of all heads", (2, 2, 1), {"schedule": "zero-bubble"}),
+    ("norm of each head", (4, 1, 1), {}),
+    ("norm of each head", (2, 2, 1), {"sequence_parallel": True, "schedule": "zero-bubble"}),
     ("neox", (2, 2, 1), {"sequence_parallel": True}),
     ("bloom", (4, 1, 1), {"sequence_parallel": True}),
     ("bloom", (2, 2, 1), {"recompute": "full"}),
@@ -91,6 +93,10 @@ MORE: list[Case] = [
     ("norm of all heads", (2, 1, 2), {"zero_stage": 3, "recompute": "full"}),
     ("LayerNorm of all heads", (2, 1, 2), {"sequence_parallel": True, "recompute": "light"}),
     ("LayerNorm of all heads", (4, 1, 1), {}),
+    ("norm of each head", (4, 1, 1), {"sequence_parallel": True, "recompute": "selective"}),
+    ("norm of each head", (2, 1, 2), {"zero_stage": 3, "recompute": "full"}),
+    ("norm of each head", (4, 1, 1), {"reproducible": True}),
+    ("RMSNorm of each head", (2, 1, 2), {"sequence_parallel": True, "recompute": "light"}),
     ("neox", (4, 1, 1), {"sequence_parallel": True}),
     ("neox", (2, 2, 1), {"schedule": "zero-bubble"}),
     ("neox", (1, 2, 2), {"zero_stage": 1, "recompute": "full"}),
@@ -105,6 +111,10 @@ def shape_of(name: str, blocks: int = 4) -> dict[str, Any]:
         return {**shape_of("qwen3", blocks), "num_query_groups": 1, "add_qkv_bias": True}
     if name == "norm of all heads":
         return {**shape_of("qwen3", blocks), "qk_layernorm_all_heads": True}
+    if name == "RMSNorm of each head":
+        return {**shape_of("qwen3", blocks), "qk_layernorm_per_head": True, "layernorm_1p": True}
+    if name == "norm of each head":
+        return {**shape_of("qwen3", blocks), "qk_layernorm_per_head": True, "normalization": "LayerNorm"}
     if name == "LayerNorm of all heads":
         return {**shape_of("norm of all heads", blocks), "normalization": "LayerNorm"}
     family = FAMILIES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,13 @@ def test_the_norm_is_that_of_what_learns(tmp_path: Path) -> None:
 
 
 def test_a_rule_about_nothing_is_refused(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, param_group=("block.*:freeze",))
-    with pytest.raises(ConfigError, match=r"--param-group block\.\*: no parameter has such a name"):
+    changes: dict[str, Any] = {"activation": "swiglu", "normalization": "RMSNorm", "disable_bias_linear": True}
+    config = make_config((1, 1, 1), tmp_path, param_group=("*.bias:freeze",), **changes)
+    with pytest.raises(ConfigError, match=r"--param-group \*\.bias: no parameter has such a name") as refused:
+        make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+    # Both patterns that it names match something.
+    for pattern in re.findall(r"'(.+?)'", str(refused.value)):
+        config = make_config((1, 1, 1), tmp_path, param_group=(f"{pattern}:freeze",), **changes)
         make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
 
 

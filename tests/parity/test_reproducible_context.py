@@ -68,6 +68,7 @@ def test_nor_of_bert(tp: int, changes: dict[str, Any], style: str, run_bert: Run
 
 
 JOINT = LLAMA | {"qk_layernorm": True, "qk_layernorm_all_heads": True}
+EACH = LLAMA | {"qk_layernorm": True, "qk_layernorm_per_head": True, "num_query_groups": 1}
 LAYERS: list[tuple[dict[str, Any], tuple[int, int, int], dict[str, Any]]] = [
     (EXPERTS | SIGMOID, (2, 1, 1), {"sequence_parallel": True}),
 ]
@@ -91,6 +92,9 @@ MORE_LAYERS: list[tuple[dict[str, Any], tuple[int, int, int], dict[str, Any]]] =
     (LATENT | {"q_lora_rank": None, "v_head_dim": 14, "qk_layernorm": False}, (2, 2, 1), {"schedule": "zero-bubble"}),
     (JOINT, (2, 1, 1), {}),
     (JOINT, (4, 1, 1), {"sequence_parallel": True}),
+    (EACH, (2, 1, 1), {"cp": 2}),
+    (EACH, (4, 1, 1), {"sequence_parallel": True}),
+    (EACH | {"normalization": "LayerNorm", "precision": "bf16"}, (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
     (JOINT | {"normalization": "LayerNorm", "precision": "bf16"}, (2, 1, 1), {"cp": 2}),
 ]
 

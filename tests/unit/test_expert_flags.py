@@ -84,6 +84,7 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
         ("--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate 0.1 has no effect with no bias"),
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate has no effect with no shared expert"),
         ("--moe-first-dense-layers 12", "--moe-first-dense-layers 12 must be below --num-layers 12"),
+        ("--moe-first-dense-layers 1 --num-layers 1", "must be below --num-layers 1: use 0, or leave"),
         ("--no-disable-bias-linear", "--num-experts needs --disable-bias-linear"),
         ("--moe-token-drop-policy position", "--moe-token-drop-policy position has no effect with no capacity"),
         ("--moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0 must be above 0"),

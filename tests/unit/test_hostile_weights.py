@@ -237,6 +237,13 @@ def many_heads_of_a_bert(path: Path) -> None:
     header(path, {f"t{i}": entry(0, 0, shape=(0,)) for i in range(300)}, data=0)
 
 
+def many_heads_with_norms(path: Path) -> None:
+    """A million heads, each with norms of its own: as many names, if anybody made them."""
+    shape = {"hidden_size": 1_000_000, "num_attention_heads": 1_000_000, "head_dim": 8}
+    (path / "config.json").write_text(json.dumps({"model_type": "stablelm", **shape, "qk_layernorm": True}))
+    header(path, {f"t{i}": entry(0, 0, shape=(0,)) for i in range(300)}, data=0)
+
+
 HOSTILE: dict[Callable[[Path], None], str] = {
     pickled_weights: "pytorch_model.bin, a pickle.* save_pretrained, which writes safetensors",
     pickle_as_safetensors: "model.safetensors is not safetensors",
@@ -273,6 +280,7 @@ HOSTILE: dict[Callable[[Path], None], str] = {
     many_heads: "has 300 tensors, too few for the 100 layers",
     many_heads_of_few_layers: "does not hold what its config.json describes",
     many_heads_of_a_bert: "does not hold what its config.json describes",
+    many_heads_with_norms: "has 300 tensors, too few for the 1000000 heads",
     wide: "does not hold what its config.json describes",
 }
 

@@ -15,8 +15,8 @@ from megacore.plan.outline import gpt_outline
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hub_configs.json").read_text())
 REFUSED = {
-    # Whose lists are cut off in this file: of 48 numbers the first one is there.
-    "microsoft/Phi-3-mini-128k-instruct": "rope_short_factors has 1 number for 48 rotated pairs of dimensions",
+    "tiiuae/falcon-rw-1b": "alibi is true: transformers rounds this family's ALiBi to bf16",
+    "facebook/opt-350m": r"(?s)do_layer_norm_before is False.*word_embed_proj_dim is 512",
 }
 # In billions, as their pages say, with the embedding counted once where it is tied.
 SIZES = {
@@ -30,7 +30,9 @@ SIZES = {
     "Qwen/Qwen2.5-0.5B": 0.494,
     "bigscience/bloom-560m": 0.559,
     "microsoft/phi-4": 14.660,
+    "microsoft/Phi-3-mini-128k-instruct": 3.821,
     "stabilityai/stablelm-2-1_6b": 1.644,
+    "stabilityai/stablelm-2-12b": 12.144,
     "bigcode/starcoderbase-1b": 1.137,
     "mosaicml/mpt-7b": 6.649,
     "google/gemma-2-2b": 2.614,

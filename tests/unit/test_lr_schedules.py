@@ -199,6 +199,11 @@ def test_a_picture_follows_the_samples_of_a_ramp(capsys: pytest.CaptureFixture[s
     ("flags", "message"),
     [
         ("--train-iters 20 --lr-warmup-iters 20", "--lr-warmup-iters 20 must be below --train-iters 20: use 19"),
+        ("--train-iters 1 --lr-warmup-iters 1", "must be below --train-iters 1: use 0, or a larger --train-iters"),
+        (
+            "--train-iters 1 --lr-warmup-iters 1 --lr-decay-style 1cycle",
+            "must be below --train-iters 1: use a larger --train-iters",
+        ),
         ("--train-iters 20 --lr-warmup-iters 9 --lr-decay-iters 5", "must be below --lr-decay-iters 5: use 4 or less"),
         ("--train-iters 20 --lr-decay-style WSD --lr-wsd-decay-iters 25", "use --lr-wsd-decay-iters 20 or less"),
         ("--train-samples 100", "--train-samples 100 counts samples: give --global-batch-size"),

@@ -62,18 +62,24 @@ def test_enumerations_are_passed_over(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "said", "true"), [("NullTokenizer", VOCAB - 1, VOCAB), ("GPT2BPETokenizer", VOCAB, VOCAB)]
+    ("tokenizer", "said", "more"),
+    [
+        ("NullTokenizer", VOCAB - 1, {}),
+        ("NullTokenizer", VOCAB, {"null_tokenizer_eod_id": None}),
+        ("GPT2BPETokenizer", VOCAB, {}),
+    ],
 )
 def test_the_row_that_ends_a_document_stays(
-    tokenizer: str, said: int, true: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: str, said: int, more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A NullTokenizer's vocab_size is without it; every tokenizer's padding goes, and is counted."""
+    """A NullTokenizer's vocab_size is without it, but where a flag may set its id; every tokenizer's padding goes, and
+    is counted."""
     values = tensors_of(GPT)
     write_legacy(tmp_path / "right", values, tp=1, pp=1, version=3.0)
     made = torch.load(tmp_path / "right" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
-    made["args"].tokenizer_type, made["args"].vocab_size = tokenizer, said
+    vars(made["args"]).update(more, tokenizer_type=tokenizer, vocab_size=said)
     save(tmp_path / "megatron", 0, None, made)
     assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
-    assert CheckpointTensors(tmp_path / "out").config.vocab_size == true
-    assert f"vocabulary {true}: {PADDED - true} of {PADDED} rows are cut off" in capsys.readouterr().out
+    assert CheckpointTensors(tmp_path / "out").config.vocab_size == VOCAB
+    assert f"vocabulary {VOCAB}: {PADDED - VOCAB} of {PADDED} rows are cut off" in capsys.readouterr().out
     require_tensors(tmp_path / "out", values)

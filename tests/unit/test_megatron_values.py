@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.config.model import padded_rows
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
 
@@ -244,6 +245,23 @@ def test_a_script_loads_from_where_it_saves(tmp_path: Path, refuse: Refuse, capf
     assert "is not a directory" in problem
 
 
+@pytest.mark.parametrize(("size", "tp"), [(128, 2), (127, 2), (1000, 1)])
+def test_a_null_tokenizer_has_one_token_more(size: int, tp: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """The token that ends a document is the last one, and padding comes after it, as Megatron-LM counts."""
+    given = ["--mock-data", "--train-iters", "10", "--vocab-size", str(size), "--tokenizer-type", "NullTokenizer"]
+    model = parse(*given).model
+    padded = size + 1
+    while padded % (128 * tp):
+        padded += 1
+    assert model.vocab_size == size + 1
+    assert tp * padded_rows(model.vocab_size, tp, model.make_vocab_size_divisible_by) == padded
+    said = capfd.readouterr().err
+    assert f"adds a token that ends a document, {size}, to --vocab-size {size}: --vocab-size {size + 1} here" in said
+    assert "without effect" not in said
+    assert parse(*given, "--null-tokenizer-eod-id", "5").model.vocab_size == size
+    assert parse(*given[:-1], "GPT2BPETokenizer").model.vocab_size == size
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -297,6 +315,7 @@ def test_the_flags_of_a_whole_script_are_accepted(tmp_path: Path, capfd: pytest.
     config = parse(*LLAMA_3.replace("OUTPUT", str(tmp_path)).split())
     assert (config.parallel.cp, config.parallel.pp, config.parallel.dp, config.parallel.zero_stage) == (2, 2, 1, 1)
     assert (config.model.activation, config.model.inner_size, config.model.query_groups) == ("swiglu", 128, 2)
+    assert config.model.vocab_size == 129  # the NullTokenizer's last token ends a document
     assert (config.training.train_iters, config.lr_decay_iters, config.optimizer.lr_warmup_iters) == (100, 100, 3)
     assert (config.precision.precision, config.precision.grad_reduce_dtype) == ("bf16", "bf16")
     assert config.checkpoint.load == "auto"

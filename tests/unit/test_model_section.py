@@ -71,6 +71,13 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("--rope-mscale 1 has no effect with --rope-scaling llama3", "use --rope-scaling yarn"),
     ),
     ({"qk_layernorm_all_heads": True}, 1, ("--qk-layernorm-all-heads has no effect with no --qk-layernorm",)),
+    ({"qk_layernorm_per_head": True}, 1, ("--qk-layernorm-per-head has no effect with no --qk-layernorm",)),
+    (
+        {"qk_layernorm": True, "qk_layernorm_all_heads": True, "qk_layernorm_per_head": True},
+        1,
+        ("--qk-layernorm-all-heads normalises all heads together", "leave one of them out"),
+    ),
+    ({**LATENT, "qk_layernorm": True, "qk_layernorm_per_head": True}, 1, ("--qk-layernorm-per-head has no effect",)),
     ({"kv_lora_rank": 8}, 1, ("--kv-lora-rank 8 has no effect with no --multi-latent-attention",)),
     ({**LATENT, "position_embedding_type": "none"}, 1, ("--multi-latent-attention needs --position-embedding-type",)),
     ({**LATENT, "disable_bias_linear": False}, 1, ("--multi-latent-attention needs --disable-bias-linear",)),

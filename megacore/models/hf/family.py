@@ -73,7 +73,8 @@ class TensorRule:
 
     Attributes:
         ours: global name; {i} is the number of the block.
-        theirs: names in the family, with the prefix; one with {e} stands for those of all experts, which are stacked.
+        theirs: names in the family, with the prefix; one with {e} stands for those of all experts, which are stacked,
+            or, with a layout, for those of all its sources.
         layout: the order of rows; None where there is one source and it is the same tensor.
         transposed: the family stores the matrix as [in, out].
         instead: the names in place of `theirs` of models that `when` accepts.

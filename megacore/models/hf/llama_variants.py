@@ -3,7 +3,7 @@ its layers, fused projections, or LayerNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megacore.config import ResolvedModel
@@ -179,7 +179,8 @@ PHI3 = llama_like(
 def _read_stablelm(reader: ConfigReader) -> dict[str, Any]:
     positions, share = reader.get("max_position_embeddings", 4096), reader.get("partial_rotary_factor", 0.25)
     bias, parallel = reader.get("use_qkv_bias", False), reader.get("use_parallel_residual", False)
-    for name, value in (("use_qkv_bias", bias), ("use_parallel_residual", parallel)):
+    normed = reader.get("qk_layernorm", False)
+    for name, value in (("use_qkv_bias", bias), ("use_parallel_residual", parallel), ("qk_layernorm", normed)):
         if type(value) is not bool:
             reader.problem(name, f"is {str(value)[:20]!r}, not true or false")
     return (
@@ -190,13 +191,26 @@ def _read_stablelm(reader: ConfigReader) -> dict[str, Any]:
             "add_qkv_bias": bias is True,
             "parallel_residual": parallel is True,
             "shared_parallel_norm": parallel is True,
+            "qk_layernorm": normed is True,
+            "qk_layernorm_per_head": normed is True,
         }
     )
 
 
 def _write_stablelm(config: ResolvedModel) -> dict[str, Any]:
     values = {"use_qkv_bias": config.qkv_bias, "use_parallel_residual": config.parallel_residual}
+    values["qk_layernorm"] = config.qk_layernorm_per_head
     return write_rope(config, share=True) | write_tied(config) | values
+
+
+def _norms_of_heads(ours: str, theirs: str, heads: Callable[[ResolvedModel], int]) -> TensorRule:
+    """The weights of the norms of all heads, which are tensors of their own."""
+    layout = Layout(
+        lambda config: (config.head_size,) * heads(config),
+        lambda config: (Run(source=head, start=0, stop=config.head_size) for head in range(heads(config))),
+    )
+    name = f"model.layers.{{i}}.self_attn.{theirs}_layernorm.norms.{{e}}.weight"
+    return TensorRule(f"blocks.{{i}}.attention.{ours}_norm.weight", (name,), layout)
 
 
 STABLELM = Family(
@@ -216,14 +230,15 @@ STABLELM = Family(
         ),
         Same("hidden_dropout", ("hidden_dropout",), 0.0),
     ),
-    fixed={
-        "hidden_act": (("silu", "swish"), "silu"),
-        "qk_layernorm": ((False,), False),
-    },
+    fixed={"hidden_act": (("silu", "swish"), "silu")},
     constants={"activation": "swiglu"},
     read=_read_stablelm,
     write=_write_stablelm,
-    rules=block_rules(qkv_bias=True, norm_bias=True),
+    rules=(
+        *block_rules(qkv_bias=True, norm_bias=True),
+        _norms_of_heads("query", "q", lambda config: config.num_attention_heads),
+        _norms_of_heads("key", "k", lambda config: config.query_groups),
+    ),
     buffers=(".rotary_emb.inv_freq",),
     ties={"lm_head.weight": "model.embed_tokens.weight"},
 )
