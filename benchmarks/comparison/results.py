@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,9 +131,16 @@ def ratio(ours: Row, theirs: Row) -> float:
 
 def markdown(results: Results) -> str:
     """The comparison as a section of a page."""
-    return "\n\n".join(
-        part for part in (_head(results), _speed(results), _memory(results), _largest(results), _notes(results)) if part
-    )
+    parts = (_head(results), _speed(results), _memory(results), _largest(results), _notes(results))
+    return "\n".join(_wrapped(line) for line in "\n\n".join(part for part in parts if part).split("\n"))
+
+
+def _wrapped(line: str) -> str:
+    """A paragraph or an item of a list in lines of the pages' width; rows of tables stay as they are."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _head(results: Results) -> str:
@@ -236,6 +244,7 @@ def degrees(layout: Layout) -> str:
     return " x ".join(f"{name} {size}" for name, size in named) if len(named) > 1 else str(layout.ranks)
 
 
+_WIDTH = 120  # of the page's lines
 _BEGIN, _END = "<!-- written by benchmarks/compare.py: begin -->", "<!-- end -->"
 
 

@@ -86,6 +86,7 @@ def test_the_page_has_ratios_of_rounds_and_names_what_is_missing(results: Result
     assert "| data parallel | 2 | 64 | 2.00 |" in text
     assert "5M (7 layers)" in text
     assert "- deepspeed: not installed" in text
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- written by benchmarks/compare.py: begin -->\nold\n<!-- end -->\nb\n", encoding="utf-8")
     replace_section(page, text)
