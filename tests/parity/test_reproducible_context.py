@@ -70,6 +70,7 @@ def test_nor_of_bert(tp: int, changes: dict[str, Any], style: str, run_bert: Run
 JOINT = LLAMA | {"qk_layernorm": True, "qk_layernorm_all_heads": True}
 LAYERS: list[tuple[dict[str, Any], tuple[int, int, int], dict[str, Any]]] = [
     (EXPERTS | SIGMOID, (2, 1, 1), {"sequence_parallel": True}),
+    (EXPERTS | {"activation": "gelu"}, (4, 1, 1), {}),
 ]
 MORE_LAYERS: list[tuple[dict[str, Any], tuple[int, int, int], dict[str, Any]]] = [
     *(
