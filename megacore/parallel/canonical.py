@@ -135,7 +135,8 @@ class Blocks:
         """A function of single elements of tensors [n, o/(t p)], computed a block of features at a time."""
         if not self.divide:
             return function(*tensors)
-        return torch.cat([function(*block) for block in zip(*(self.split(x, -1) for x in tensors), strict=True)], -1)
+        blocks = zip(*(self.split(x, -1) for x in tensors), strict=True)
+        return joined_blocks([function(*block) for block in blocks], -1)
 
     def over_heads(
         self,

@@ -212,8 +212,8 @@ def _check_groups(groups: ParameterGroups, parameters: Mapping[str, ShardedParam
     names = sorted({name for of_rank in all_gather_objects(list(parameters), mesh.world) for name in of_rank})
     first, last = names[0].partition(".")[0], names[0].rpartition(".")[2]
     problems = [
-        f"--param-group {pattern}: no parameter has such a name. Names go from {names[0]} to {names[-1]}: use a pattern "
-        f"such as '{first}.*' or '*.{last}'"
+        f"--param-group {pattern}: no parameter has such a name. Names go from {names[0]} to {names[-1]}: use a "
+        f"pattern such as '{first}.*' or '*.{last}'"
         for pattern in groups.unmatched(names)
     ]
     if groups.decoupled and not set(DECOUPLED) & set(names):

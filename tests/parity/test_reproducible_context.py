@@ -71,6 +71,7 @@ JOINT = LLAMA | {"qk_layernorm": True, "qk_layernorm_all_heads": True}
 EACH = LLAMA | {"qk_layernorm": True, "qk_layernorm_per_head": True, "num_query_groups": 1}
 LAYERS: list[tuple[dict[str, Any], tuple[int, int, int], dict[str, Any]]] = [
     (EXPERTS | SIGMOID, (2, 1, 1), {"sequence_parallel": True}),
+    (EXPERTS | {"activation": "gelu"}, (4, 1, 1), {}),
 ]
 MORE_LAYERS: list[tuple[dict[str, Any], tuple[int, int, int], dict[str, Any]]] = [
     *(
