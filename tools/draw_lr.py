@@ -66,10 +66,12 @@ def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
     if args.output is not None:
         require_writable(args.output)
     config, settings, iterations, sizes = _configuration(flags)
-    steps = range(1, iterations + 1)
+    if args.output is None:
+        steps = sorted({1 + round(i * (iterations - 1) / (_ROWS - 1)) for i in range(_ROWS)})
+    else:
+        steps = sorted({*range(1, iterations + 1, -(-iterations // _MOST_POINTS)), iterations})
     # Of the learning rate and the momentum: they follow the samples, but in a range test.
-    positions = steps if config.lr_range_test else [sizes.full_steps(step) for step in steps]
-    panels = [Curve(title="learning rate", points=[])]
+    positions: Sequence[float] = steps if config.lr_range_test else [sizes.full_steps(step) for step in steps]
     rates = {"learning rate": [learning_rate(at, config, train_iters=iterations) for at in positions]}
     if config.weight_decay_incr_style != "constant":
         rates["weight decay"] = [weight_decay(step, config, train_iters=iterations) for step in steps]
@@ -77,22 +79,19 @@ def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
     if config.lr_decay_style == "1cycle" and usual:
         rates["momentum"] = [momentum(at, config, usual=usual, train_iters=iterations) for at in positions]
     if args.output is None:
-        _print_table(rates, iterations)
+        _print_table(rates, steps)
         return
-    every = -(-iterations // _MOST_POINTS)
-    shown = sorted({*steps[::every], iterations})
     panels = [
-        Curve(title=title, points=[(float(step), values[step - 1]) for step in shown])
-        for title, values in rates.items()
+        Curve(title=title, points=list(zip(map(float, steps), values, strict=True))) for title, values in rates.items()
     ]
     save(curves(f"Schedules over {iterations} steps", panels, x_title="step"), args.output)
     print(args.output)
 
 
-def _print_table(rates: dict[str, list[float]], iterations: int) -> None:
+def _print_table(rates: dict[str, list[float]], steps: Sequence[int]) -> None:
     print("step".rjust(9), *(title.rjust(14) for title in rates))
-    for step in sorted({1 + round(i * (iterations - 1) / (_ROWS - 1)) for i in range(_ROWS)}):
-        print(str(step).rjust(9), *(f"{values[step - 1]:14.6g}" for values in rates.values()))
+    for step, *values in zip(steps, *rates.values(), strict=True):
+        print(str(step).rjust(9), *(f"{value:14.6g}" for value in values))
 
 
 def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSettings, int, BatchSizes]:

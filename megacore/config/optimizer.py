@@ -206,7 +206,7 @@ class OptimizerConfig(Section):
             elif not wrong & {"lr", "lr_range_test_start"} and self.lr_range_test_start >= self.lr:
                 yield (
                     f"--lr-range-test-start {number(self.lr_range_test_start)} must be below --lr {number(self.lr)}, "
-                    "the last rate of the test: use --lr 1 or so"
+                    "the last rate of the test: use a smaller one, or a larger --lr"
                 )
         if "lr_decay_style" not in wrong:
             yield from self._style_constraints(wrong)

@@ -145,7 +145,10 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
         ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 has no effect with --lr-warmup-iters 0"),
         ("--weight-decay-incr-style linear", "linear needs --start-weight-decay and --end-weight-decay"),
         ("--start-weight-decay 0.1", "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style constant"),
-        ("--lr-range-test --lr-range-test-start 1", "--lr-range-test-start 1 must be below --lr 0.0003"),
+        (
+            "--lr-range-test --lr-range-test-start 1",
+            "must be below --lr 0.0003, the last rate of the test: use a smaller one",
+        ),
         ("--lr-range-test-start 1e-6", "--lr-range-test-start 1e-06 has no effect with --no-lr-range-test"),
     ],
 )
@@ -180,6 +183,8 @@ def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert draw_lr.main(["--train-iters", "3", "--lr", "0.5", "--lr-decay-style", "constant"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}            0.5" for step in (1, 2, 3)]
+    assert draw_lr.main(["--train-iters", "2147483647"]) == 0  # only what is shown is computed
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["2147483647", "3e-05"]
     assert draw_lr.main(["--lr", "0.5"]) == 2
     assert "--train-iters is missing" in capsys.readouterr().err
     assert parse(*GOOD).optimizer.lr_decay_style == "cosine"
