@@ -207,14 +207,14 @@ def test_training_samples_are_permuted_and_those_of_evaluations_are_not(packing:
 
 def test_a_vocabulary_without_the_tokens_is_refused(files: Path, coder: Tokenizer) -> None:
     for given, expected in (
-        ({"fim_middle_token": "<mid>"}, "does not have: <mid>"),
+        ({"fim_middle_token": "<mid>"}, "vocabulary of --tokenizer lacks <mid>: name"),
         ({"fim_middle_token": NAMES[0]}, "three different tokens"),
     ):
         with pytest.raises(InputErrors, match=expected):
             check_inputs(config(files, fim_rate=0.5, **given))
     assert check_inputs(config(files, fim_rate=0.5)) == coder.vocab_size
     train_tokenizer(["some text"], "bpe", 257).save(files / "plain")
-    with pytest.raises(InputErrors, match="<fim_prefix>, <fim_middle>, <fim_suffix> or others that are known"):
+    with pytest.raises(InputErrors, match="<fim_prefix>, <fim_middle>, <fim_suffix>, and those of other models"):
         check_inputs(config(files, fim_rate=0.5, tokenizer=str(files / "plain"), fim_cut="token"))
 
 

@@ -145,7 +145,10 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
         ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 has no effect with --lr-warmup-iters 0"),
         ("--weight-decay-incr-style linear", "linear needs --start-weight-decay and --end-weight-decay"),
         ("--start-weight-decay 0.1", "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style constant"),
-        ("--lr-range-test --lr-range-test-start 1", "the last rate of the test: use a smaller one, or a larger --lr"),
+        (
+            "--lr-range-test --lr-range-test-start 1",
+            "must be below --lr 0.0003, the last rate of the test: use a smaller one",
+        ),
         ("--lr-range-test-start 1e-6", "--lr-range-test-start 1e-06 has no effect with --no-lr-range-test"),
     ],
 )

@@ -62,10 +62,11 @@ def sentinels_of(tokenizer: Tokenizer, names: Sequence[str | None] = (None, None
     flags = "--fim-prefix-token, --fim-middle-token and --fim-suffix-token"
     if fitting is None:
         missing = [name for name in names if name is not None and name not in ids]
-        lacks = " ".join(missing) if missing else f"{', '.join(KNOWN_SENTINELS[0])} or others that are known"
+        known = ", ".join(known for given, known in zip(names, KNOWN_SENTINELS[0], strict=True) if given is None)
+        lacks = ", ".join(missing) if missing else f"{known}, and those of other models that are known"
         raise DataError(
-            f"--fim-rate needs three tokens that the vocabulary of --tokenizer does not have: {lacks}: name those that "
-            f"it has with {flags}, or add them to the tokenizer"
+            f"--fim-rate needs three tokens, but the vocabulary of --tokenizer lacks {lacks}: name tokens that it has "
+            f"with all of {flags}, or add them to the tokenizer"
         )
     if len(set(fitting)) < len(fitting):
         raise DataError(f"--fim-rate needs three different tokens, and has {' '.join(fitting)}: use others for {flags}")
