@@ -11,10 +11,11 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
@@ -52,6 +53,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=ResolvedConfig)
 R_co = TypeVar("R_co", bound=ResolvedConfig, covariant=True)
 
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 Shape = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -198,6 +200,7 @@ class _Reading(Generic[C]):
         local_problems: what is wrong with the files and the environment of this machine.
         notes: what to tell the user although nothing is wrong.
         source: path of the configuration file; None if none is given, or there is no such file.
+        translated: settings of other trainers and the flags that they became, by where they come from.
     """
 
     config: C
@@ -205,6 +208,7 @@ class _Reading(Generic[C]):
     local_problems: list[str]
     notes: list[str]
     source: str | None
+    translated: dict[str, dict[str, str]]
 
 
 def _read(
@@ -262,7 +266,7 @@ def _read(
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
-    return _Reading(config, problems, local_problems, notes, source)
+    return _Reading(config, problems, local_problems, notes, source, flags.translated)
 
 
 def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -484,7 +488,7 @@ def _refuse(prog: str, process: _Process, reading: _Reading[Any]) -> NoReturn:
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_REFUSED)
-    message = _message(prog, reading.problems + reading.local_problems, reading.source)
+    message = _message(prog, reading.problems + reading.local_problems, reading.source, reading.translated)
     leave_for_launcher(message)
     if process.rank == 0:
         print(message, file=sys.stderr, flush=True)
@@ -495,14 +499,31 @@ def _refuse(prog: str, process: _Process, reading: _Reading[Any]) -> NoReturn:
     raise SystemExit(EXIT_REFUSED)
 
 
-def _message(prog: str, problems: Sequence[str], source: str | None, *, host: str | None = None) -> str:
+def _message(
+    prog: str,
+    problems: Sequence[str],
+    source: str | None,
+    translated: Mapping[str, Mapping[str, str]] | None = None,
+    *,
+    host: str | None = None,
+) -> str:
     where = f" on {host}" if host else ""
     lines = [f"megacore: refused{where}: {counted(len(problems), 'problem')}"]
     lines += ["  - " + _printable(problem).replace("\n", "\n    ") for problem in problems]
+    lines += [_printable(line) for line in _of_other_trainers(problems, translated or {})]
     if source:
         lines.append(f"Keys of {source} are shown as their flags: num_layers is --num-layers.")
     lines.append(f"Flags and their defaults: {prog} --help")
     return "\n".join(lines)
+
+
+def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Where the flags of the problems come from, if that is not the command line."""
+    refused = set(_FLAG.findall(" ".join(problems)))
+    for origin, settings in translated.items():
+        for source, ours in settings.items():
+            if refused & set(_FLAG.findall(ours)) and not any(source in problem for problem in problems):
+                yield f"In {origin}, {source} is {ours}."
 
 
 def _printable(text: str) -> str:

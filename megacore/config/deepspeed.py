@@ -7,6 +7,7 @@ transformers: the setting comes from the flags.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 from megacore.config.deepspeed_keys import ALIASES, KEYS, SWITCHED
 from megacore.config.deepspeed_values import Document, Key, Value, shown, value_at
 from megacore.config.megatron_values import ForeignSetting, Shape, Translation
-from megacore.config.messages import did_you_mean
+from megacore.config.messages import did_you_mean, nearest_name
 from megacore.files import unreadable
 
 _DEEPEST = 32
@@ -81,7 +82,8 @@ def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
         document["zero_optimization"] = {"stage": int(stage)}
     read = DeepSpeedKeys(document=document)
     left: list[str] = []
-    for path, value in _leaves(document, read.problems, name):
+    off: list[str] = []
+    for path, value in _leaves(document, read.problems, off, name):
         if value == "auto":
             left.append(path)
         elif not (is_planned and path == "autotuning.enabled"):
@@ -90,32 +92,44 @@ def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
         read.settings.append(_fp32(name))
     if left:
         read.notes.append(f'left to the flags by {name} ("auto"): {", ".join(left)}')
+    if off:
+        read.notes.append(f"without effect in {name}, because nothing turns them on: {', '.join(off)}")
     return read
 
 
-def _leaves(document: Document, problems: list[str], name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The known keys that have an effect, with their values. Unknown ones are noted as problems."""
+def _leaves(
+    document: Document, problems: list[str], off: list[str], name: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The known keys that have an effect, with their values. Unknown ones are noted as problems.
+
+    Sections that are off by default, and hold keys, are noted in `off`. One that says that it is off may hold anything.
+    """
     for word, value in document.items():
         path = f"{prefix}{word}"
-        if isinstance(value, Mapping) and _is_off(path, value):
-            continue
+        if isinstance(value, Mapping) and path in SWITCHED:
+            switch, default = SWITCHED[path]
+            if value.get(switch, default) is False:
+                if switch not in value and value:
+                    off.append(path)
+                    deque(_leaves(value, problems, off, name, f"{path}."), maxlen=0)  # for the problems alone
+                continue
         if path in KEYS:
             yield path, value
         elif not any(known.startswith(f"{path}.") for known in KEYS) or path.count(".") > _DEEPEST:
-            near = did_you_mean(path, KEYS)
+            near = _did_you_mean(path, prefix)
             problems.append(f"{name}: {shown(path)} is not a key of DeepSpeed 0.19{near}: leave it out; {_REFERENCE}")
         elif not isinstance(value, Mapping):
             if value is not None:
                 problems.append(f"{name}: {path} {shown(value)} must be an object, as in {{}}")
         else:
-            yield from _leaves(value, problems, name, f"{path}.")
+            yield from _leaves(value, problems, off, name, f"{path}.")
 
 
-def _is_off(path: str, section: Document) -> bool:
-    if path not in SWITCHED:
-        return False
-    switch, default = SWITCHED[path]
-    return section.get(switch, default) is False
+def _did_you_mean(path: str, prefix: str) -> str:
+    """A near key of the same section, else of any."""
+    siblings = (key.removeprefix(prefix) for key in KEYS if key.startswith(prefix))
+    near = nearest_name(path.removeprefix(prefix), siblings)
+    return f" (did you mean {prefix}{near}?)" if near else did_you_mean(path, KEYS)
 
 
 def _setting(path: str, value: Any, document: Document, name: str) -> ForeignSetting:

@@ -32,15 +32,10 @@ def _idle(why: str, *, takes_value: bool = False) -> ForeignFlag:
     )
 
 
-def _refused(why: str, harmless: str) -> ForeignFlag:
-    """A flag that is accepted with one value."""
-
-    def translate(flag: str, text: str, shape: Shape) -> Translation:
-        if text != harmless:
-            raise ValueError(f"{flag} {text}: {why}: leave it out")
-        return Translation()
-
-    return ForeignFlag(f"nothing with {harmless}; any other value is refused: {why}", (), translate, is_idle=True)
+def _remote_device(flag: str, text: str, shape: Shape) -> Translation:
+    if text not in ("none", "cpu"):
+        raise ValueError(f"{flag} '{text}': parameters are kept on the devices or in host memory: use none or cpu")
+    return Translation({"offload_params": True} if text == "cpu" else {})
 
 
 def _ulysses(flag: str, text: str, shape: Shape) -> Translation:
@@ -152,7 +147,7 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
         "--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _buckets
     ),
     "--zero-allgather-bucket-size": _idle("--bucket-size-mb holds for both directions", takes_value=True),
-    "--remote-device": _refused("parameters stay on the devices", "none"),
+    "--remote-device": ForeignFlag("--offload-params with cpu; nvme is refused", ("offload_params",), _remote_device),
     "--use-pin-memory": _idle("what is copied to or from a device is always pinned"),
     "--scattered-embeddings": _idle("the embedding is always divided over --tp ranks"),
     "--split-transformers": _idle("the layers of a stage always exchange gradients one by one"),

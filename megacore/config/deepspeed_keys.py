@@ -83,7 +83,9 @@ def _without_fp16(value: Value) -> bool:
 
 
 def _loss_scale(value: Value) -> Translation:
-    scale = real(value)
+    if value.value == "dynamic":
+        raise ValueError(f'{value.path} "dynamic" is not a number: use 0, which is the dynamic scale')
+    scale = real(value, example=0)
     return Translation({"loss_scale": scale} if scale and not _without_fp16(value) else {})
 
 

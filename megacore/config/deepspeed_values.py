@@ -5,6 +5,7 @@ deepspeed_keys.py has the table of all keys.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,10 +76,13 @@ def value_at(document: Document, path: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a file has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = number(value) if isinstance(value, int | float) else str(value) or '""'
+    """A value as a file has it; a text without its quotation marks."""
+    if isinstance(value, str):
+        text = value or '""'
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        text = number(value)
+    else:
+        text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -105,11 +109,11 @@ def whole(value: Value, *, low: int = 0) -> int:
     return int(given)
 
 
-def real(value: Value) -> float:
+def real(value: Value, *, example: float = 0.1) -> float:
     """A value that is a finite number."""
     given = value.value
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-        raise ValueError(f"{_quoted(value)} is not a number: use, for example, 0.1")
+        raise ValueError(f"{_quoted(value)} is not a number: use, for example, {number(example)}")
     return float(given)
 
 

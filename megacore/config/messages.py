@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -48,10 +49,16 @@ def nearest_multiples(value: int, of: int) -> list[int]:
 
 
 def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
-    """The accepted name that `name` was probably meant to be, or None."""
+    """The accepted name that `name` was probably meant to be, or None.
+
+    A misspelled name comes first, then its initials (`lr` for `learning_rate`), then a name that is only similar.
+    """
     bare = {candidate.lower().lstrip("-"): candidate for candidate in accepted}  # leading dashes would look similar
     wanted = name.lower().lstrip("-")
+    initials = "".join(word[:1] for word in re.split(r"[-_]", wanted))
     near = difflib.get_close_matches(wanted, bare, n=1, cutoff=0.6)
+    if initials in bare and len(initials) >= 2 and not difflib.get_close_matches(wanted, bare, n=1, cutoff=0.8):
+        return bare[initials]
     if not near and len(wanted) >= 3:
         near = sorted((candidate for candidate in bare if wanted in candidate), key=len)
     return bare[near[0]] if near else None

@@ -183,6 +183,8 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--tensor-parallel-size", "3"], ("did you mean --tensor-model-parallel-size?",)),
     (["--heads", "3"], ("did you mean --num-attention-heads?",)),
     (["-lr", "3"], ("-lr is not a flag: did you mean --lr?",)),
+    (["--learning-rate", "3"], ("--learning-rate is not a flag: did you mean --lr?",)),
+    (["--data-pth", "3"], ("--data-pth is not a flag: did you mean --data-path?",)),
     (["-x"], ("-x is not a flag", "--help")),
     (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
     (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),

@@ -236,6 +236,13 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
             "zero_optimization.stag is not a key of DeepSpeed 0.19 (did you mean zero_o",
         ),
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 must be at least 0 and at most 3"),
+        ({"bf16": {"enable": True}}, "bf16.enable is not a key of DeepSpeed 0.19 (did you mean bf16.enabled?)"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}},
+            "optimizer.params.learning_rate is not a key of DeepSpeed 0.19 (did you mean optimizer.params.lr?)",
+        ),
+        ({"elasticity": {"enabled": True}}, 'elasticity {"enabled": true}: DeepSpeed 0.19 has removed it'),
+        ({"fp16": {"enabled": True, "loss_scale": "dynamic"}}, "use 0, which is the dynamic scale"),
         ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage "two" is not a whole number of 0 or more'),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}},
@@ -315,6 +322,20 @@ def test_the_three_batch_sizes_must_agree(refuse: Refuse, tmp_path: Path) -> Non
     )
 
 
+def test_a_refused_value_is_found_in_its_file(refuse: Refuse, tmp_path: Path) -> None:
+    flags = written(tmp_path, {"zero_optimization": {"stage": 4}, "gradient_clipping": 1.0})
+    lines = refuse(*GOOD, *flags).splitlines()
+    assert f"In {flags[1]}, zero_optimization.stage 4 is --zero-stage 4." in lines
+    assert not any("gradient_clipping" in line for line in lines)
+
+
+def test_sections_that_nothing_turns_on_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = written(tmp_path, {"fp16": {"loss_scale": 0}, "bf16": {}, "wandb": {"enabled": False, "teem": 1}})
+    parse(*GOOD, *flags)
+    said = capfd.readouterr().err
+    assert f"megacore: note: without effect in {flags[1]}, because nothing turns them on: fp16\n" in said
+
+
 def test_a_file_that_does_not_exist_is_named(refuse: Refuse, tmp_path: Path) -> None:
     (problem,) = problems(refuse(*GOOD, "--deepspeed_config", str(tmp_path / "none.json")))
     assert problem == f"--deepspeed-config {tmp_path}/none.json cannot be read: No such file or directory: " + (
@@ -336,6 +357,7 @@ def test_a_file_that_does_not_exist_is_named(refuse: Refuse, tmp_path: Path) -> 
         ("--partition-activations --checkpoint-in-cpu", ""),
         ("--checkpoint-in-cpu --deepspeed-activation-checkpointing", "--recompute full --offload-activations"),
         ("--cpu-optimizer --zero-stage 2", "--offload-optimizer --zero-stage 2"),
+        ("--cpu-optimizer --zero-stage 3 --remote-device cpu", "--offload-optimizer --zero-stage 3 --offload-params"),
         ("--zero-reduce-bucket-size 500000000 --zero-contigious-gradients", "--bucket-size-mb 1907.35"),
         ("--local_rank=0 --deepspeed --no-pipeline-parallel --remote-device none", ""),
         ("--global-batch-size 8 --seq-length 64 --train-tokens 100000 --lr-decay-tokens 2600 --lr-warmup-tokens 1024",
@@ -352,7 +374,7 @@ def test_a_flag_of_megatron_deepspeed_is_ours(given: str, ours: str) -> None:
     ("given", "said"),
     [
         ("--no-pipeline-parallel --pp 2", "--no-pipeline-parallel contradicts --pp 2"),
-        ("--remote-device cpu", "--remote-device cpu: parameters stay on the devices"),
+        ("--remote-device nvme", "in host memory: use none or cpu"),
         ("--ds-sequence-parallel-size 0", "'0' is not a whole number of 1 or more"),
         ("--zero-reduce-bucket-size x", "'x' is not a number of elements"),
         (

@@ -74,7 +74,7 @@ def read(model_type: str, /, **changes: Any) -> ResolvedModel:
             {"auto_map": {"AutoModel": "m.M"}},
             "auto_map is .*, but megacore has only None or {}; .* --ignore-config-field auto_map$",
         ),
-        ("gpt2", {"model_type": "gpt3"}, "model_type is 'gpt3', .* or roberta$"),
+        ("gpt2", {"model_type": "gpt3"}, "model_type is 'gpt3', .* bert, .* or starcoder2$"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true with pretraining_tp 2"),
         ("gpt2", {"new": 1}, "new is a field .* --ignore-config-field new$"),
         ("qwen2", {"use_mrope": True}, "use_mrope is a field that megacore does not know"),
@@ -273,7 +273,7 @@ def test_all_problems_come_together() -> None:
 
 @pytest.mark.parametrize("values", [{}, {"model_type": "lama"}, {"model_type": 3}, {"model_type": None}])
 def test_another_kind_of_model_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type is .* but megacore has gpt2, llama"):
+    with pytest.raises(CheckpointError, match=r"model_type is .* but megacore has bert, bloom"):
         family_of(values, "config.json")
 
 

@@ -77,4 +77,4 @@ def describe_model(config: ResolvedModel, bert: ResolvedBert | None = None) -> t
 
 
 def _names() -> str:
-    return one_of(list(FAMILIES))
+    return one_of(sorted(FAMILIES))
