@@ -1,4 +1,4 @@
-"""torch's own record of operations, whose entries keep holes in the heap of a rank on a CPU: it is off unless asked for."""
+"""torch's own record of operations, whose entries keep holes in the heap of a rank on a CPU: off unless asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def recorded(rank: int, world_size: int, size: str | None) -> int:
     _, world = join_job(ParallelConfig(dp=world_size, device="cpu"))
     for _ in range(OPERATIONS):
         all_reduce_(torch.ones(1000), world)
-    return c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False).count(b'"record_id"')
+    record: bytes = c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)  # type: ignore[attr-defined]
+    return record.count(b'"record_id"')
 
 
 @pytest.mark.skipif(not hasattr(c10d, "_dump_fr_trace_json"), reason="this torch records no operations of gloo")
