@@ -39,7 +39,7 @@ from megacore.errors import ConfigError
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase, post
 
-# By which the size of torch's record of operations is set: its name since torch 2.9, and the one before.
+# By which the size of torch's record of operations is set: its name, and the one of older releases.
 _RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
