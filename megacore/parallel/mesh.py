@@ -39,6 +39,9 @@ from megacore.errors import ConfigError
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase, post
 
+# By which the size of torch's record of operations is set: its name, and the one of older releases.
+_RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
@@ -259,6 +262,8 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
             store = _job_store(timeout)
         with post(Phase.MEET, tuple(range(world_size())), 0):
             device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
+            if device.type == "cpu":
+                _record_no_operations()
             dist.init_process_group(
                 dist.get_default_backend_for_device(device),
                 timeout=timeout,
@@ -270,6 +275,14 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     if world_size() == 1:
         return device, ALONE
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
+
+
+def _record_no_operations() -> None:
+    """Turn off torch's record of the last 2,000 operations of gloo, unless the user has set its size. Each entry holds
+    the call stack: many small blocks that outlive a step, in holes of the heap that the next tensor of the same size
+    then does not fit. The heap of a rank grows for as long as the record does. megacore's watchdog has a record too."""
+    if not any(name in os.environ for name in _RECORD_SIZES):
+        os.environ[_RECORD_SIZES[0]] = "0"
 
 
 def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:

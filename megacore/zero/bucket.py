@@ -145,6 +145,12 @@ class Bucket:
         """Whether the reduction overwrites only this rank's shard of its gradients."""
         return self.options.stage == 1 and not self.options.exact_terms
 
+    @property
+    def reduction_takes_memory(self) -> bool:
+        """Whether a reduction under way takes memory that is free afterwards: on stages 2 and 3 the unsharded
+        gradients; on a CPU, where shards are summed from messages, also the other ranks' terms."""
+        return self.options.stage >= 2 or (self.options.stage == 1 and self._device.type == "cpu")
+
     # ---- parameters
 
     def _move_parameters(self) -> _Buffers:

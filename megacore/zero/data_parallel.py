@@ -431,9 +431,9 @@ class DataParallel:
             self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Begin a bucket's reduction. On stages 2 and 3 first wait for the one before: then unsharded gradients exist
-        for at most two buckets, the one being reduced and the one that backward fills meanwhile."""
-        if self._last_reduced is not None and self._last_reduced.options.stage >= 2:
+        """Begin a bucket's reduction. Where reductions take memory, first wait for the one before: then it is that of
+        at most two buckets, the one being reduced and the one that backward fills meanwhile."""
+        if self._last_reduced is not None and self._last_reduced.reduction_takes_memory:
             self._last_reduced.finish_reduction()
         bucket.reduce()
         self._last_reduced = bucket

@@ -1,5 +1,6 @@
 """What ZeRO holds for a moment: on stage 3 the parameters of two layers at most, and on stages 2 and 3 the whole
-gradients of two buckets at most (one being filled, one being reduced)."""
+gradients of two buckets at most (one being filled, one being reduced). On stages 1 to 3 one reduction is under way at a
+time on a CPU, where each has memory for the other ranks' terms."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ class Peaks:
     Attributes:
         parameters: most bytes of gathered parameters at once.
         gradients: most bytes of whole gradients at once.
+        reductions: most reductions under way at once.
         left: bytes of gathered parameters after the step.
         layers: bytes of the parameters that each layer needs.
         buckets: bytes of each bucket.
@@ -30,6 +32,7 @@ class Peaks:
 
     parameters: int = 0
     gradients: int = 0
+    reductions: int = 0
     left: int = 0
     layers: list[int] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
@@ -56,6 +59,8 @@ def watch(data_parallel: DataParallel, peaks: Peaks) -> None:
             result = method(*arguments)
             peaks.parameters = max(peaks.parameters, gathered(data_parallel))
             peaks.gradients = max(peaks.gradients, whole_gradients(data_parallel))
+            under_way = sum(bucket._reducing is not None for bucket in data_parallel.buckets)
+            peaks.reductions = max(peaks.reductions, under_way)
             return result
 
         return call
@@ -104,3 +109,15 @@ def test_two_buckets_gradients_are_whole_at_most(
     for peaks in run_distributed(peaks_of, tp * pp * dp, layout, directory, {"zero_stage": stage}):
         assert len(peaks.buckets) > 3
         assert max(peaks.buckets) <= peaks.gradients <= sum(sorted(peaks.buckets)[-2:])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 2)], ids=str)
+def test_one_reduction_is_under_way_at_a_time(
+    layout: Layout, stage: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tp, pp, dp = layout
+    directory = str(tmp_path_factory.mktemp("run"))
+    for peaks in run_distributed(peaks_of, tp * pp * dp, layout, directory, {"zero_stage": stage}):
+        assert len(peaks.buckets) > 3
+        assert peaks.reductions == 1
