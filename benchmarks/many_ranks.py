@@ -17,6 +17,7 @@ import json
 import math
 import os
 import socket
+import statistics
 import struct
 import sys
 import tempfile
@@ -45,7 +46,8 @@ class RankCosts:
     """What a rank measured of itself.
 
     Attributes:
-        seconds: on the clock, by part of the launch.
+        seconds: on the clock, by part of the launch, and of the checkpoint at the end.
+        steps: seconds of each step on the clock.
         cpu_seconds: of all threads, from its first line to the first step.
         store_bytes: to and from the job's store until then.
         groups: process groups that it is in, that of all ranks included.
@@ -55,6 +57,7 @@ class RankCosts:
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
     cpu_seconds: float = 0.0
     store_bytes: int = 0
     groups: int = 0
@@ -85,11 +88,16 @@ def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
         costs.seconds["launch"] = time.perf_counter() - start
         costs.cpu_seconds = time.process_time() - cpu
         costs.store_bytes, costs.groups = _store_bytes(), len(dist.distributed_c10d._world.pg_map)
-        with timed("steps"):
-            Trainer_run(self)
+        Trainer_run(self)
         costs.sockets, costs.threads, costs.memory = len(list(_sockets())), _threads(), _proportional_memory()
 
-    Trainer_run = Trainer.run
+    def train_step(self: Trainer, microbatches: Sequence[Any]) -> Any:
+        begin = time.perf_counter()
+        result = Trainer_step(self, microbatches)
+        costs.steps.append(time.perf_counter() - begin)
+        return result
+
+    Trainer_run, Trainer_step = Trainer.run, Trainer.train_step
     parts = {
         "join": (launch, "join_job"),
         "compare flags": (launch, "refuse_different_ranks"),
@@ -97,9 +105,11 @@ def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
         "watch peers": (launch, "PeerWatch"),
         "memory check": (trainer, "check_memory_of_ranks"),
         "model": (step, "parallelize"),
+        "save": (Trainer, "save"),
     }
     with ExitStack() as patches, open(os.devnull, "w") as nowhere:
         patches.enter_context(mock.patch.object(Trainer, "run", run))
+        patches.enter_context(mock.patch.object(Trainer, "train_step", train_step))
         patches.enter_context(mock.patch.object(sys, "stdout", nowhere))
         for part, (module, name) in parts.items():
             patches.enter_context(mock.patch.object(module, name, measured(part, getattr(module, name))))
@@ -207,7 +217,7 @@ def rows(degrees: tuple[int, int, int], job: Job, worst: float) -> dict[str, str
         return f"{max(rank.seconds.get(part, 0.0) for rank in ranks):.1f}"
 
     parts = ("join", "compare flags", "groups", "watch peers", "model")
-    steps = max(len(job.losses), 1)
+    first, *others = (max(seconds) for seconds in zip(*(rank.steps for rank in ranks), strict=True))
     return {
         "ranks": f"{count} ({' x '.join(map(str, degrees))})",
         "CPU s/rank": f"{sum(rank.cpu_seconds for rank in ranks) / count:.2f}",
@@ -217,7 +227,9 @@ def rows(degrees: tuple[int, int, int], job: Job, worst: float) -> dict[str, str
         "groups/rank": str(max(rank.groups for rank in ranks)),
         "sockets/rank": str(max(rank.sockets for rank in ranks)),
         "threads/rank": str(max(rank.threads for rank in ranks)),
-        "step, s": f"{max(rank.seconds['steps'] for rank in ranks) / steps:.1f}",
+        "first step, s": f"{first:.1f}",
+        "later steps, s": f"{statistics.median(others):.1f}" if others else "",
+        "save, s": slowest("save"),
         "memory, MB (all)": f"{sum(rank.memory for rank in ranks) / 1e6:,.0f}",
         "total, s": f"{job.seconds:.0f}",
         "loss differs by": f"{worst:.1e}",

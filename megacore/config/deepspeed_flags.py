@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.config.data import DataConfig
+from megacore.config.deepspeed_values import of_saved_inputs
 from megacore.config.megatron_values import ForeignFlag, Shape, Translation
 
 MIB = 1 << 20
@@ -55,17 +56,13 @@ def _buckets(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"bucket_size_mb": bucket_mib(elements)})
 
 
-def _if_recomputed(flag: str, field: str, shape: Shape) -> Translation:
-    return Translation({field: True} if shape.settings.get("recompute") == "full" else {})
-
-
 def _saved(becomes: str, field: str) -> ForeignFlag:
     """A switch about the inputs that full recomputation keeps, and without effect where there is none."""
 
     def translate(flag: str, text: str, shape: Shape) -> Translation:
-        return _if_recomputed(flag, field, shape)
+        return Translation(of_saved_inputs(field, shape))
 
-    return ForeignFlag(f"{becomes}, beside --recompute full", (field,), translate, is_switch=True, is_last=True)
+    return ForeignFlag(becomes, (field,), translate, is_switch=True, is_last=True)
 
 
 def _in_steps(name: str, ours: str) -> ForeignFlag:
@@ -117,8 +114,10 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
         "--cp of its value, with --cp-comm ulysses", ("cp", "cp_comm"), _ulysses
     ),
     "--deepspeed-activation-checkpointing": _switch("--recompute full", recompute="full"),
-    "--partition-activations": _saved("--distribute-saved-activations", "distribute_saved_activations"),
-    "--checkpoint-in-cpu": _saved("--offload-activations", "offload_activations"),
+    "--partition-activations": _saved(
+        "--distribute-saved-activations, beside --recompute full and --tp above 1", "distribute_saved_activations"
+    ),
+    "--checkpoint-in-cpu": _saved("--offload-activations, beside --recompute full", "offload_activations"),
     "--contigious-checkpointing": _idle("the allocator keeps its memory"),
     "--synchronize-each-layer": _idle("--trace and --profile-steps measure what takes time"),
     "--profile-backward": _idle("--trace and --profile-steps measure what takes time"),

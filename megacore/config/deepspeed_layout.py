@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megacore.config.deepspeed_values import CHOSEN, Key, Value, checked, custom, idle, real, sets, some, switch, whole
+from megacore.config.deepspeed_values import (
+    CHOSEN,
+    Key,
+    Value,
+    checked,
+    custom,
+    idle,
+    of_saved_inputs,
+    real,
+    sets,
+    some,
+    switch,
+    whole,
+)
 from megacore.config.megatron_values import Translation
 
 
@@ -12,10 +25,9 @@ def _beside_recompute(becomes: str, name: str) -> Key:
     """A switch about the inputs that full recomputation keeps."""
 
     def translate(value: Value) -> Translation:
-        recomputed = value.shape.settings.get("recompute") == "full"
-        return Translation({name: True} if switch(value) and recomputed else {})
+        return Translation(of_saved_inputs(name, value.shape) if switch(value) else {})
 
-    return custom(f"{becomes}, beside --recompute full; else nothing", (name,), translate, is_last=True)
+    return custom(f"{becomes}; else nothing", (name,), translate, is_last=True)
 
 
 def _interval(value: Value) -> Translation:
@@ -100,9 +112,11 @@ def layout_keys() -> dict[str, Key]:
         "expert_parallel.load_balance_coeff": some((None,), "DeepSpeed refuses it too", "use --moe-aux-loss-coeff"),
         "use_data_before_expert_parallelism": idle("the results do not depend on the order of ranks"),
         "activation_checkpointing.partition_activations": _beside_recompute(
-            "--distribute-saved-activations", "distribute_saved_activations"
+            "--distribute-saved-activations, beside --recompute full and --tp above 1", "distribute_saved_activations"
         ),
-        "activation_checkpointing.cpu_checkpointing": _beside_recompute("--offload-activations", "offload_activations"),
+        "activation_checkpointing.cpu_checkpointing": _beside_recompute(
+            "--offload-activations, beside --recompute full", "offload_activations"
+        ),
         "activation_checkpointing.contiguous_memory_optimization": idle("the allocator keeps its memory"),
         "activation_checkpointing.number_checkpoints": idle("the allocator keeps its memory"),
         "activation_checkpointing.synchronize_checkpoint_boundary": idle("--trace and --profile-steps measure"),

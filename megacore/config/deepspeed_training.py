@@ -95,8 +95,9 @@ def _constant(value: Value) -> dict[str, Any]:
 
 def _sets_lr(value: Value) -> bool:
     """Whether the scheduler sets the learning rate, whatever that of the optimizer."""
-    kind = value.other("scheduler.type")
-    return kind in _CYCLES or (kind in _WITH_MAX_LR and value.other("scheduler.params.warmup_max_lr") is not None)
+    kind, top = value.other("scheduler.type"), value_at(value.document, "scheduler.params.warmup_max_lr")
+    top = _MAX_LR.get(kind) if top is None else top
+    return kind in _CYCLES or (kind in _WITH_MAX_LR and top not in (None, "auto"))
 
 
 def _lr(value: Value) -> Translation:
@@ -135,6 +136,7 @@ def _betas(value: Value) -> Translation:
 # ---- its schedule ----------------------------------------------------------------------------------------------------
 
 _WITH_MAX_LR = ("WarmupLR", "WarmupDecayLR")
+_MAX_LR = {"WarmupDecayLR": 1e-3}  # where it is left out; WarmupLR takes that of the optimizer
 _CYCLES = ("OneCycle", "LRRangeTest")
 _SCHEDULERS = (*_WITH_MAX_LR, "WarmupCosineLR", *_CYCLES)
 
@@ -150,21 +152,20 @@ def _scheduler(value: Value) -> Translation:
     values: dict[str, Any] = {"lr_warmup_iters": warmup, "lr_warmup_style": "linear" if style == "linear" else "log"}
     if value.other(f"{base}.warmup_num_steps") is None and value_at(value.document, f"{base}.warmup_num_steps"):
         values = {}  # "auto"
-    implied: dict[str, Any] = {"lr": 1e-3} if kind == "WarmupDecayLR" else {}
-    if kind in _WITH_MAX_LR and (top := value.other(f"{base}.warmup_max_lr")) is not None:
-        values["lr"] = real(other(value, f"{base}.warmup_max_lr", top))
+    if kind in _WITH_MAX_LR and _sets_lr(value):
+        values["lr"] = real(other(value, f"{base}.warmup_max_lr", _MAX_LR.get(kind)))
     if kind == "WarmupLR":
-        return Translation({**values, "lr_decay_style": "constant"}, implied)
+        return Translation({**values, "lr_decay_style": "constant"})
     values |= {"lr_decay_style": "linear" if kind == "WarmupDecayLR" else "cosine"}
     if (total := value.other(f"{base}.total_num_steps")) is not None:
         values["lr_decay_iters"] = whole(other(value, f"{base}.total_num_steps", total), low=1)
     elif value_at(value.document, f"{base}.total_num_steps") is None:
         raise ValueError(f"{value} needs total_num_steps: give it, or use WarmupLR")
     if kind == "WarmupDecayLR":
-        return Translation({**values, "min_lr": 0.0}, implied)
+        return Translation({**values, "min_lr": 0.0}, {"lr": _MAX_LR[kind]})
     ratio = real(other(value, f"{base}.cos_min_ratio", 1e-4))
     lr = value.shape.settings.get("lr", real(other(value, "optimizer.params.lr", 1e-3)))
-    return Translation({**values, "min_lr": float(f"{ratio * lr:.12g}")}, implied)
+    return Translation({**values, "min_lr": float(f"{ratio * lr:.12g}")})
 
 
 def _cycles_momentum(value: Value) -> bool:
@@ -315,7 +316,10 @@ SCHEDULER_KEYS: dict[str, Key] = {
     ),
     "scheduler.params.warmup_min_lr": custom("--lr-warmup-init", ("lr_warmup_init",), _first_lr),
     "scheduler.params.warmup_min_ratio": some((0, 0.0), "the warm-up starts at 0", "use 0"),
-    "scheduler.params.warmup_max_lr": checked(f"--lr; {_PART_OF_SCHEDULER}", real),
+    "scheduler.params.warmup_max_lr": checked(
+        f"--lr; {_PART_OF_SCHEDULER}. Left out, it is optimizer.params.lr with WarmupLR, and 0.001 with WarmupDecayLR",
+        real,
+    ),
     "scheduler.params.warmup_num_steps": checked(
         f"--lr-warmup-iters; {_PART_OF_SCHEDULER}", lambda value: whole(value, low=1)
     ),

@@ -91,7 +91,25 @@ def _quoted(value: Value) -> str:
     return f'{value.path} "{shown(value.value)}"' if value.value and isinstance(value.value, str) else str(value)
 
 
+def of_saved_inputs(name: str, shape: Shape) -> dict[str, Any]:
+    """A switch about the inputs that full recomputation keeps, where there are any; dividing them needs --tp ranks."""
+    settings = shape.settings
+    divides = name == "distribute_saved_activations"
+    has_effect = settings.get("recompute") == "full" and not (divides and (settings.get("tp") or 1) == 1)
+    return {name: True} if has_effect else {}
+
+
 # ---- reading a value, which raises ValueError ------------------------------------------------------------------------
+
+
+def _without_marks(value: Value, example: str) -> str:
+    """The way out for a text in place of a number."""
+    text = value.value.strip() if isinstance(value.value, str) else ""
+    try:
+        float(text)
+    except ValueError:
+        return f"use, for example, {example}"
+    return f"use {text}, without quotation marks"
 
 
 def switch(value: Value) -> bool:
@@ -105,7 +123,8 @@ def whole(value: Value, *, low: int = 0) -> int:
     """A value that is a whole number of at least `low`; 5e8 is one too."""
     given = value.value
     if isinstance(given, bool) or not isinstance(given, int | float) or given != given // 1 or given < low:
-        raise ValueError(f"{_quoted(value)} is not a whole number of {low} or more: use, for example, {max(low, 1)}")
+        example = _without_marks(value, number(max(low, 1)))
+        raise ValueError(f"{_quoted(value)} is not a whole number of {low} or more: {example}")
     return int(given)
 
 
@@ -113,7 +132,7 @@ def real(value: Value, *, example: float = 0.1) -> float:
     """A value that is a finite number."""
     given = value.value
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-        raise ValueError(f"{_quoted(value)} is not a number: use, for example, {number(example)}")
+        raise ValueError(f"{_quoted(value)} is not a number: {_without_marks(value, number(example))}")
     return float(given)
 
 

@@ -144,14 +144,33 @@ def export_dcp(source: Path, target: Path, names: str) -> None:
         names: torchtitan, for a Llama; or hf, transformers' own.
 
     Raises:
-        CheckpointError: torchtitan's Llama has no such tensor.
+        CheckpointError: the model is no Llama as torchtitan has it.
     """
     config = json.loads((source / CONFIG).read_bytes())
     if names == "torchtitan":
+        _require_titan(config)
         tensors = dict(_titan_tensors(source, config))
     else:
         tensors = dict(experts_stacked(dict(_hf_tensors(source)), str(config.get("model_type"))))
     write_dcp(target, tensors)
+
+
+def _require_titan(config: Mapping[str, Any]) -> None:
+    """The files have no configuration, so that torchtitan would compute its Llama from any weights of these shapes.
+
+    Raises:
+        CheckpointError: it would be another model than this one.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", "default")
+    other = None if config.get("model_type") == "llama" else f"model_type {config.get('model_type')}"
+    if other is None and kind not in ("default", "llama3"):
+        other = f"rope_type {kind}"
+    if other is not None:
+        raise CheckpointError(
+            f"torchtitan's Llama computes another model than this one, of {other}: use --dcp-names hf, which keeps "
+            "the names of transformers"
+        )
 
 
 def _hf_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:

@@ -137,6 +137,8 @@ def open_dcp(directory: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index} is not the index of a checkpoint")
     try:
         return _tensors(root.fields, directory)
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{index} is damaged: {error!r}"[:300]) from None
 

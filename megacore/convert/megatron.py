@@ -132,7 +132,11 @@ class MegatronModel:
             parts = [part.chunk(2)[half] for part in parts]
         elif ".attention.qkv." in name:
             parts = [self._by_head(part) for part in parts]
-        return torch.cat(parts, dim=1 if merged.split == "columns" else 0)
+        dim = 1 if merged.split == "columns" else 0
+        if len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise CheckpointError(f"{self.path}: the tensor-parallel parts of {name} do not fit together: {shapes}")
+        return torch.cat(parts, dim=dim)
 
     def _by_head(self, rows: Tensor) -> Tensor:
         """A rank's query, key and value rows in megacore's order, [n][q, k, v][d]."""

@@ -65,7 +65,9 @@ def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = (
         with torch.serialization.safe_globals(known):
             return _read(path)
     except Exception as error:  # damaged bytes raise whatever the loader stumbles over
-        reason = str(error).replace("Please use", "torch would let you use").strip().splitlines() or ["no reason given"]
+        reason = str(error).replace("Please use", "torch would let you use").strip().splitlines()
+        # torch advises to execute the file.
+        reason = [line for line in reason if "weights_only" not in line] or ["it is no file of torch.save"]
         cause = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0])
         raise CheckpointError(
             f"{path} holds more than tensors and flags, or is damaged, and was not loaded: {cause.strip()[:200]}"

@@ -13,6 +13,7 @@ trained in a pipeline too, by `train_batch`. docs/guides/any-model.md is the man
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -42,6 +43,7 @@ __all__ = ["Engine", "EngineOptimizer", "Schedule", "initialize"]
 
 _MOST_STATE = 1 << 24
 _NAME = "module"
+_LAST_TAG = "latest_tag"  # file in the directory of checkpoints: the tag of the last one; empty: none
 
 
 def initialize(
@@ -418,7 +420,7 @@ class Engine:
 
         Args:
             save_dir: the directory, in which the checkpoint becomes step_NNNNNNNN.
-            tag: a directory in it; None: none.
+            tag: a directory in it; None: none. `load_checkpoint` without a tag takes the one that was saved last.
             client_state: what JSON can hold, to be returned by `load_checkpoint`.
 
         Raises:
@@ -430,20 +432,26 @@ class Engine:
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, Schedule):
                 state["lr_scheduler"] = self.lr_scheduler.state_dict()
             replace_bytes(_beside(path), json.dumps(state).encode())
+            replace_bytes(_local(save_dir) / _LAST_TAG, (tag or "").encode())
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
         """Continue from a checkpoint of any layout; all ranks call this together.
 
         Args:
-            load_dir: as given to `save_checkpoint`, whose newest checkpoint is loaded.
-            tag: likewise.
+            load_dir: as given to `save_checkpoint`.
+            tag: likewise, whose newest checkpoint is loaded; None: that of the last `save_checkpoint`.
 
         Returns:
             The checkpoint's directory and the client's state; (None, {}) where there is no such directory.
         """
+        last = _local(load_dir) / _LAST_TAG
+        if tag is None and last.is_file():
+            tag = read_bounded(last, _MOST_STATE).decode()
         directory = _local(load_dir) / (tag or "")
         if not directory.is_dir():
+            if self.mesh.world.is_first:
+                print(f"megacore: note: {directory} does not exist: nothing is loaded", file=sys.stderr)
             return None, {}
         self.pipeline.load(directory)
         found = [path for path in sorted(directory.glob(f"step_{self.pipeline.step:08d}*")) if path.is_dir()]
@@ -512,6 +520,19 @@ class Engine:
     def global_steps(self) -> int:
         """Steps taken."""
         return self.pipeline.step
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of ZeRO."""
+        return self._settings.parallel.zero_stage
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the model that this rank holds."""
+        return self.module.parameters()
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        return int(os.environ.get("LOCAL_RANK", 0))
 
     @property
     def global_rank(self) -> int:

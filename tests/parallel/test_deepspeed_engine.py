@@ -133,6 +133,22 @@ def assert_equal(got: tuple[list[float], dict[str, Tensor]], want: tuple[list[fl
             torch.testing.assert_close(got[1][name], tensor, rtol=1e-6, atol=1e-6)
 
 
+def test_the_last_checkpoint_is_loaded_whatever_its_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, *_ = megacore.initialize(model=net(), config=document(), **UNWATCHED)
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path)
+    train(engine, range(1, 3))
+    engine.save_checkpoint(tmp_path, tag="epoch2")
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert (Path(str(path)).parent, engine.global_steps) == (tmp_path / "epoch2", 3)
+    assert (engine.local_rank, engine.zero_optimization_stage()) == (0, 0)
+    assert engine.load_checkpoint(tmp_path, tag="epoch3") == (None, {})
+    assert f"note: {tmp_path / 'epoch3'} does not exist: nothing is loaded" in capsys.readouterr().err
+    engine.save_checkpoint(tmp_path)
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert Path(str(path)).parent == tmp_path
+
+
 def test_a_loop_for_deepspeed_equals_plain_torch() -> None:
     assert_equal(on_rank(0, 1, 0, None), plain(1))
 

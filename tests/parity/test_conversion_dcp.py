@@ -116,7 +116,7 @@ def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp
     assert read.keys() == stored.keys()
     assert all(torch.equal(read[name][2](), value) for name, value in stored.items())
     (tmp_path / "like").mkdir()
-    config = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    config: dict[str, Any] = {"model_type": "llama", "num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
     (tmp_path / "like" / "config.json").write_text(json.dumps(config))
     write_hf(tmp_path / "hf", read, tmp_path / "like", "here")
     written = load_file(tmp_path / "hf" / "model.safetensors")
@@ -125,6 +125,13 @@ def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp
     export_dcp(tmp_path / "hf", tmp_path / "back", "torchtitan")
     back = open_dcp(tmp_path / "back")
     assert all(torch.equal(back[name].read(), value) for name, value in stored.items())
+    for other, said in (
+        ({"model_type": "gemma"}, "model_type gemma"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(CheckpointError, match=f"another model than this one, of {said}: use --dcp-names hf"):
+            export_dcp(tmp_path / "hf", tmp_path / "other", "torchtitan")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", pytest.param("qwen2-moe", marks=pytest.mark.slow)])
@@ -206,6 +213,10 @@ def test_an_index_that_leads_elsewhere_or_beyond_a_file_is_refused(small: Path) 
         open_dcp(small)["b"].read()
     (small / ".metadata").write_bytes(index[:-50])
     with pytest.raises(CheckpointError, match="was not loaded"):
+        open_dcp(small)
+    (small / ".metadata").write_bytes(index)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"^\S*__0_0.distcp is missing"):
         open_dcp(small)
 
 

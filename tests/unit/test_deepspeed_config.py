@@ -143,6 +143,18 @@ def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
             [*FP32, *words("--lr 3e-3 --lr-warmup-iters 5 --lr-decay-iters 10 --lr-decay-style linear --min-lr 0")],
         ),
         (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 5e-4}},
+             "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear",
+                                                               "total_num_steps": 10}}},
+            [*FP32, *words("--lr 1e-3 --lr-warmup-iters 5 --lr-decay-iters 10 --lr-decay-style linear --min-lr 0"),
+             *words("--optimizer adamw --adam-beta2 0.999 --weight-decay 0")],
+        ),
+        (
+            {"activation_checkpointing": {"partition_activations": True},
+             "pipeline": {"activation_checkpoint_interval": 1}},
+            [*FP32, *words("--recompute full")],
+        ),
+        (
             {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
              "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5, "total_num_steps": 9,
                                                                 "cos_min_ratio": 0.5}}},
@@ -236,6 +248,8 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
             "zero_optimization.stag is not a key of DeepSpeed 0.19 (did you mean zero_o",
         ),
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 must be at least 0 and at most 3"),
+        ({"train_batch_size": "16"}, 'train_batch_size "16" is not a whole number of 1 or more: use 16, without quot'),
+        ({"gradient_clipping": "1.0"}, 'gradient_clipping "1.0" is not a number: use 1.0, without quotation marks'),
         ({"bf16": {"enable": True}}, "bf16.enable is not a key of DeepSpeed 0.19 (did you mean bf16.enabled?)"),
         (
             {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}},

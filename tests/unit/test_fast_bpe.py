@@ -124,10 +124,23 @@ def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch
     encode = fast._tokenizer.encode_batch
 
     def wrong(texts: list[str]) -> list[list[int]]:
-        return [[1] if text == "<|endoftext|>" else ids for text, ids in zip(texts, encode(texts), strict=True)]
+        return [[1] if text == "a" else ids for text, ids in zip(texts, encode(texts), strict=True)]
 
     monkeypatch.setattr(fast._tokenizer, "encode_batch", wrong)
-    assert not fast.agrees([*TEXTS, "a", "<|endoftext|>"], workers)
+    assert not fast.agrees([*TEXTS, "<|endoftext|>", "a"], workers)
+
+
+def test_texts_with_special_tokens_are_encoded_together(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one they would take longer than all texts without this encoder."""
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr(fast_bpe, "_PROBED", ())
+    fast = fast_encoder(trained)
+    assert fast is not None
+    texts = [text for one in TEXTS for text in (one, f"{one}<|endoftext|>", f"<|endoftext|> {one}")]
+    expected = [trained.encode(text) for text in texts]
+    monkeypatch.setattr(fast._tokenizer, "encode", None)
+    assert [ids.tolist() for ids in fast.encode_batch(texts)] == expected
+    assert fast.encode_batch([]) == []
 
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3.pattern, UNKNOWN])

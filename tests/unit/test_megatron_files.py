@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import pickle
 import resource
 import struct
 import zipfile
@@ -363,6 +364,27 @@ def test_copies_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     made["model"]["language_model"]["encoder"]["layers.2.input_layernorm.bias"] += 1e-6
     torch.save(made, path)
     assert "copies of blocks.2.attention_norm.bias" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=2, pp=1, version=3.0)
+    path = tmp_path / "megatron" / "mp_rank_01" / "model_optim_rng.pt"
+    made = torch.load(path, weights_only=False)
+    encoder = made["model"]["language_model"]["encoder"]
+    encoder["layers.1.mlp.dense_h_to_4h.weight"] = encoder["layers.1.mlp.dense_h_to_4h.weight"][:, :-1]
+    torch.save(made, path)
+    said = refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    assert "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (" in said
+
+
+def test_a_plain_pickle_is_refused_without_advice_to_execute_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=1, pp=1, version=3.0)
+    (tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickle.dumps({"model": {}}))
+    said = refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    assert "was not loaded" in said
+    assert "weights_only" not in said
 
 
 def test_an_old_file_whose_storages_claim_more_than_it_holds_takes_no_memory(

@@ -75,22 +75,31 @@ class FastEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of every text."""
-        if self._words is None:
+        words, ids = self._words, dict[int, NDArray[np.uint32]]()
+        if words is None:
             return [self.encode(text) for text in texts]
-        ids = list[NDArray[np.uint32]]()
-        group, size = list[bytes](), 0
-        for text in texts:
-            if len(text) > _TOGETHER or (data := self._as_bytes(text)) is None:
-                ids += self._words.encode_batch(group)
-                ids.append(self.encode(text))
-                group, size = [], 0
-                continue
-            group.append(data)
-            size += len(data)
-            if size >= _TOGETHER:
-                ids += self._words.encode_batch(group)
-                group, size = [], 0
-        return ids + self._words.encode_batch(group)
+        group, size = dict[int, bytes](), 0
+        unknown = list[int]()  # numbers of texts that only the tokenizer knows
+
+        def look_up() -> None:
+            ids.update(zip(group, words.encode_batch([*group.values()]), strict=True))
+            group.clear()
+
+        for number, text in enumerate(texts):
+            if len(text) > _TOGETHER:
+                ids[number] = self.encode(text)
+            elif (data := self._as_bytes(text)) is None:
+                unknown.append(number)
+            else:
+                group[number] = data
+                size += len(data)
+                if size >= _TOGETHER:
+                    look_up()
+                    size = 0
+        look_up()
+        for number, found in zip(unknown, self._tokenizer.encode_batch([texts[n] for n in unknown]), strict=True):
+            ids[number] = np.array(found, np.uint32)
+        return [ids[number] for number in range(len(texts))]
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text."""
