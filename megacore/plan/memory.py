@@ -63,10 +63,14 @@ class RankMemory:
         computing: most bytes of gradients and activations at a time while a microbatch is computed. Gradients that a
             step makes anew exist from the first backward on.
         completing: the same at the end of a first backward, when its gradients exist and its activations are freed.
+        waiting: where a schedule splits backward, what is kept from the gradients of a stage's input to those of its
+            weights, at the peak: the activations that are kept for longer, and the gradients of outputs.
         passing: bytes that exist for a moment of backward, as an estimate: gradients of weights before they are added
             up, gradients of activations, buckets that are being reduced.
         reducing: on ZeRO's stages 2 and 3 the rank's shard of the bucket that is being reduced.
         overhead: of the process, certain and expected.
+        microbatch: activations of one microbatch, by the rank's stages.
+        output_gradients: of one microbatch that waits for the gradients of weights, by the rank's stages.
         host_kinds: the kinds of state that lie there.
         gradients_on_host: whether the gradients among `state` lie in host memory, and `computing` and `completing` have
             none.
@@ -83,9 +87,12 @@ class RankMemory:
     late: float
     computing: float
     completing: float
+    waiting: float
     passing: float
     reducing: float
     overhead: tuple[float, float]
+    microbatch: Sequence[float] = ()
+    output_gradients: Sequence[float] = ()
     host_kinds: frozenset[str] = frozenset()
     gradients_on_host: bool = False
 
@@ -98,8 +105,9 @@ class RankMemory:
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
-        that are certain, and in backward `passing` and `reducing` as well."""
-        return max(self.building, self._computing_state, self._backward + self.passing + self.reducing)
+        that are certain, and in backward `waiting`, `passing` and `reducing` as well."""
+        in_backward = self._backward + self.waiting + self.passing + self.reducing
+        return max(self.building, self._computing_state, in_backward)
 
     @property
     def gradients_apart(self) -> bool:
@@ -248,7 +256,8 @@ def _rank_memory(
         passing_bytes, config, chunks, head=head, again=again, working=working, kept=in_blocks, on_cpu=on_cpu
     )
     backward = passing()
-    peak = max(expected[0] + working, expected[1]) + backward.passing
+    at_least, kept_until_weights = (max(computing + working, done) for computing, done in (certain, expected))
+    peak = kept_until_weights + backward.passing
     if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
         peak = max(peak, most(computing=True, split=True, first=True) + working + passing(is_first=True).passing)
     host_kinds = {"optimizer", "buffers"} if config.parallel.offload_optimizer and not on_cpu else set[str]()
@@ -270,9 +279,12 @@ def _rank_memory(
         late=late_bytes(config, state, on_cpu=on_cpu),
         computing=certain[0],
         completing=certain[1],
-        passing=max(peak - max(certain[0] + working, certain[1]), 0.0),
+        waiting=kept_until_weights - at_least,
+        passing=peak - kept_until_weights,
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
+        microbatch=[size + logits for size, logits in zip(kept, head_kept, strict=True)],
+        output_gradients=kept_grads if config.parallel.may_split_backward else [0.0 for _ in kept_grads],
         host_kinds=frozenset(host_kinds | ({"params", "grads"} if params_on_host else set())),
         gradients_on_host=params_on_host,
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megacore.config.messages import counted
 from megacore.pipeline.schedule import Op
 from megacore.plan.canvas import Box, Drawing, Line, Words
 from megacore.plan.memory import GIB, RankMemory
@@ -20,7 +21,8 @@ from megacore.plan.simulator import Timeline
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
-_GREY, _INK, _USED, _KEPT, _LIMIT, _DOT = "#6b7280", "#1f2430", "#2f66b0", "#9db7d9", "#c2410c", "#b8bfca"
+_GREY, _LIMIT, _DOT = "#6b7280", "#c2410c", "#b8bfca"
+_USED, _KEPT, _WAITING = "#2f66b0", "#9db7d9", "#e3b25f"  # memory: state, activations, kept for weight gradients
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _LETTER = 5.8  # width of a letter of the list under the picture of a search, at most
 _MOST_ROUNDS = 2  # microbatches per rank that are drawn
@@ -76,14 +78,17 @@ def memory_picture(plan: Plan) -> Drawing:
     line, count, _ = _drawn(plan)
     scale = _WIDTH / line.end
     top = max(plan.capacity, plan.fullest.expected)
+    height_note = "red line: memory of the device"
+    if plan.fullest.expected < plan.capacity / 4:  # the bars would be lines
+        top = plan.fullest.expected
+        height_note = f"the height of a row is {top / GIB:.2f} GiB"
     row = 46.0 if len(plan.memory) <= 16 else 30.0
     title = f"predicted memory per rank, of {plan.capacity / GIB:.1f} GiB ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
-    note = (
-        f"the first {count} microbatches; dark: weights, gradients, optimizer and buffers; light: activations; "
-        "red line: memory of the device"
-    )
+    kinds = ["dark: weights, gradients, optimizer and buffers", "light: activations"]
+    kinds += ["yellow: kept for weight gradients"] if any(rank.waiting for rank in plan.memory) else []
+    note = "; ".join([f"the first {counted(count, 'microbatch', 'microbatches')}", *kinds, height_note])
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 27, text=note, size=12.5, color=_GREY))
     y = _TOP + 46
     for rank in plan.memory:
@@ -94,54 +99,77 @@ def memory_picture(plan: Plan) -> Drawing:
     return drawing
 
 
-def held_over_time(rank: RankMemory, line: Timeline, ranks: int) -> list[tuple[float, int]]:
-    """Moments at which the number of microbatches whose activations a rank keeps changes, with the new number."""
-    changes: list[tuple[float, int]] = [(0.0, 0)]
-    for span in line.spans[rank.pp_rank]:
-        held = changes[-1][1]
+class Held(NamedTuple):
+    """Microbatches whose activations a rank keeps from a moment on, by its stages.
+
+    Attributes:
+        start: the moment.
+        microbatches: until the gradients of the stage's input.
+        waiting: that have these, and wait for the gradients of weights.
+    """
+
+    start: float
+    microbatches: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+def held_over_time(rank: int, line: Timeline, ranks: int) -> list[Held]:
+    """What a rank keeps, at each moment at which that changes."""
+    spans = line.spans[rank]
+    stages = max(span.action.stage // ranks for span in spans) + 1
+    held, waiting = [0] * stages, [0] * stages
+    changes = [Held(0.0, tuple(held), tuple(waiting))]
+    for span in spans:
+        stage = span.action.stage // ranks
         if span.action.op is Op.FORWARD:
-            changes.append((span.start, held + 1))
-        elif span.action.op in (Op.BACKWARD, Op.INPUT_GRAD):
-            changes.append((span.end, held - 1))
+            held[stage] += 1
+        elif span.action.op is Op.WEIGHT_GRAD:
+            waiting[stage] -= 1
+        else:
+            held[stage] -= 1
+            waiting[stage] += span.action.op is Op.INPUT_GRAD
+        moment = span.start if span.action.op is Op.FORWARD else span.end
+        changes.append(Held(moment, tuple(held), tuple(waiting)))
     return changes
 
 
 def _memory_row(
-    drawing: Drawing,
-    plan: Plan,
-    rank: RankMemory,
-    line: Timeline,
-    *,
-    y: float,
-    height: float,
-    scale: float,
-    top: float,
+    drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, *, y: float, height: float, scale: float, top: float
 ) -> None:
-    def up(size: float) -> float:
-        return height * size / top
+    bottom = y + height
 
-    base = rank.expected - rank.activations - rank.working
-    one = rank.activations / max(rank.in_flight, 1)
+    def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
+        if size > 0 and end > start:
+            tall, x = height * size / top, _LEFT + start * scale
+            upper = bottom - height * low / top - tall
+            drawing.marks.append(Box(x=x, y=upper, width=(end - start) * scale, height=tall, fill=fill, note=note))
+
+    base = rank.expected - rank.activations - rank.working - rank.waiting
     drawing.marks.append(Words(x=_LEFT - 10, y=y + height / 2, text=f"rank {rank.pp_rank}", anchor="end"))
-    drawing.marks.append(
-        Box(x=_LEFT, y=y + height - up(base), width=line.end * scale, height=up(base), fill=_USED,
-            note=f"state and buffers: {base / GIB:.2f} GiB")
-    )  # fmt: skip
-    changes = held_over_time(rank, line, len(plan.memory))
-    ends = [moment for moment, _ in changes[1:]] + [line.end]
-    for (start, held), end in zip(changes, ends, strict=True):
-        size = held * one + (rank.working if held else 0.0)
-        if held and end > start:
-            note = f"{held} microbatches: {(base + size) / GIB:.2f} GiB"
-            box = Box(
-                x=_LEFT + start * scale, y=y + height - up(base + size), width=(end - start) * scale, height=up(size),
-                fill=_KEPT, note=note,
-            )  # fmt: skip
-            drawing.marks.append(box)
-    limit = y + height - up(plan.capacity)
-    drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=_LEFT + line.end * scale, y2=limit, color=_LIMIT))
+    layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {base / GIB:.2f} GiB")
+    changes = held_over_time(rank.pp_rank, line, len(plan.memory))
+    in_flight = max((change.microbatches for change in changes), key=sum)
+    shared = rank.activations + rank.working - _product(in_flight, rank.microbatch)  # beside any number of microbatches
+    later = [sum(sizes) for sizes in zip(rank.microbatch, rank.output_gradients, strict=True)]
+    for held, end in zip(changes, [change.start for change in changes[1:]] + [line.end], strict=True):
+        if not any(held.microbatches + held.waiting):
+            continue
+        kept = shared + _product(held.microbatches, rank.microbatch)
+        waiting = _product(held.waiting, later)
+        whole = f"{(base + kept + waiting) / GIB:.2f} GiB"
+        note = f"{counted(sum(held.microbatches), 'microbatch', 'microbatches')}: {whole}"
+        layer(held.start, end, base, kept, _KEPT, note)
+        note = f"{counted(sum(held.waiting), 'microbatch', 'microbatches')} kept for weight gradients: {whole}"
+        layer(held.start, end, base + kept, waiting, _WAITING, note)
+    if top >= plan.capacity:
+        limit = bottom - height * plan.capacity / top
+        drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=_LEFT + line.end * scale, y2=limit, color=_LIMIT))
     text = f"peak {rank.expected / GIB:.1f} GiB"
     drawing.marks.append(Words(x=_LEFT + line.end * scale + 8, y=y + height / 2, text=text, size=12))
+
+
+def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------

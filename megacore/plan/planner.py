@@ -253,6 +253,7 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
         **terms,
         "activations": rank.activations,
         "loss head or recomputed block": rank.working,
+        "kept for weight gradients": rank.waiting,
         "communication and passing buffers": rank.passing,
         "process, allocator": rank.expected - rank.expected_tensors,
     }
@@ -274,7 +275,7 @@ def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory
 
 
 def _key(rank: RankMemory) -> tuple[object, ...]:
-    return rank.parameters, rank.in_flight, rank.activations, rank.working, rank.passing
+    return rank.parameters, rank.in_flight, rank.activations, rank.working, rank.waiting, rank.passing
 
 
 def gib(size: float) -> float:

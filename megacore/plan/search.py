@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megacore.config import ResolvedConfig, validate
 from megacore.config.fields import flag_and_value
+from megacore.parallel.processors import available_cores
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import GIB, fullest_rank
@@ -26,6 +30,7 @@ from megacore.plan.step_time import step_time
 T = TypeVar("T")
 
 _SIMULATED = 48  # the best by the estimate
+_MANY_DIVISIONS = 64  # of a model, which one core would take long to evaluate
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
 _LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
@@ -159,47 +164,137 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         constraints: what a layout may be.
     """
     start = time.perf_counter()
-    capacity = make_capacity(cluster, constraints)
-    fitting: list[Layout] = []
-    too_large: list[ResolvedConfig] = []
-    tried, least = 0, math.inf
-    outlines: dict[tuple[int, int], list[LayerOutline]] = {}
-    is_valid = _Validity(constraints.world_size)
-    for candidate in _candidates(config, cluster, constraints):
-        if not is_valid(candidate):
-            continue
-        sizes = candidate.parallel.tp, candidate.parallel.ep * candidate.parallel.expert_split
-        if sizes not in outlines:
-            outlines[sizes] = outline(candidate)
-        layers = outlines[sizes]
-        if _divides_as_by_time(candidate, layers, constraints):
-            continue
-        tried += 1
-        state = _even_state(candidate, layers)
-        if state > capacity and not candidate.parallel.offload_optimizer:
-            least = min(least, state)
-            continue
-        needed = fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=capacity).expected
-        if needed > capacity:
-            too_large.append(candidate)
-        else:
-            seconds = step_time(candidate, layers, cluster, simulated=False).seconds
-            fitting.append(Layout(config=candidate, memory_bytes=needed, seconds=seconds))
+    evaluation = _Evaluation(config, cluster, constraints)
+    results = _evaluated(evaluation, list(_divisions(config, cluster, constraints)))
+    least = min((result.least for result in results), default=math.inf)
+    fitting = [
+        Layout(config=_chosen(config, choice), memory_bytes=memory, seconds=seconds)
+        for result in results
+        for choice, memory, seconds in result.fitting
+    ]
     if not fitting:  # how much is missing?
+        too_large = (_chosen(config, choice) for result in results for choice in result.too_large)
         needs = (fullest_rank(one, outline(one), on_cpu=cluster.on_cpu).expected for one in too_large)
         least = min([least, *needs])
     fitting.sort(key=lambda layout: layout.seconds)
     best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
     best.sort(key=lambda layout: layout.seconds)
+    tried = sum(result.tried for result in results)
     return Found(
         layouts=[*best, *fitting[_SIMULATED:]],
         tried=tried,
         least_memory=least if tried and not fitting else None,
-        capacity=capacity,
+        capacity=evaluation.capacity,
         cluster=cluster,
         wall_seconds=time.perf_counter() - start,
         fixed=constraints.fixed,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Fields that make a layout of the configuration that is searched for."""
+
+    parallel: Mapping[str, Any]
+    training: Mapping[str, Any]
+
+
+def _chosen(config: ResolvedConfig, choice: _Choice) -> ResolvedConfig:
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, **choice.parallel),
+        training=dataclasses.replace(config.training, **choice.training),
+    )
+
+
+@dataclass(kw_only=True)
+class _Result:
+    """What was found of one division of the model.
+
+    Attributes:
+        tried: valid layouts.
+        least: bytes of state of those whose state alone does not fit, at least.
+        too_large: those that do not fit with their activations.
+        fitting: those that fit, with memory and time.
+    """
+
+    tried: int = 0
+    least: float = math.inf
+    too_large: list[_Choice] = field(default_factory=list)
+    fitting: list[tuple[_Choice, float, float]] = field(default_factory=list)
+
+
+class _Evaluation:
+    """Evaluates the layouts that divide a model in the same way.
+
+    Args:
+        config, cluster, constraints: as for `search`.
+    """
+
+    def __init__(self, config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> None:
+        self.capacity = make_capacity(cluster, constraints)
+        self._config, self._cluster, self._constraints = config, cluster, constraints
+        self._outlines: dict[tuple[int, int], list[LayerOutline]] = {}
+        self._is_valid = _Validity(constraints.world_size)
+
+    def __call__(self, degrees: Mapping[str, Any]) -> _Result:
+        """The layouts of these degrees."""
+        result = _Result()
+        exceeding = set[tuple[object, ...]]()  # what does not fit, nor then with larger microbatches
+        for choice in _variants(self._config, self._constraints, degrees):
+            candidate = _chosen(self._config, choice)
+            if not self._is_valid(candidate):
+                continue
+            layers = self._layers(candidate)
+            if _divides_as_by_time(candidate, layers, self._constraints):
+                continue
+            result.tried += 1
+            state = _even_state(candidate, layers)
+            if state > self.capacity and not candidate.parallel.offload_optimizer:
+                result.least = min(result.least, state)
+                continue
+            other = (*choice.parallel.values(), candidate.training.recompute)
+            if other in exceeding:
+                continue
+            on_cpu = self._cluster.on_cpu
+            needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity).expected
+            if needed > self.capacity:
+                if candidate.parallel.schedule == "1f1b":  # others may keep less with fewer and larger microbatches
+                    exceeding.add(other)
+                result.too_large.append(choice)
+            else:
+                seconds = step_time(candidate, layers, self._cluster, simulated=False).seconds
+                result.fitting.append((choice, needed, seconds))
+        return result
+
+    def _layers(self, config: ResolvedConfig) -> list[LayerOutline]:
+        sizes = config.parallel.tp, config.parallel.ep * config.parallel.expert_split
+        if sizes not in self._outlines:
+            self._outlines[sizes] = outline(config)
+        return self._outlines[sizes]
+
+
+_evaluation: _Evaluation | None = None  # in a process that shares a search
+
+
+def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) -> list[_Result]:
+    """The results of all divisions, in order; the processor's cores share a large search."""
+    cores = available_cores()
+    if cores == 1 or len(divisions) < _MANY_DIVISIONS or sys.platform != "linux":
+        return [evaluation(degrees) for degrees in divisions]
+    fork = multiprocessing.get_context("fork")  # starts in milliseconds, and sends nothing
+    with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
+        return list(pool.map(_evaluate, divisions))
+
+
+def _share(evaluation: _Evaluation) -> None:
+    global _evaluation
+    _evaluation = evaluation
+
+
+def _evaluate(degrees: Mapping[str, Any]) -> _Result:
+    assert _evaluation is not None
+    return _evaluation(degrees)
 
 
 def _even_state(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> float:
@@ -265,7 +360,8 @@ def _simulated(layout: Layout, cluster: Cluster) -> Layout:
     return dataclasses.replace(layout, seconds=seconds, range=(seconds * ratios[0], seconds * ratios[1]))
 
 
-def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:
+def _divisions(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Mapping[str, Any]]:
+    """Numbers of ranks by which the model and the batch may be divided."""
     layers, world = config.model.num_layers, _ranks_to_divide(config, constraints)
     most_tp = constraints.most.get("tp", cluster.device.node_ranks)
     asked = constraints.fixed.get("tp", constraints.least.get("tp", 1))
@@ -286,7 +382,7 @@ def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constrain
             if constraints.allow("pp", pp) and constraints.allow("dp", dp):
                 degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
                 for of_experts in _expert_degrees(config, constraints, degrees):
-                    yield from _variants(config, constraints, {**degrees, **of_experts})
+                    yield {**degrees, **of_experts}
 
 
 def _expert_degrees(
@@ -361,7 +457,8 @@ def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[i
     return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
 
 
-def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, Any]) -> Iterator[ResolvedConfig]:
+def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, Any]) -> Iterator[_Choice]:
+    """The layouts of these degrees, smaller microbatches first."""
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
@@ -380,11 +477,8 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
         values: dict[str, Any] = {**degrees, **shape, "zero_stage": stage, "sequence_parallel": sequence}
         values |= {"schedule_csv": None, "pipeline_layout": None}
         first = constraints.fixed.get("recompute_num_layers") if kind == "full" else None
-        yield dataclasses.replace(
-            config,
-            parallel=dataclasses.replace(parallel, **values),
-            training=dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=first),
-        )
+        of_training = {"micro_batch_size": size, "recompute": kind, "recompute_num_layers": first}
+        yield _Choice(parallel=values, training=of_training)
 
 
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:

@@ -362,6 +362,29 @@ def test_pictures(tmp_path: Path) -> None:
     assert memory.read_text(encoding="utf-8").count("peak ") == 12
 
 
+def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-large --tp 2 --pp 4 --dp 2 --global-batch-size 64 --cluster h100"
+    name = "kept for weight gradients"
+    whole = planned(capsys, f"{flags} --schedule 1f1b")["memory"]
+    assert not any(rank["bytes"][name] for rank in whole)
+    picture = tmp_path / "memory.svg"
+    split = planned(capsys, f"{flags} --schedule zero-bubble --memory-timeline {picture}")["memory"]
+    for rank, other in zip(split, whole, strict=True):
+        assert rank["bytes"]["activations"] == pytest.approx(other["bytes"]["activations"], rel=0.15)
+        assert sum(rank["bytes"].values()) == pytest.approx(rank["peak"]["value"])
+        assert rank["bytes"][name] > 0
+    # The last rank has one microbatch in flight, and three more whose weights' gradients are still to be computed.
+    assert split[-1]["bytes"][name] > 3 * split[-1]["bytes"]["activations"]
+    text = picture.read_text(encoding="utf-8")
+    assert "yellow: kept for weight gradients" in text
+    assert "the height of a row is" in text  # a twentieth of the device's memory would be a line
+    drawn = re.findall(r"kept for weight gradients: ([0-9.]+) GiB", text)
+    fullest = max(rank["peak"]["value"] for rank in split) / GIB
+    assert max(map(float, drawn)) == pytest.approx(fullest, rel=0.02)
+
+
 def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config((1, 1, 1), tmp_path)
     save_toml(config, tmp_path / "config.toml")
