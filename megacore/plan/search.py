@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from megacore.config import ResolvedConfig, validate
+from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
 from megacore.config.fields import flag_and_value
 from megacore.parallel.processors import available_cores
 from megacore.pipeline.partition import stage_ranges
@@ -30,8 +30,12 @@ from megacore.plan.step_time import step_time
 T = TypeVar("T")
 
 _SIMULATED = 48  # the best by the estimate
+# Of the memory that a rank has. Larger microbatches need more, but for small terms; schedules other than 1F1B may keep
+# less with fewer and larger ones.
+_FAR = 1.1
 _MANY_DIVISIONS = 64  # of a model, which one core would take long to evaluate
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 _VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
 _LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
 
@@ -193,18 +197,14 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """Fields that make a layout of the configuration that is searched for."""
+    """The sections that make a layout of the configuration that is searched for."""
 
-    parallel: Mapping[str, Any]
-    training: Mapping[str, Any]
+    parallel: ResolvedParallel
+    training: ResolvedTraining
 
 
 def _chosen(config: ResolvedConfig, choice: _Choice) -> ResolvedConfig:
-    return dataclasses.replace(
-        config,
-        parallel=dataclasses.replace(config.parallel, **choice.parallel),
-        training=dataclasses.replace(config.training, **choice.training),
-    )
+    return dataclasses.replace(config, parallel=choice.parallel, training=choice.training)
 
 
 @dataclass(kw_only=True)
@@ -240,7 +240,8 @@ class _Evaluation:
     def __call__(self, degrees: Mapping[str, Any]) -> _Result:
         """The layouts of these degrees."""
         result = _Result()
-        exceeding = set[tuple[object, ...]]()  # what does not fit, nor then with larger microbatches
+        even: tuple[int, int] | None = None
+        exceeding = set[tuple[int, str]]()  # what is far from fitting, and so with larger microbatches
         for choice in _variants(self._config, self._constraints, degrees):
             candidate = _chosen(self._config, choice)
             if not self._is_valid(candidate):
@@ -249,17 +250,18 @@ class _Evaluation:
             if _divides_as_by_time(candidate, layers, self._constraints):
                 continue
             result.tried += 1
-            state = _even_state(candidate, layers)
+            even = even or _even_parameters(candidate, layers)
+            state = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             if state > self.capacity and not candidate.parallel.offload_optimizer:
                 result.least = min(result.least, state)
                 continue
-            other = (*choice.parallel.values(), candidate.training.recompute)
+            other = id(choice.parallel), candidate.training.recompute
             if other in exceeding:
                 continue
             on_cpu = self._cluster.on_cpu
             needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity).expected
             if needed > self.capacity:
-                if candidate.parallel.schedule == "1f1b":  # others may keep less with fewer and larger microbatches
+                if candidate.parallel.schedule == "1f1b" and needed > _FAR * self.capacity:
                     exceeding.add(other)
                 result.too_large.append(choice)
             else:
@@ -297,13 +299,13 @@ def _evaluate(degrees: Mapping[str, Any]) -> _Result:
     return _evaluation(degrees)
 
 
-def _even_state(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> float:
-    """Bytes of weights, gradients and optimizer state, if all pipeline ranks held as many parameters."""
+def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> tuple[int, int]:
+    """Parameters of a rank, if all pipeline ranks held as many, and how many of them are of experts. They depend on the
+    degrees alone."""
     parallel = config.parallel
     held = held_experts(config, layers, [range(len(layers))])
     dense = whole_parameters(config, layers) - held * parallel.ep * parallel.expert_split
-    parameters = dense // (parallel.tp * parallel.pp) + held // parallel.pp
-    return sum(state_bytes(parameters, config, experts=held // parallel.pp).values())
+    return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
 
 
 def _divides_as_by_time(config: ResolvedConfig, layers: Sequence[LayerOutline], constraints: Constraints) -> bool:
@@ -467,18 +469,28 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
     stages = constraints.among("zero_stage", range(shards))
-    kinds = constraints.among("recompute", ("none", "selective", "full"))
+    kinds = constraints.among("recompute", _RECOMPUTED)
     unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
     may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
     split = constraints.among("sequence_parallel", (False, True)) if may_split else [False]
-    for size, stage, kind, sequence, shape in itertools.product(
-        sizes, stages, kinds, split, _shapes(config, constraints, degrees["pp"])
-    ):
-        values: dict[str, Any] = {**degrees, **shape, "zero_stage": stage, "sequence_parallel": sequence}
-        values |= {"schedule_csv": None, "pipeline_layout": None}
-        first = constraints.fixed.get("recompute_num_layers") if kind == "full" else None
-        of_training = {"micro_batch_size": size, "recompute": kind, "recompute_num_layers": first}
-        yield _Choice(parallel=values, training=of_training)
+    shapes = _shapes(config, constraints, degrees["pp"])
+    layers = constraints.fixed.get("recompute_num_layers")
+    # Many layouts have these sections in common.
+    trainings = {
+        (size, kind): dataclasses.replace(
+            training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers if kind == "full" else None
+        )
+        for size, kind in itertools.product(sizes, kinds)
+    }
+    unset: dict[str, Any] = {"schedule_csv": None, "pipeline_layout": None}
+    parallels = {
+        (stage, sequence, number): dataclasses.replace(
+            parallel, **degrees, **shapes[number], **unset, zero_stage=stage, sequence_parallel=sequence
+        )
+        for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
+    }
+    for size, stage, kind, sequence, number in itertools.product(sizes, stages, kinds, split, range(len(shapes))):
+        yield _Choice(parallel=parallels[stage, sequence, number], training=trainings[size, kind])
 
 
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
