@@ -12,7 +12,7 @@ from megacore.checkpoint.check import check_settings
 from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import read_together, verified_together
-from megacore.checkpoint.manifest import checkpoints_of, read_manifest
+from megacore.checkpoint.manifest import checkpoints_of, read_manifest, way_to_a_checkpoint
 from megacore.config import ResolvedConfig
 from megacore.config.checkpoint import AUTO
 from megacore.errors import CheckpointError
@@ -61,9 +61,7 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     if load == AUTO and not names:
         return Choice(directory=None, refused=missed)
     if not refused:
-        raise CheckpointError(
-            f"--load {load} holds no checkpoint: give a step_NNNNNNNN directory or a run's output directory"
-        )
+        raise CheckpointError(f"--load {load} holds no checkpoint: {way_to_a_checkpoint(run)}")
     listed = "; ".join(refused)
     raise CheckpointError(
         f"--load {load}: none of the {len(refused)} checkpoints of {run} is whole: {listed}: "

@@ -148,6 +148,16 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
     return "{\n" + ",\n".join(inner) + "\n" + indent[:-1] + "}"
 
 
+def way_to_a_checkpoint(path: Location) -> str:
+    """What to do where a directory that is given as a checkpoint holds none: it may be another trainer's."""
+    if (path / "latest_checkpointed_iteration.txt").is_file():
+        return (
+            "it is a checkpoint of Megatron-LM: use python tools/convert_checkpoint.py --from megatron --to megacore "
+            f"--input {path} --output DIR, and then --load DIR"
+        )
+    return "give a step_NNNNNNNN directory or a run's output directory"
+
+
 def find_checkpoint(path: L) -> L:
     """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory.
 
@@ -162,9 +172,7 @@ def find_checkpoint(path: L) -> L:
     checkpoints = checkpoints_of(path)
     if not checkpoints:
         lost = f" (its {MANIFEST_NAME} is missing)" if step_of(path) is not None else ""
-        raise CheckpointError(
-            f"{path} holds no checkpoint{lost}: give a step_NNNNNNNN directory or a run's output directory"
-        )
+        raise CheckpointError(f"{path} holds no checkpoint{lost}: {way_to_a_checkpoint(path)}")
     return checkpoints[0]
 
 

@@ -523,7 +523,7 @@ def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping
     for origin, settings in translated.items():
         for source, ours in settings.items():
             if refused & set(_FLAG.findall(ours)) and not any(source in problem for problem in problems):
-                yield f"In {origin}, {source} is {ours}."
+                yield f"Translated: {source} of {origin} is {ours}."
 
 
 def _printable(text: str) -> str:

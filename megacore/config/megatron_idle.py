@@ -26,6 +26,11 @@ def by_flag(*reasons: tuple[str, str]) -> dict[str, str]:
 
 
 IDLE_SWITCHES: Mapping[str, str] = by_flag(
+    ("--moe-pad-expert-input-to-capacity", "only the tokens that there are are sent and computed"),
+    (
+        "--use-precision-aware-optimizer",
+        "--moments-dtype is the format of moments, and --grad-reduce-dtype that of gradients; master weights are fp32",
+    ),
     (
         (
             "--abort-on-unmet-fused-kernel-constraints --cache-mla-latents "
@@ -298,10 +303,12 @@ IDLE_VALUES: Mapping[str, str] = by_flag(
         ),
         _WRITTEN,
     ),
-    ("--checkpoint-method --checkpoint-num-layers", "all layers are recomputed, which changes memory only"),
+    (
+        "--activations-checkpoint-num-layers --checkpoint-method --checkpoint-num-layers",
+        "all layers are recomputed, which changes memory only",
+    ),
     ("--ckpt-format --dist-ckpt-format", "checkpoints are safetensors"),
     ("--data-impl", "data files are always mapped into memory"),
-    ("--dataloader-type", "samples come in one order that every layout shares"),
     ("--DDP-impl", "gradients are reduced in buckets, during backward"),
     ("--dist-ckpt-strictness", "a checkpoint that does not fit the model is refused"),
     ("--distributed-backend", "cuda communicates through NCCL, cpu through gloo"),

@@ -26,14 +26,14 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     ("--ckpt-step --load-tag", "use --load OUTPUT_DIR/step_NNNNNNNN"),
     (
-        "--cpu-offloading-num-layers --fine-grained-activation-offloading --offload-modules",
+        "--fine-grained-activation-offloading --offload-modules",
         "use --offload-activations",
     ),
     (
         (
             "--disable-fp8-wgrad --first-last-layers-bf16 --fp4-format --fp4-param-gather --fp4-quantizer-factory "
             "--fp4-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-e4m3 --fp8-format --fp8-hybrid "
-            "--fp8-interval --fp8-margin --fp8-output-proj --fp8-param-gather --fp8-quantizer-factory --fp8-recipe "
+            "--fp8-output-proj --fp8-param-gather --fp8-quantizer-factory --fp8-recipe "
             "--keep-fp8-transpose-cache --kitchen-attention-backend --kitchen-config-file --kitchen-recipe-number "
             "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization --no-fp8-wgrad "
             "--num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag "
@@ -47,10 +47,6 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     ("--encoder-num-layers", "use --num-layers: there are no models of an encoder and a decoder"),
     ("--encoder-seq-length", "use --seq-length"),
-    (
-        ("--exp-avg-dtype --exp-avg-sq-dtype --main-grads-dtype --main-params-dtype --use-precision-aware-optimizer"),
-        "use --moments-dtype for the moments and --grad-reduce-dtype for gradients; master weights are fp32",
-    ),
     ("--fake-process-group", "leave it out: a full dry run takes a step without other ranks"),
     (
         "--fim-fragment-rate --fim-split-sample",
@@ -70,7 +66,6 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     ("--model-parallel-size", "use --tp"),
     ("--moe-extended-tp", "use --etp"),
-    ("--moe-pad-expert-input-to-capacity", "leave it out: only the tokens that there are are sent and computed"),
     ("--most-recent-k", "use --keep-last"),
     ("--muon-coefficient-type", "leave it out if it is quintic; --muon-num-ns-steps is the number of iterations"),
     ("--muon-fp32-matmul-prec", "use --muon-ns-dtype, the format of the iterations"),
@@ -136,7 +131,7 @@ REPLACED: Mapping[str, str] = by_flag(
 
 NOT_YET: Mapping[str, str] = by_flag(
     (
-        "--activation-func-clamp-value --glu-linear-offset --quick-geglu",
+        "--activation-func-clamp-value --quick-geglu",
         "without it the activation, and so the model, is another one: use one of --activation",
     ),
     (
@@ -191,7 +186,7 @@ NOT_YET: Mapping[str, str] = by_flag(
         (
             "--classes-fraction --data-per-class-fraction --dino-bottleneck-size --dino-freeze-last-layer "
             "--dino-head-hidden-size --dino-local-crops-number --dino-local-img-size --dino-norm-last-layer "
-            "--dino-teacher-temp --dino-warmup-teacher-temp --dino-warmup-teacher-temp-epochs --head-lr-mult "
+            "--dino-teacher-temp --dino-warmup-teacher-temp --dino-warmup-teacher-temp-epochs "
             "--img-dim --img-h --img-w --iter-per-epoch --mask-factor --mask-type --no-data-sharding --num-channels "
             "--num-classes --patch-dim --swin-backbone-type --vision-backbone-type --vision-pretraining "
             "--vision-pretraining-type"
@@ -210,13 +205,7 @@ NOT_YET: Mapping[str, str] = by_flag(
         ),
         "samples come in the order of --sample-order, so that training differs",
     ),
-    (
-        (
-            "--decoder-num-layers --decoder-seq-length --encoder-pipeline-model-parallel-size "
-            "--encoder-tensor-model-parallel-size"
-        ),
-        "there are no models of an encoder and a decoder",
-    ),
+    ("--decoder-num-layers --decoder-seq-length", "there are no models of an encoder and a decoder"),
     (
         "--disable-bf16-reduced-precision-matmul",
         "without it bf16 products may be summed in bf16 where the device's library does so",
@@ -232,8 +221,7 @@ NOT_YET: Mapping[str, str] = by_flag(
     (
         (
             "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism "
-            "--expert-interval --mlp-type --moe-eval-capacity-factor --moe-loss-coeff --moe-min-capacity "
-            "--moe-train-capacity-factor --num-experts-switch --topk"
+            "--expert-interval --mlp-type --num-experts-switch --topk"
         ),
         (
             "Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs; see "
@@ -331,10 +319,7 @@ NOT_YET: Mapping[str, str] = by_flag(
         "without it positions have one dimension, and the model is another one",
     ),
     (
-        (
-            "--mtp-detach-heads --mtp-hybrid-override-pattern --mtp-loss-scaling-factor --mtp-num-layers "
-            "--mtp-use-repeated-layer"
-        ),
+        ("--mtp-detach-heads --mtp-hybrid-override-pattern --mtp-loss-scaling-factor --mtp-use-repeated-layer"),
         (
             "there is no multi-token prediction: without it the loss has no term for later tokens, so that training "
             "differs"

@@ -126,13 +126,51 @@ def _in_steps(name: str, ours: str) -> ForeignFlag:
 
 def _warmup(flag: str, text: str, shape: Shape) -> Translation:
     share, steps = fraction(flag, text), shape.lr_decay_iters or shape.train_iters
-    return Translation({} if steps is None else {"lr_warmup_iters": int(share * steps)})
+    return Translation({} if steps is None else {"lr_warmup_iters": round(share * steps)})
 
 
 def _finetune(flag: str, text: str, shape: Shape) -> Translation:
     if shape.load is None or shape.load == "auto":
         raise ValueError(f"{flag} starts from the weights of --load DIR: use --pretrained-checkpoint DIR")
-    return Translation({"pretrained_checkpoint": shape.load}, dropped=("load",))
+    return Translation({"pretrained_checkpoint": shape.load}, dropped=("load", "load_optim"))
+
+
+_WITHOUT = {  # values at which flags of features that megacore does not have change nothing, and the way out of others
+    "--cpu-offloading-num-layers": ("0", "use --offload-activations"),
+    "--encoder-pipeline-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
+    "--encoder-tensor-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
+    "--fp8-interval": ("1", "megacore does not compute in fp8: leave it out, and use --precision bf16"),
+    "--fp8-margin": ("0", "megacore does not compute in fp8: leave it out, and use --precision bf16"),
+    "--glu-linear-offset": ("0", "without it the model is another one: use one of --activation"),
+    "--head-lr-mult": ("1", "one learning rate holds for all parameters: leave it out"),
+    "--mtp-num-layers": (
+        "0",
+        "there is no multi-token prediction, without which the loss has no term for later tokens: leave it out",
+    ),
+    "--exp-avg-dtype": ("fp32", "use --moments-dtype, or leave it out: moments are fp32 without it"),
+    "--exp-avg-sq-dtype": ("fp32", "use --moments-dtype, or leave it out: moments are fp32 without it"),
+    "--main-grads-dtype": ("fp32", "use --grad-reduce-dtype, or leave it out: gradients are summed in fp32 without it"),
+    "--main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
+}
+
+
+def _harmless(value: str, way_out: str) -> ForeignFlag:
+    def check(flag: str, text: str, shape: Shape) -> Translation:
+        is_equal = is_number(text) and is_number(value) and float(text) == float(value)
+        if text != value and not is_equal:
+            raise ValueError(f"{flag} {text} has no counterpart: {way_out}")
+        return Translation()
+
+    return ForeignFlag(f"nothing: with {value} as without it; any other value is refused", (), check, is_idle=True)
+
+
+def _of_dropped_tokens(flag: str, text: str, shape: Shape) -> Translation:
+    if shape.settings.get("num_experts") is not None:
+        raise ValueError(
+            f"{flag} {text}: Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs: "
+            "leave it out; see --moe-router-topk"
+        )
+    return Translation()
 
 
 def _content(flag: str, path: str, instead: str) -> str:
@@ -294,6 +332,22 @@ TRAINING: Mapping[str, ForeignFlag] = {
         "--attention: flash and fused are sdpa, unfused and local are fused-softmax", ("attention",), _backend
     ),
     "--bf16": switch("--precision bf16", precision="bf16"),
+    **{flag: _harmless(*accepted) for flag, accepted in _WITHOUT.items()},
+    **{
+        flag: ForeignFlag("nothing without experts, and is refused with them", (), _of_dropped_tokens, is_idle=True)
+        for flag in (
+            *("--moe-eval-capacity-factor", "--moe-loss-coeff", "--moe-min-capacity"),
+            "--moe-train-capacity-factor",
+        )
+    },
+    "--activations-checkpoint-method": ForeignFlag(
+        "--recompute full, where nothing else is given",
+        ("recompute",),
+        lambda flag, text, shape: Translation(implied={"recompute": "full"}),
+    ),
+    "--activations-checkpoint-granularity": ForeignFlag(
+        "--recompute selective or --recompute full", ("recompute",), _granularity
+    ),
     "--checkpoint-activations": switch("--recompute full", recompute="full"),
     "--checkpoint-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),
     "--cp-comm-type": ForeignFlag(
@@ -312,6 +366,10 @@ TRAINING: Mapping[str, ForeignFlag] = {
         "--distribute-saved-activations", distribute_saved_activations=True
     ),
     "--enable-zbh1-pipeline": switch("--schedule zero-bubble", schedule="zero-bubble"),
+    "--dataloader-type": only(
+        {"single": "samples come in one order that every layout shares"},
+        "samples would come in another order than --sample-order has: leave it out",
+    ),
     "--error-injection-rate": only(
         {"0": "no error is injected"},
         "errors are not injected: leave it out; --replay-interval finds those that happen",
@@ -334,7 +392,10 @@ TRAINING: Mapping[str, ForeignFlag] = {
     "--grad-reduce-in-bf16": switch("--grad-reduce-dtype bf16", grad_reduce_dtype="bf16"),
     "--lr-decay-samples": _in_steps("lr_decay_iters", "--lr-decay-iters"),
     "--lr-warmup-fraction": ForeignFlag(
-        "--lr-warmup-iters: its value times --lr-decay-iters", ("lr_warmup_iters",), _warmup, is_last=True
+        "--lr-warmup-iters: its value times --lr-decay-iters, rounded to the nearest step",
+        ("lr_warmup_iters",),
+        _warmup,
+        is_last=True,
     ),
     "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
     "--lr-wsd-decay-samples": _in_steps("lr_wsd_decay_iters", "--lr-wsd-decay-iters"),

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from typing import Any, Literal, TypeVar
 
 from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
 from megacore.config.fields import flag_and_value
-from megacore.parallel.processors import available_cores
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import GIB, fullest_rank
@@ -281,10 +281,10 @@ _evaluation: _Evaluation | None = None  # in a process that shares a search
 
 def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) -> list[_Result]:
     """The results of all divisions, in order; the processor's cores share a large search."""
-    cores = available_cores()
-    if cores == 1 or len(divisions) < _MANY_DIVISIONS or sys.platform != "linux":
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # where processes may be forked
+    if cores == 1 or len(divisions) < _MANY_DIVISIONS:
         return [evaluation(degrees) for degrees in divisions]
-    fork = multiprocessing.get_context("fork")  # starts in milliseconds, and sends nothing
+    fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
         return list(pool.map(_evaluate, divisions))
 

@@ -45,7 +45,7 @@ def refuse(capfd: pytest.CaptureFixture[str]) -> Refuse:
 def problems(message: str) -> list[str]:
     """The lines of a refusal, after a look at its form."""
     first, *lines, last = message.rstrip("\n").split("\n")
-    lines = [line for line in lines if not line.startswith(("Keys of ", "In "))]
+    lines = [line for line in lines if not line.startswith(("Keys of ", "Translated: "))]
     assert first == f"megacore: refused: {len(lines)} problem{'s' if len(lines) != 1 else ''}"
     assert last == "Flags and their defaults: pretrain_gpt.py --help"
     assert all(line.startswith("  - ") for line in lines)

@@ -339,7 +339,7 @@ def test_the_three_batch_sizes_must_agree(refuse: Refuse, tmp_path: Path) -> Non
 def test_a_refused_value_is_found_in_its_file(refuse: Refuse, tmp_path: Path) -> None:
     flags = written(tmp_path, {"zero_optimization": {"stage": 4}, "gradient_clipping": 1.0})
     lines = refuse(*GOOD, *flags).splitlines()
-    assert f"In {flags[1]}, zero_optimization.stage 4 is --zero-stage 4." in lines
+    assert f"Translated: zero_optimization.stage 4 of {flags[1]} is --zero-stage 4." in lines
     assert not any("gradient_clipping" in line for line in lines)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megacore.checkpoint.manifest import find_checkpoint
 from megacore.config.model import padded_rows
+from megacore.errors import CheckpointError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
 
@@ -125,6 +127,24 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
         (["--checkpoint-activations"], ["--recompute", "full"]),
         (["--recompute-activations"], ["--recompute", "selective"]),
         (
+            ["--activations-checkpoint-method", "uniform", "--activations-checkpoint-num-layers", "1"],
+            ["--recompute", "full"],
+        ),
+        (
+            ["--activations-checkpoint-method", "uniform", "--activations-checkpoint-granularity", "selective"],
+            ["--recompute", "selective"],
+        ),
+        (["--mtp-num-layers", "0", "--glu-linear-offset", "0.0", "--head-lr-mult", "1.0", "--fp8-margin", "0"], []),
+        (
+            ["--use-precision-aware-optimizer", "--exp-avg-dtype", "fp32", "--main-grads-dtype", "fp32"],
+            [],
+        ),
+        (["--num-experts", "1", "--moe-loss-coeff", "0.01", "--moe-min-capacity", "4"], []),
+        (
+            ["--lr-warmup-fraction", "0.29", "--lr-decay-iters", "100"],
+            ["--lr-warmup-iters", "29", "--lr-decay-iters", "100"],
+        ),
+        (
             ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
             ["--recompute", "full"],
         ),
@@ -169,6 +189,17 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
 )
 def test_a_flag_in_other_words_is_the_flag(given: list[str], ours: list[str]) -> None:
     assert parse(*GOOD, *given) == parse(*GOOD, *ours)
+
+
+def test_finetune_goes_with_flags_of_what_it_does_not_load(tmp_path: Path) -> None:
+    flags = ["--load", str(tmp_path), "--finetune", "--no-load-optim", "--no-load-rng"]
+    assert parse(*GOOD, *flags) == parse(*GOOD, "--pretrained-checkpoint", str(tmp_path))
+
+
+def test_a_checkpoint_of_megatron_is_told_from_none(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {tmp_path} --output DIR"):
+        find_checkpoint(tmp_path)
 
 
 def test_a_run_may_be_as_long_as_samples_say() -> None:
@@ -268,6 +299,9 @@ def test_a_null_tokenizer_has_one_token_more(size: int, tp: int, capfd: pytest.C
         (["--train-samples", "10"], "counts samples: give --global-batch-size, or steps with --train-iters"),
         (["--lr-warmup-fraction", "1.5"], "is not a number of at least 0 and below 1"),
         (["--recompute-granularity", "some"], "use selective or full"),
+        (["--mtp-num-layers", "1"], "--mtp-num-layers 1 has no counterpart: there is no multi-token prediction"),
+        (["--exp-avg-dtype", "bf16"], "use --moments-dtype"),
+        (["--dataloader-type", "cyclic"], "in another order than --sample-order has"),
         (["--bf16", "--fp16"], "--fp16 is --precision fp16, and --bf16 is given as well"),
         (["--bf16", "True"], "a switch takes no value"),
         (["--window-size", "128,64"], "RIGHT must be 0: use --window-size 128,0, or --window-size 129"),
@@ -275,7 +309,6 @@ def test_a_null_tokenizer_has_one_token_more(size: int, tp: int, capfd: pytest.C
         (["--window-attn-skip-freq", "[1,1,0]"], "is for 3 blocks, and --num-layers is"),
         (["--window-attn-skip-freq", "[2]*4"], "is neither a whole number nor a list such as [1,1,1,0]*6"),
         (["--softmax-type", "learnable"], "has no offset here, so that the model would be another one"),
-        (["--mtp-num-layers", "1"], "not in megacore: there is no multi-token prediction"),
         (["--no-rope-freq", "0"], "use a whole number of 1 or more, or a list such as [1,1,1,0]*6"),
         (["--ckpt-format"], "needs one value, and has 0: leave it out, as it changes nothing here"),
         (
