@@ -183,6 +183,8 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, {"attention_pattern": "f,w"}),
         ("smollm3", {"no_rope_layer_interval": 2}, {"attention_pattern": "f,n"}),
         ("smollm3", {"no_rope_layers": [1, 1]}, {"attention_pattern": None, "window_size": None}),
+        ("mixtral", {}, {"rotary_base": 1e6}),  # as transformers has it where the file does not
+        ("smollm3", {}, {"rotary_base": 2e6}),
         ("granite", {"attention_multiplier": 0.5}, {"attention_multiplier": 0.5}),
         ("phi3", {"partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
         (

@@ -94,10 +94,10 @@ def block_rules(
     )
 
 
-def read_common(reader: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
-    """Positions, and whether the output layer is the embedding, by default `tied`."""
+def read_common(reader: ConfigReader, *, tied: bool = False, base: float = 10_000.0) -> dict[str, Any]:
+    """Positions, by default with this `base`, and whether the output layer is the embedding, by default `tied`."""
     positions = reader.get("max_position_embeddings")
-    fields = read_rope(reader, positions if type(positions) is int else 1)
+    fields = read_rope(reader, positions if type(positions) is int else 1, usual_base=base)
     if fields.get("rotary_percent", 1.0) != 1.0:
         reader.problem("partial_rotary_factor", f"is {fields['rotary_percent']}, but this family rotates whole heads")
     reader.only("partial_rotary_factor", (1.0, 1, None))
