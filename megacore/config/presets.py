@@ -6,13 +6,12 @@ on, `seq_length` is the shorter one; llama-3-8b-128k is for training on long one
 
 The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2, and
 trains as its predecessor did (Radford et al. 2018, section 4.1): dropout, Adam with a small weight decay, a learning
-rate that decays to 0. BLOOM follows Le
-Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
-2310.06825), Mixtral Jiang et al. 2024 (arXiv 2401.04088), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3
-its team's of 2025 (arXiv 2505.09388), OLMoE Muennighoff et al. 2024 (arXiv 2409.02060), Gemma 2
-its team's of 2024 (arXiv 2408.00118), OPT Zhang et al. 2022 (arXiv 2205.01068), Falcon Almazrouei et al. 2023 (arXiv
-2311.16867), Phi-4 Abdin et al. 2024 (arXiv 2412.08905), DeepSeek-V2 and V3
-DeepSeek-AI 2024 (arXiv 2405.04434, 2412.19437).
+rate that decays to 0. BLOOM follows Le Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv
+2304.01373), Mistral Jiang et al. 2023 (arXiv 2310.06825), Mixtral Jiang et al. 2024 (arXiv 2401.04088), Llama 3 its
+team's report of 2024 (arXiv 2407.21783), Qwen3 its team's of 2025 (arXiv 2505.09388), OLMoE Muennighoff et al. 2024
+(arXiv 2409.02060), Gemma 2 its team's of 2024 (arXiv 2408.00118), OPT Zhang et al. 2022 (arXiv 2205.01068), Falcon
+Almazrouei et al. 2023 (arXiv 2311.16867), GPT-Neo Black et al. 2021 (doi 10.5281/zenodo.5297715), Phi-4 Abdin et al.
+2024 (arXiv 2412.08905), DeepSeek-V2 and V3 DeepSeek-AI 2024 (arXiv 2405.04434, 2412.19437).
 bert-base and bert-large follow Devlin et al. (arXiv 1810.04805, section 3) with the released uncased vocabulary,
 modernbert-base Warner et al. (arXiv 2412.13663, table 4), RoBERTa Liu et al. (arXiv 1907.11692).
 """
@@ -434,6 +433,34 @@ GPT_PRESETS: dict[str, Shape] = {
         "max_position_embeddings": 2048,
         "vocab_size": 50_400,
         "untie_embeddings_and_output_weights": True,
+    },
+    "phi-2": {  # 2.78B
+        "num_layers": 32,
+        "hidden_size": 2560,
+        "num_attention_heads": 32,
+        "parallel_residual": True,
+        "shared_parallel_norm": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.4,
+        "add_output_layer_bias": True,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "vocab_size": 51_200,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "gpt-neo-1.3b": {  # 1.32B
+        "num_layers": 24,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "attention_pattern": "f,w",
+        "window_size": 256,
+        "attention_multiplier": 1.0,
+        "disable_bias_linear": True,
+        "add_attention_output_bias": True,
+        "add_mlp_bias": True,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50_257,
     },
     "pythia-160m": {  # 162M
         "num_layers": 12,

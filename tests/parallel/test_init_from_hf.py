@@ -1,5 +1,5 @@
-"""`--init-from-hf`: a run on any layout starts from transformers' weights, its first losses are transformers' own, and
-flags that contradict config.json are refused by name."""
+"""`--init-from-hf`: a run on any layout starts from transformers' weights, the loss and the gradients of its first step
+are transformers' own, and flags that contradict config.json are refused by name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
-from megacore.parallel.mesh import build_mesh
+from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.sharding import ShardSpec
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.e2e.launching import alone, words
-from tests.parity.hf_models import VOCAB, make_model, save_model
+from tests.parity.hf_models import CONFIGS, SLOW, VOCAB, as_stored, make_model, save_model
 from tests.parity.runs import Layout, RaggedData, gather, make_config
 
 SEQUENCE = 16
@@ -32,15 +32,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(make_model("gpt2"), tmp_path_factory.mktemp("init") / "hf")
 
 
+def begin(mesh: Mesh, layout: Layout, source: Path, output: str, changes: dict[str, Any]) -> Trainer:
+    """Build a run from the directory, without dropout."""
+    config = make_config(layout, output, **changes)
+    model = dataclasses.replace(open_model(source).config, hidden_dropout=0.0, attention_dropout=0.0)
+    config = dataclasses.replace(config, model=model)
+    task = GPTTask(config, mesh, weights=WeightsFromHF(source))
+    return Trainer(config, mesh, task, Words(config.training.global_batch_size), None)
+
+
 def start(rank: int, world_size: int, layout: Layout, source: str, output: str, changes: dict[str, Any]) -> Any:
     """Build a run from the directory; the whole weights, and the first loss."""
-    config = make_config(layout, output, **changes)
-    model = dataclasses.replace(open_model(Path(source)).config, hidden_dropout=0.0, attention_dropout=0.0)
-    config = dataclasses.replace(config, model=model)
-    mesh = build_mesh(config.parallel)
-    task = GPTTask(config, mesh, weights=WeightsFromHF(Path(source)))
-    data = Words(config.training.global_batch_size)
-    trainer = Trainer(config, mesh, task, data, None)
+    mesh = build_mesh(make_config(layout, output, **changes).parallel)
+    trainer = begin(mesh, layout, Path(source), output, changes)
     weights = gather(trainer, mesh, lambda owned: owned.master)
     first = trainer.train_step(next(trainer.batches)).loss
     return (weights, float(first)) if rank == 0 else None
@@ -53,14 +57,14 @@ class Words(RaggedData):
         return {k: v % VOCAB if k != "loss_mask" else v for k, v in super().__getitem__(index).items()}
 
 
-def expected_loss(name: str, batch: int) -> float:
-    model = make_model(name)
+def loss_of(model: nn.Module, batch: int) -> Tensor:
+    """Of transformers' model, over the tokens that count."""
     samples = [Words(batch)[number] for number in range(batch)]
     tokens, labels, mask = (
         torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in ("tokens", "labels", "loss_mask")
     )
     losses = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return float(((losses * mask.flatten()).sum() / mask.sum()).detach())
+    return (losses * mask.flatten()).sum() / mask.sum()
 
 
 @pytest.mark.parametrize(
@@ -100,11 +104,68 @@ def compare(name: str, directory: Path, layout: Layout, changes: dict[str, Any],
             continue
         whole: Tensor = step.slice(spec_of(step.ours, step.shape), hf.stored.tensors)
         assert torch.equal(weights[step.ours], whole), step.ours
-    assert loss == pytest.approx(expected_loss(name, 8), abs=1e-6)
+    assert loss == pytest.approx(float(loss_of(make_model(name), 8).detach()), abs=1e-6)
 
 
 def spec_of(name: str, shape: tuple[int, ...]) -> ShardSpec:
     return ShardSpec(name=name, shape=shape)
+
+
+First = tuple[float, float, dict[str, Tensor]]  # loss, norm of the gradient, and the gradient by tensor
+
+
+def first_step(trainer: Trainer) -> First:
+    result = trainer.train_step(next(trainer.batches))
+    return float(result.loss), float(result.grad_norm), gather(trainer, trainer.mesh, lambda owned: owned.gradient)
+
+
+def require_that_of_transformers(found: First, model: nn.Module, directory: Path) -> None:
+    """Loss, global norm and every gradient are those of transformers' own model."""
+    loss, norm, gradients = found
+    expected = loss_of(model, 8)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert norm == pytest.approx(float(torch.stack([one.double().norm() for one in theirs.values()]).norm()), rel=1e-6)
+    stored = as_stored(theirs)
+    steps = {step.ours: step for step in open_model(directory).plan if not step.is_buffer}
+    assert gradients.keys() == steps.keys()
+    for name, step in steps.items():
+        wanted = step.assemble(lambda number, step=step: stored[step.theirs[number]])  # type: ignore[misc]
+        # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
+        error = (gradients[name] - wanted).abs().max()
+        assert error <= 1e-5 * wanted.abs().max() + 1e-7, f"gradient of {name}: {error}"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
+)
+def test_the_first_step_of_every_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    source = save_model(model, tmp_path / "hf")
+    mesh, layout = Mesh(device=torch.device("cpu")), (1, 1, 1)
+    trainer = begin(mesh, layout, source, str(tmp_path / "run"), {"clip_grad": 0.0})
+    require_that_of_transformers(first_step(trainer), model, source)
+
+
+def first_steps(rank: int, world_size: int, sources: dict[str, str], output: str) -> dict[str, First]:
+    """Of every model, on two tensor-parallel ranks of two stages."""
+    found = {}
+    for name, source in sources.items():
+        layout, changes = (2, 2, 1), {"clip_grad": 0.0, "sequence_parallel": True}
+        mesh = build_mesh(make_config(layout, output, **changes).parallel)
+        found[name] = first_step(begin(mesh, layout, Path(source), output, changes))
+    return found if rank == 0 else {}
+
+
+@pytest.mark.slow
+def test_so_it_is_on_two_by_two_ranks(tmp_path: Path) -> None:
+    models = {name: make_model(name) for name in CONFIGS}
+    sources = {name: str(save_model(model, tmp_path / name)) for name, model in models.items()}
+    found = run_distributed(first_steps, 4, sources, str(tmp_path / "run"), timeout=300)[0]
+    for name, model in models.items():
+        print(name)  # shown where it fails
+        require_that_of_transformers(found[name], model, Path(sources[name]))
 
 
 def test_the_program_takes_the_shape_from_the_directory(directory: Path, tmp_path: Path) -> None:

@@ -187,6 +187,16 @@ CONFIGS |= {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
 }
+CONFIGS |= {
+    "phi": lambda: transformers.PhiConfig(**_GROUPED, partial_rotary_factor=0.5),
+    "phi-normed": lambda: transformers.PhiConfig(**_GROUPED, qk_layernorm=True, tie_word_embeddings=True),
+    "gpt-neo": lambda: transformers.GPTNeoConfig(
+        **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "initializer_range": 0.2, **_ENDS},
+        max_position_embeddings=POSITIONS,
+        attention_types=[[["global", "local"], 1], [["local"], 1]],
+        window_size=7,
+    ),
+}
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
 # In `make test-slow` only.

@@ -32,6 +32,9 @@ SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "t
 SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma", "gemma2"), SMALL["llama"])
 SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
 SMALL |= {"falcon": {k: v for k, v in _REST.items() if k != "num_key_value_heads"}, "gptj": SMALL["gpt2"]}
+SMALL |= {"phi": SMALL["llama"]}
+SMALL |= {"gpt_neo": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 11}}
+SMALL["gpt_neo"] |= {"max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]]}
 SMALL["gptj"] = SMALL["gptj"] | {"rotary_dim": 2}
 SMALL |= {"opt": {**SMALL["falcon"], "ffn_dim": 16}}
 SMALL |= {"gemma3_text": SMALL["llama"], "gpt_bigcode": SMALL["gpt2"]}
@@ -183,6 +186,8 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, {"attention_pattern": "f,w"}),
         ("smollm3", {"no_rope_layer_interval": 2}, {"attention_pattern": "f,n"}),
         ("smollm3", {"no_rope_layers": [1, 1]}, {"attention_pattern": None, "window_size": None}),
+        ("mixtral", {}, {"rotary_base": 1e6}),  # as transformers has it where the file does not
+        ("smollm3", {}, {"rotary_base": 2e6}),
         ("granite", {"attention_multiplier": 0.5}, {"attention_multiplier": 0.5}),
         ("phi3", {"partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
         (
@@ -212,6 +217,15 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
         ("falcon", {}, {"num_query_groups": 1, "shared_parallel_norm": True}),
         ("falcon", {"new_decoder_architecture": True}, {"num_query_groups": 2, "shared_parallel_norm": False}),
         ("falcon", {"multi_query": False, "parallel_attn": False}, {"parallel_residual": False}),
+        ("phi", {}, {"rotary_percent": 0.5, "shared_parallel_norm": True, "add_output_layer_bias": True}),
+        ("phi", {"num_key_value_heads": None, "qk_layernorm": True}, {"num_query_groups": 2, "qk_layernorm": True}),
+        ("gpt_neo", {}, {"attention_pattern": "f,w", "window_size": 256, "attention_multiplier": 1.0}),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}, {"attention_pattern": None, "window_size": None}),
+        (
+            "gpt_neo",
+            {"attention_types": [[["local"], 2]], "window_size": 3},
+            {"attention_pattern": None, "window_size": 3},
+        ),
         ("gptj", {}, {"rotary_percent": 0.5, "add_output_layer_bias": True, "qkv_bias": False, "mlp_bias": True}),
     ],
 )
@@ -245,6 +259,13 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
         ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0 must be above 0"),
         ("gemma2", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ("phi", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("phi", {"qk_layernorm": None}, "qk_layernorm is 'None', not true or false"),
+        ("gpt_neo", {"attention_types": [[["global"], 3]]}, "attention_types has 3 entries for 2 layers"),
+        ("gpt_neo", {"attention_types": [["global", "local"], 1]}, "attention_types is not a list of pairs"),
+        ("gpt_neo", {"attention_types": [[["global"], 10**9]]}, "attention_types repeats kinds of layers '1000000000'"),
+        ("gpt_neo", {"attention_layers": ["local", "global"]}, "attention_layers differs from attention_types"),
+        ("gpt_neo", {"window_size": 0}, "window_size is '0', not a number of positions"),
         ("mpt", {"n_heads": 6, "d_model": 12}, "n_heads is 6, no power of two"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is 'True'"),
     ],

@@ -24,8 +24,10 @@ def model_of(model_type: str) -> tuple[Family, ResolvedModel, ResolvedBert | Non
     """A family and a small model of it, of several layers."""
     family = FAMILIES[model_type]
     small = SMALL[model_type]
-    (layers,) = small.keys() & {"num_hidden_layers", "n_layer", "n_layers"}
+    (layers,) = small.keys() & {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
     values = {**small, layers: LAYERS}
+    if "attention_types" in values:  # a list of all layers
+        values["attention_types"] = [[["global"], LAYERS]]
     config = family.to_model(values, "config.json")
     return family, config, family.to_bert(values, "config.json", paired=model_type == "bert")
 

@@ -38,6 +38,8 @@ SIZES = {
     "google/gemma-2-2b": 2.614,
     "google/gemma-3-1b-pt": 1.000,
     "HuggingFaceTB/SmolLM3-3B": 3.075,
+    "EleutherAI/gpt-neo-1.3B": 1.3156,
+    "microsoft/phi-2": 2.78,
 }
 
 

@@ -16,6 +16,7 @@ from megacore.models.hf.falcon import FALCON
 from megacore.models.hf.family import Family
 from megacore.models.hf.gemma import GEMMA, GEMMA2, GEMMA3
 from megacore.models.hf.gpt2 import GPT2, GPT_BIGCODE
+from megacore.models.hf.gpt_neo import GPT_NEO
 from megacore.models.hf.gptj import GPTJ
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megacore.models.hf.llama_variants import GRANITE, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
@@ -24,6 +25,7 @@ from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.mpt import MPT
 from megacore.models.hf.neox import NEOX
 from megacore.models.hf.opt import OPT
+from megacore.models.hf.phi import PHI
 
 # The order in which a family is looked for where a model has no config.json.
 FAMILIES: dict[str, Family] = {
@@ -33,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
         *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
         *(OPT, FALCON, GPTJ, ROBERTA),
+        *(PHI, GPT_NEO),
     )
 }
 

@@ -366,7 +366,20 @@ def neighbouring_pairs(start: int, rotated: int, source: int = 0) -> Iterator[Ru
             yield Run(source=source, start=row, stop=row + 1)
 
 
+def _neighbouring_q_k_v_runs(config: ResolvedModel) -> Iterator[Run]:
+    size, rotated = config.head_size, config.rotary_dimensions
+    for run in q_k_v_runs(config):
+        for head in range(run.start, run.stop, size) if run.source < 2 else ():
+            yield from neighbouring_pairs(head, rotated, run.source)
+            if rotated < size:
+                yield Run(source=run.source, start=head + rotated, stop=head + size)
+        if run.source == 2:
+            yield run
+
+
 # Three sources, q [n][d], k [g][d] and v [g][d].
 q_k_v = Layout(_q_k_v_sizes, lambda config: q_k_v_runs(config))
+# The same of a family that rotates pairs of neighbouring dimensions.
+neighbouring_q_k_v = Layout(_q_k_v_sizes, _neighbouring_q_k_v_runs)
 # One source, [q of all heads, k of all groups, v of all groups][d].
 stacked_q_k_v = Layout(lambda config: (sum(_q_k_v_sizes(config)),), _stacked_runs)

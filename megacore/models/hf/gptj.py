@@ -7,7 +7,6 @@ of queries and keys are stored in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megacore.config import ResolvedModel
@@ -15,30 +14,15 @@ from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import (
     ACTIVATIONS,
     Family,
-    Layout,
-    Run,
     Same,
     TensorRule,
-    neighbouring_pairs,
-    q_k_v,
-    q_k_v_runs,
+    neighbouring_q_k_v,
     read_tied,
     write_activation,
     write_tied,
 )
 
 _BLOCK = "transformer.h.{i}"
-
-
-def _qkv_runs(config: ResolvedModel) -> Iterator[Run]:
-    """By head, as megacore has them."""
-    size, rotated = config.head_size, config.rotary_dimensions
-    for run in q_k_v_runs(config):
-        for head in range(run.start, run.stop, size) if run.source < 2 else ():
-            yield from neighbouring_pairs(head, rotated, run.source)
-            yield Run(source=run.source, start=head + rotated, stop=head + size)
-        if run.source == 2:
-            yield run
 
 
 def _read(reader: ConfigReader) -> dict[str, Any]:
@@ -106,7 +90,7 @@ GPTJ = Family(
         TensorRule(
             "blocks.{i}.attention.qkv.weight",
             tuple(f"{_BLOCK}.attn.{one}_proj.weight" for one in "qkv"),
-            Layout(q_k_v.sizes, _qkv_runs),
+            neighbouring_q_k_v,
         ),
         TensorRule("blocks.{i}.attention.output.weight", (f"{_BLOCK}.attn.out_proj.weight",)),
         *_both("blocks.{i}.mlp.up", f"{_BLOCK}.mlp.fc_in"),

@@ -8,7 +8,7 @@ from typing import Any
 from megacore.config import ResolvedModel
 from megacore.config.layer_pattern import FULL, WINDOW
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Same, TensorRule, q_k_v, read_tied, write_tied
+from megacore.models.hf.family import Family, Layout, Same, TensorRule, q_k_v, read_tied, write_tied
 from megacore.models.hf.kinds_of_layers import pattern_fields, read_layer_types, write_layer_types
 from megacore.models.hf.rope import read_rope, write_rope
 
@@ -59,6 +59,7 @@ def block_rules(
     *,
     biases: bool = False,
     qkv_bias: bool = False,
+    qkv: Layout = q_k_v,
     head_norms: bool = False,
     norms: Mapping[str, str] = _NORMS,
     norm_bias: bool = False,
@@ -69,6 +70,7 @@ def block_rules(
     Args:
         biases: all linear layers may have biases.
         qkv_bias: the projections of queries, keys and values may.
+        qkv: order of their rows.
         head_norms: there are norms of queries and keys.
         norms: of a block, by megacore's name.
         norm_bias: norms have biases.
@@ -76,7 +78,7 @@ def block_rules(
     """
     attention = f"{_THEIRS}.self_attn"
     fused = tuple(
-        TensorRule(f"{_BLOCK}.attention.qkv.{kind}", tuple(f"{attention}.{one}_proj.{kind}" for one in "qkv"), q_k_v)
+        TensorRule(f"{_BLOCK}.attention.qkv.{kind}", tuple(f"{attention}.{one}_proj.{kind}" for one in "qkv"), qkv)
         for kind in (("weight", "bias") if biases or qkv_bias else ("weight",))
     )
     of_heads = layer_rules("attention.query_norm", "self_attn.q_norm") if head_norms else ()
@@ -94,10 +96,10 @@ def block_rules(
     )
 
 
-def read_common(reader: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
-    """Positions, and whether the output layer is the embedding, by default `tied`."""
+def read_common(reader: ConfigReader, *, tied: bool = False, base: float = 10_000.0) -> dict[str, Any]:
+    """Positions, by default with this `base`, and whether the output layer is the embedding, by default `tied`."""
     positions = reader.get("max_position_embeddings")
-    fields = read_rope(reader, positions if type(positions) is int else 1)
+    fields = read_rope(reader, positions if type(positions) is int else 1, usual_base=base)
     if fields.get("rotary_percent", 1.0) != 1.0:
         reader.problem("partial_rotary_factor", f"is {fields['rotary_percent']}, but this family rotates whole heads")
     reader.only("partial_rotary_factor", (1.0, 1, None))

@@ -63,7 +63,8 @@ def _read_smollm3(reader: ConfigReader) -> dict[str, Any]:
     types = reader.get("layer_types")
     if types is not None and (not isinstance(types, list) or set(map(str, types)) != {"full_attention"}):
         reader.problem("layer_types", "has windows, which megacore does not have in this family")
-    return read_common(reader, tied=True) | read_biases(reader) | pattern_fields(kinds, None)
+    fields = read_common(reader, tied=True, base=2_000_000.0)
+    return fields | read_biases(reader) | pattern_fields(kinds, None)
 
 
 def _write_smollm3(config: ResolvedModel) -> dict[str, Any]:

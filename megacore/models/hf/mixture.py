@@ -80,7 +80,7 @@ def _write_width(config: ResolvedModel) -> dict[str, Any]:
 def _read_mixtral(reader: ConfigReader) -> dict[str, Any]:
     reader.only("layer_types", (None,))
     return (
-        read_common(reader)
+        read_common(reader, base=1_000_000.0)
         | _read_width(reader, 14336)
         | {"disable_bias_linear": True, "window_size": window_of(reader, default=None)}
     )

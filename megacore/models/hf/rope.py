@@ -39,6 +39,7 @@ def read_rope(
     positions: int,
     *,
     base: str = "rope_theta",
+    usual_base: float = _DEFAULT_BASE,
     share: float = 1.0,
     original: Any = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
@@ -49,6 +50,7 @@ def read_rope(
         reader: the file.
         positions: its longest context, at which dynamic scaling begins.
         base: the field that older files have the base in.
+        usual_base: what transformers takes where the file has none.
         share: of a head that is rotated, where the rope parameters do not say it.
         original: context before scaling, of a family that has it outside the rope parameters; None: it is there.
         renamed: kinds of scaling by names that only this family gives them -> their usual names.
@@ -79,7 +81,7 @@ def read_rope(
         known.add("attention_factor")
     for key in sorted(table.keys() - known):
         reader.problem(f"{name}.{key[:40]}", f"is a field that megacore does not know for the type {kind}")
-    theta = table.get("rope_theta", reader.get(base, _DEFAULT_BASE))
+    theta = table.get("rope_theta", reader.get(base, usual_base))
     numbers = {"rotary_base": ("rope_theta", theta), "rotary_percent": ("partial_rotary_factor", share)}
     if "partial_rotary_factor" in table:
         numbers["rotary_percent"] = ("partial_rotary_factor", table["partial_rotary_factor"])
