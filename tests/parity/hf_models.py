@@ -196,6 +196,25 @@ CONFIGS |= {
         attention_types=[[["global", "local"], 1], [["local"], 1]],
         window_size=7,
     ),
+    "olmo3": lambda: transformers.Olmo3Config(**{**_GROUPED, "num_hidden_layers": 3}, sliding_window=7),
+    "olmo3-yarn": lambda: transformers.Olmo3Config(
+        **_GROUPED,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_scaling={**_YARN, "attention_factor": 1.2},
+        rope_theta=20_000.0,
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(
+        **{**_GROUPED, "num_hidden_layers": 3}, sliding_window=7, sliding_window_pattern=2
+    ),
+    "exaone4-without-window": lambda: transformers.Exaone4Config(
+        **_GROUPED, sliding_window=None, layer_types=["full_attention"] * 2, rope_parameters=_LLAMA3
+    ),
+    "cohere": lambda: transformers.CohereConfig(**_GROUPED, logit_scale=0.3),
+    "cohere-biases": lambda: transformers.CohereConfig(**_SHAPE, attention_bias=True, tie_word_embeddings=False),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **{**_GROUPED, "num_hidden_layers": 3}, sliding_window=7, sliding_window_pattern=2, logit_scale=0.25
+    ),
 }
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]

@@ -32,7 +32,7 @@ SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "t
 SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma", "gemma2"), SMALL["llama"])
 SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
 SMALL |= {"falcon": {k: v for k, v in _REST.items() if k != "num_key_value_heads"}, "gptj": SMALL["gpt2"]}
-SMALL |= {"phi": SMALL["llama"]}
+SMALL |= dict.fromkeys(("phi", "cohere", "cohere2", "olmo3", "exaone4"), SMALL["llama"])
 SMALL |= {"gpt_neo": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 11}}
 SMALL["gpt_neo"] |= {"max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]]}
 SMALL["gptj"] = SMALL["gptj"] | {"rotary_dim": 2}
@@ -226,6 +226,33 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
             {"attention_types": [[["local"], 2]], "window_size": 3},
             {"attention_pattern": None, "window_size": 3},
         ),
+        (
+            "olmo3",
+            {"layer_types": ["sliding_attention", "full_attention"], "rope_scaling": {"type": "linear", "factor": 2}},
+            {"attention_pattern": "w,f", "rope_scaling": "linear", "rotary_base": 5e5, "window_rotary_base": 5e5},
+        ),
+        # transformers gives the base of a file without tables to layers without a window alone
+        (
+            "olmo3",
+            {"layer_types": ["sliding_attention", "full_attention"], "rope_theta": 1e4},
+            {"rotary_base": 1e4, "window_rotary_base": 5e5},
+        ),
+        ("olmo3", {"rope_theta": 1e4}, {"rotary_base": 5e5, "window_rotary_base": None, "window_size": 4096}),
+        ("exaone4", {"sliding_window_pattern": 2}, {"attention_pattern": "w,n", "window_size": 4096}),
+        ("exaone4", {"layer_types": ["full_attention"] * 2}, {"attention_pattern": "n", "window_size": None}),
+        (
+            "exaone4",
+            {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+            {"attention_pattern": None, "window_size": None},
+        ),
+        ("cohere", {}, {"rotary_base": 5e5, "logits_divisor": 16.0, "shared_parallel_norm": True, "norm_bias": False}),
+        ("cohere", {"attention_bias": True}, {"add_qkv_bias": True, "add_attention_output_bias": True}),
+        ("cohere2", {"sliding_window_pattern": 2}, {"attention_pattern": "w,n", "rotary_base": 1e4}),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {}}, "layer_types": ["full_attention"] * 2},
+            {"rotary_base": 1e6},
+        ),
         ("gptj", {}, {"rotary_percent": 0.5, "add_output_layer_bias": True, "qkv_bias": False, "mlp_bias": True}),
     ],
 )
@@ -266,6 +293,24 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
         ("gpt_neo", {"attention_types": [[["global"], 10**9]]}, "attention_types repeats kinds of layers '1000000000'"),
         ("gpt_neo", {"attention_layers": ["local", "global"]}, "attention_layers differs from attention_types"),
         ("gpt_neo", {"window_size": 0}, "window_size is '0', not a number of positions"),
+        ("olmo3", {"attention_bias": True}, "attention_bias is True"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is null, but layers have a window"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters has no tables of kinds of layers"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}},
+            "rope_parameters.sliding_attention is scaled",
+        ),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG', not a number of layers"),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "sliding_window is null, but layers have a window",
+        ),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere", {"logit_scale": None}, "logit_scale is 'None', not a positive number"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is null, but layers have a window"),
+        ("cohere2", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("mpt", {"n_heads": 6, "d_model": 12}, "n_heads is 6, no power of two"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is 'True'"),
     ],

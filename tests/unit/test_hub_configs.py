@@ -38,6 +38,11 @@ SIZES = {
     "google/gemma-2-2b": 2.614,
     "google/gemma-3-1b-pt": 1.000,
     "HuggingFaceTB/SmolLM3-3B": 3.075,
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": 1.2794,
+    "LGAI-EXAONE/EXAONE-4.0-32B": 32.003,
+    "CohereForAI/c4ai-command-r7b-12-2024": 8.028,
+    "CohereForAI/c4ai-command-r-v01": 34.981,
+    "allenai/Olmo-3-1025-7B": 7.298,
     "EleutherAI/gpt-neo-1.3B": 1.3156,
     "microsoft/phi-2": 2.78,
 }

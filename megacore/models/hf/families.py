@@ -11,7 +11,9 @@ from megacore.config.messages import one_of
 from megacore.errors import CheckpointError
 from megacore.models.hf.bert import BERT, ROBERTA
 from megacore.models.hf.bloom import BLOOM
+from megacore.models.hf.cohere import COHERE, COHERE2
 from megacore.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megacore.models.hf.exaone import EXAONE4
 from megacore.models.hf.falcon import FALCON
 from megacore.models.hf.family import Family
 from megacore.models.hf.gemma import GEMMA, GEMMA2, GEMMA3
@@ -24,6 +26,7 @@ from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.mpt import MPT
 from megacore.models.hf.neox import NEOX
+from megacore.models.hf.olmo3 import OLMO3
 from megacore.models.hf.opt import OPT
 from megacore.models.hf.phi import PHI
 
@@ -35,7 +38,7 @@ FAMILIES: dict[str, Family] = {
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
         *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
         *(OPT, FALCON, GPTJ, ROBERTA),
-        *(PHI, GPT_NEO),
+        *(PHI, GPT_NEO, OLMO3, EXAONE4, COHERE, COHERE2),
     )
 }
 

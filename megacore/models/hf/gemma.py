@@ -13,7 +13,7 @@ from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Same, read_tied, write_tied
 from megacore.models.hf.kinds_of_layers import pattern_fields, read_layer_types, write_layer_types
 from megacore.models.hf.llama import block_rules, read_common, same_fields, window_of
-from megacore.models.hf.rope import read_rope, write_rope
+from megacore.models.hf.rope import read_rope, read_ropes_of_kinds, rotation_of, write_rope, write_ropes_of_kinds
 
 _CONSTANTS: Mapping[str, Any] = {
     "activation": "geglu",
@@ -122,43 +122,26 @@ GEMMA2 = Family(
 
 def _read_gemma3(reader: ConfigReader) -> dict[str, Any]:
     period = reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6))
-    fields = _read_two_ropes(reader) | _read_later(reader, period)
-    if fields["attention_pattern"] is None:
-        base = fields.pop("window_rotary_base", None)
-        if fields["window_size"] is not None and base is not None:  # every layer is a local one
-            fields |= {"rotary_base": base, "rope_scaling": "none"}
-    return fields
+    pattern = _read_later(reader, period)
+    return rotation_of(*_read_two_ropes(reader), pattern)
 
 
-def _read_two_ropes(reader: ConfigReader) -> dict[str, Any]:
+def _read_two_ropes(reader: ConfigReader) -> tuple[dict[str, Any], float | None]:
     """The rotation of layers without a window, and the base of those with one."""
-    table, positions = reader.get("rope_parameters"), reader.get("max_position_embeddings", 131072)
-    if not isinstance(table, dict) or "full_attention" not in table:  # as older files have it
-        local = reader.get("rope_local_base_freq", 10_000.0)
-        fields = read_rope(reader, positions if type(positions) is int else 1)
-        fields.setdefault("rotary_base", 1_000_000.0)
-        if not reader.has("rope_theta"):
-            fields["rotary_base"] = 1_000_000.0
-    else:
-        whole = ConfigReader({"rope_parameters": table["full_attention"]}, reader.where)
-        fields = read_rope(whole, positions if type(positions) is int else 1)
-        near = ConfigReader({"rope_parameters": table.get("sliding_attention")}, reader.where)
-        of_windows = read_rope(near, 1)
-        reader.problems += [*whole.problems, *near.problems]
-        local = of_windows.get("rotary_base", 10_000.0)
-        if of_windows.get("rope_scaling", "none") != "none":
-            reader.problem("rope_parameters.sliding_attention", "is scaled: megacore scales layers without a window")
+    table, given = reader.get("rope_parameters"), reader.get("max_position_embeddings", 131072)
+    positions = given if type(given) is int else 1
+    local = reader.get("rope_local_base_freq", 10_000.0)  # as older files have it
+    if isinstance(table, dict) and "full_attention" in table:
+        base = reader.get("rope_theta", 1_000_000.0)
+        return read_ropes_of_kinds(reader, positions, base=base, window_base=local)
+    fields = read_rope(reader, positions)
+    fields.setdefault("rotary_base", 1_000_000.0)
+    if not reader.has("rope_theta"):
+        fields["rotary_base"] = 1_000_000.0
     if type(local) not in (int, float):
         reader.problem("rope_local_base_freq", f"is {str(local)[:40]!r}, not a number")
-        return fields
-    return fields | {"window_rotary_base": float(local)}
-
-
-def _write_gemma3(config: ResolvedModel) -> dict[str, Any]:
-    whole = write_rope(config)["rope_parameters"]
-    base = config.rotary_base if config.window_rotary_base is None else config.window_rotary_base
-    near = {"rope_type": "default", "rope_theta": base}
-    return _write_later(config) | {"rope_parameters": {"sliding_attention": near, "full_attention": whole}}
+        return fields, None
+    return fields, float(local)
 
 
 GEMMA3 = Family(
@@ -178,7 +161,7 @@ GEMMA3 = Family(
     constants={**_CONSTANTS, "qk_layernorm": True, "norm_placement": "both"},
     ignored=frozenset(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
     read=_read_gemma3,
-    write=_write_gemma3,
+    write=lambda config: _write_later(config) | write_ropes_of_kinds(config),
     rules=block_rules(head_norms=True, norms=_FOUR_NORMS),
     buffers=(".rotary_emb.inv_freq",),
     ties=_TIES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megacore.config import ResolvedModel
-from megacore.config.layer_pattern import FULL, WINDOW, pattern_of
+from megacore.config.layer_pattern import FULL, WINDOW, pattern_of, repeated
 from megacore.models.hf.config_reader import ConfigReader
 
 _LETTERS = {"sliding_attention": WINDOW, "full_attention": FULL}
@@ -31,6 +31,32 @@ def read_layer_types(reader: ConfigReader, layers: Any) -> str | None:
     return "".join(_LETTERS[one] for one in types)
 
 
+def read_kinds(reader: ConfigReader, layers: Any, period: Any, name: str) -> str:
+    """The letters of the layers, of which each last one of a period has no window where the file has no `layer_types`.
+
+    Args:
+        reader: the file.
+        layers: its number of layers.
+        period: that number of layers.
+        name: the field that has it.
+    """
+    kinds = read_layer_types(reader, layers)
+    if kinds is not None:
+        return kinds
+    if type(layers) is not int or not 0 < layers <= 10_000:
+        return FULL  # a problem of another field
+    if type(period) is not int or not 0 < period <= 10_000:
+        reader.problem(name, f"is {str(period)[:40]!r}, not a number of layers")
+        return FULL
+    return repeated(WINDOW * (period - 1) + FULL, layers)
+
+
+def require_window(reader: ConfigReader, kinds: str, window: int | None) -> None:
+    """Note that layers have a window of no size."""
+    if WINDOW in kinds and window is None:
+        reader.problem("sliding_window", "is null, but layers have a window")
+
+
 def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
     """ModelConfig's fields for blocks of these kinds.
 
@@ -45,7 +71,13 @@ def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
     }
 
 
-def write_layer_types(config: ResolvedModel) -> list[str] | None:
-    """`layer_types` of a model; None where it has layers of other kinds."""
+def write_layer_types(config: ResolvedModel, full: str = FULL) -> list[str] | None:
+    """`layer_types` of a model; None where it has layers of other kinds.
+
+    Args:
+        config: the model.
+        full: the letter of the family's layers of full attention.
+    """
+    names = {WINDOW: _TYPES[WINDOW], full: _TYPES[FULL]}
     kinds = config.attention_kinds
-    return [_TYPES[one] for one in kinds] if set(kinds) <= _TYPES.keys() else None
+    return [names[one] for one in kinds] if set(kinds) <= names.keys() else None

@@ -39,7 +39,7 @@ def read_rope(
     positions: int,
     *,
     base: str = "rope_theta",
-    usual_base: float = _DEFAULT_BASE,
+    usual_base: Any = _DEFAULT_BASE,
     share: float = 1.0,
     original: Any = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
@@ -108,6 +108,51 @@ def read_rope(
         else:
             fields["rope_original_max_positions"] = before
     return fields
+
+
+def read_ropes_of_kinds(
+    reader: ConfigReader, positions: int, *, base: Any, window_base: Any
+) -> tuple[dict[str, Any], float | None]:
+    """ModelConfig's fields about the rotation in layers without a window, and the base in those with one, of a file
+    whose `rope_parameters` has a table for each kind of layer.
+
+    Args:
+        reader: the file.
+        positions: as for `read_rope`.
+        base: what transformers takes where the table of layers without a window has none.
+        window_base: the same of layers with one.
+    """
+    tables = reader.get("rope_parameters")
+    whole = ConfigReader({"rope_parameters": tables.get("full_attention")}, reader.where)
+    near = ConfigReader({"rope_parameters": tables.get("sliding_attention")}, reader.where)
+    fields = read_rope(whole, positions, usual_base=base)
+    of_windows = read_rope(near, 1, usual_base=window_base)
+    reader.problems += [*whole.problems, *near.problems]
+    if of_windows.get("rope_scaling", "none") != "none":
+        reader.problem("rope_parameters.sliding_attention", "is scaled: megacore scales layers without a window")
+    return fields, of_windows.get("rotary_base")
+
+
+def rotation_of(fields: dict[str, Any], window_base: float | None, pattern: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a model whose layers with a window have a rotation of their own.
+
+    Args:
+        fields: the rotation of layers without a window.
+        window_base: of layers with one.
+        pattern: the fields about windows.
+    """
+    if pattern.get("attention_pattern") is not None:
+        return fields | pattern | {"window_rotary_base": window_base}
+    if pattern.get("window_size") is not None and window_base is not None:  # every layer has a window
+        return {"position_embedding_type": "rope", "rotary_base": window_base} | pattern
+    return fields | pattern
+
+
+def write_ropes_of_kinds(config: ResolvedModel) -> dict[str, Any]:
+    """`rope_parameters` with a table for each kind of layer."""
+    base = config.rotary_base if config.window_rotary_base is None else config.window_rotary_base
+    near = {"rope_type": "default", "rope_theta": base}
+    return {"rope_parameters": {"sliding_attention": near, "full_attention": write_rope(config)["rope_parameters"]}}
 
 
 def _read_yarn(
