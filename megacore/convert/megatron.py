@@ -286,7 +286,7 @@ def _require_complete(merged: dict[str, _Merged], shapes: dict[str, tuple[int, .
 
 def _merged_name(name: str) -> str:
     """The tensor that has a gated MLP's two."""
-    return name.removesuffix(".gate.weight") + ".up.weight" if name.endswith(".gate.weight") else name
+    return re.sub(r"\.gate\.(weight|bias)$", r".up.\1", name)
 
 
 def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> None:

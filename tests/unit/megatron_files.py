@@ -117,9 +117,9 @@ def padded(value: Tensor) -> Tensor:
     return torch.cat([value, torch.full((PADDED - VOCAB, HIDDEN), 7.0)])
 
 
-def gated(values: dict[str, Tensor], mlp: str, tp: int, rank: int) -> Tensor:
+def gated(values: dict[str, Tensor], mlp: str, tp: int, rank: int, kind: str = "weight") -> Tensor:
     """A rank's rows of both halves of a gated MLP, the gate's first."""
-    return torch.cat([rows(values[f"{mlp}.{one}.weight"], tp, rank) for one in ("gate", "up")])
+    return torch.cat([rows(values[f"{mlp}.{one}.{kind}"], tp, rank) for one in ("gate", "up")])
 
 
 def save(
@@ -196,21 +196,29 @@ def write_legacy(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, ver
 def core_attention(values: dict[str, Tensor], i: int, tp: int, rank: int) -> dict[str, Tensor]:
     """The attention of a block in Megatron core's names, with the norm that is fused into its first projection."""
     ours = f"blocks.{i}"
-    return {
+    made = {
         "self_attention.linear_qkv.layer_norm_weight": values[f"{ours}.attention_norm.weight"],
         "self_attention.linear_qkv.weight": rows(values[f"{ours}.attention.qkv.weight"], tp, rank),
         "self_attention.linear_proj.weight": columns(values[f"{ours}.attention.output.weight"], tp, rank),
     }
+    if f"{ours}.attention.qkv.bias" in values:
+        made["self_attention.linear_qkv.bias"] = rows(values[f"{ours}.attention.qkv.bias"], tp, rank)
+        made["self_attention.linear_proj.bias"] = values[f"{ours}.attention.output.bias"]
+    return made
 
 
 def core_mlp(values: dict[str, Tensor], i: int, tp: int, rank: int) -> dict[str, Tensor]:
     """The gated MLP of a block in Megatron core's names; every rank stacks its rows of the two halves."""
     ours = f"blocks.{i}"
-    return {
+    made = {
         "mlp.linear_fc1.layer_norm_weight": values[f"{ours}.mlp_norm.weight"],
         "mlp.linear_fc1.weight": gated(values, f"{ours}.mlp", tp, rank),
         "mlp.linear_fc2.weight": columns(values[f"{ours}.mlp.down.weight"], tp, rank),
     }
+    if f"{ours}.mlp.up.bias" in values:
+        made["mlp.linear_fc1.bias"] = gated(values, f"{ours}.mlp", tp, rank, "bias")
+        made["mlp.linear_fc2.bias"] = values[f"{ours}.mlp.down.bias"]
+    return made
 
 
 def core_embedding(values: dict[str, Tensor], tp: int = 1, rank: int = 0) -> dict[str, Tensor]:

@@ -74,18 +74,24 @@ def test_without_a_vocabulary_the_padding_stays(tmp_path: Path) -> None:
     require_tensors(tmp_path / "out", values | {"embedding.tokens.weight": padded(values["embedding.tokens.weight"])})
 
 
-def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_llama_of_megatron_core(biases: bool, tmp_path: Path) -> None:
     """Flat names, grouped queries, a gated MLP whose two halves every rank stacks, norms fused into projections."""
-    config = llama(num_layers=2, **GROUPED).resolve(seq_length=POSITIONS)
+    config = llama(num_layers=2, disable_bias_linear=not biases, **GROUPED).resolve(seq_length=POSITIONS)
     values, tp = tensors_of(config), 2
     for rank in range(tp):
         blocks = [core_attention(values, i, tp, rank) | core_mlp(values, i, tp, rank) for i in range(2)]
         model = core_embedding(values, tp, rank) | core_layers(blocks) | core_head(values, tp, rank)
         made = {"model": {**model, "decoder.final_layernorm._extra_state": None}}
-        save(tmp_path / "megatron", rank, None, state(made, 3.0, **GROUPED_ARGS, num_layers=2))
+        args = {**GROUPED_ARGS, "num_layers": 2, "add_bias_linear": biases}
+        save(tmp_path / "megatron", rank, None, state(made, 3.0, **args))
     assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
     require_tensors(tmp_path / "out", values)
     assert CheckpointTensors(tmp_path / "out").config == config
+    again = ["--input", str(tmp_path / "out"), "--output", str(tmp_path / "back"), "--tp", "2"]
+    assert convert(["--from", "megacore", "--to", "megatron", *again]) == 0
+    assert convert_megatron(tmp_path / "back", tmp_path / "again") == 0
+    require_tensors(tmp_path / "again", values)
 
 
 # ---- to Megatron-LM --------------------------------------------------------------------------------------------------
