@@ -215,6 +215,24 @@ CONFIGS |= {
     "cohere2": lambda: transformers.Cohere2Config(
         **{**_GROUPED, "num_hidden_layers": 3}, sliding_window=7, sliding_window_pattern=2, logit_scale=0.25
     ),
+    "glm": lambda: transformers.GlmConfig(**_GROUPED, head_dim=16),
+    "glm4": lambda: transformers.Glm4Config(
+        **_GROUPED, head_dim=8, partial_rotary_factor=0.75, attention_bias=False, tie_word_embeddings=True
+    ),
+    "nemotron": lambda: transformers.NemotronConfig(**_GROUPED),
+    "nemotron-biases": lambda: transformers.NemotronConfig(
+        **_GROUPED, attention_bias=True, mlp_bias=True, head_dim=16, partial_rotary_factor=0.25
+    ),
+    "seed-oss": lambda: transformers.SeedOssConfig(**_GROUPED, head_dim=16),
+    "seed-oss-biases": lambda: transformers.SeedOssConfig(
+        **_GROUPED, attention_bias=False, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "ernie": lambda: transformers.Ernie4_5Config(**_GROUPED, head_dim=16),
+    "ernie-biases": lambda: transformers.Ernie4_5Config(**_GROUPED, use_bias=True, tie_word_embeddings=False),
+    "helium": lambda: transformers.HeliumConfig(**_GROUPED, head_dim=8),
+    "helium-biases": lambda: transformers.HeliumConfig(**_GROUPED, head_dim=8, attention_bias=True, mlp_bias=True),
+    "arcee": lambda: transformers.ArceeConfig(**_GROUPED, rope_parameters=_YARN),
+    "arcee-biases": lambda: transformers.ArceeConfig(**_GROUPED, attention_bias=True, mlp_bias=True, head_dim=16),
 }
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]

@@ -66,7 +66,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converte
     assert (logits[..., :VOCAB] - expected.logits).abs().max() <= 1e-5
     assert torch.equal(logits[..., :VOCAB].argmax(-1), expected.logits.argmax(-1))
     loss = cross_entropy(logits[:, :-1], batch[:, 1:], share=vocabulary_share(VOCAB)).mean()
-    assert abs(float(loss.detach()) - float(expected.loss.detach())) <= 1e-6
+    assert float(loss.detach()) == pytest.approx(float(expected.loss.detach()), rel=1e-6)
 
     loss.backward()
     model.zero_grad()

@@ -32,7 +32,8 @@ SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "t
 SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma", "gemma2"), SMALL["llama"])
 SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
 SMALL |= {"falcon": {k: v for k, v in _REST.items() if k != "num_key_value_heads"}, "gptj": SMALL["gpt2"]}
-SMALL |= dict.fromkeys(("phi", "cohere", "cohere2", "olmo3", "exaone4"), SMALL["llama"])
+SMALL |= dict.fromkeys(("phi", "cohere", "cohere2", "olmo3", "exaone4", "glm", "glm4"), SMALL["llama"])
+SMALL |= dict.fromkeys(("nemotron", "seed_oss", "ernie4_5", "helium", "arcee"), SMALL["llama"])
 SMALL |= {"gpt_neo": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 11}}
 SMALL["gpt_neo"] |= {"max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]]}
 SMALL["gptj"] = SMALL["gptj"] | {"rotary_dim": 2}
@@ -253,6 +254,15 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
             {"rope_parameters": {"full_attention": {}}, "layer_types": ["full_attention"] * 2},
             {"rotary_base": 1e6},
         ),
+        ("glm", {}, {"rotary_percent": 0.5, "add_qkv_bias": True, "norm_epsilon": 1.5625e-07}),
+        ("glm4", {"attention_bias": False}, {"add_qkv_bias": False, "norm_placement": "both"}),
+        ("nemotron", {}, {"rotary_percent": 0.5, "layernorm_1p": True, "norm_bias": True, "activation": "relu2"}),
+        ("seed_oss", {}, {"add_qkv_bias": True, "attention_output_bias": False, "hidden_dropout": 0.1}),
+        ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, {"disable_bias_linear": False}),
+        ("ernie4_5", {}, {"rotary_base": 5e5, "untie_embeddings_and_output_weights": False}),
+        ("ernie4_5", {"use_bias": True, "architectures": ["Ernie4_5_ForCausalLM"]}, {"disable_bias_linear": False}),
+        ("helium", {"attention_bias": True}, {"rotary_base": 1e5, "add_qkv_bias": True, "mlp_bias": False}),
+        ("arcee", {"mlp_bias": True}, {"activation": "relu2", "add_mlp_bias": True, "qkv_bias": False}),
         ("gptj", {}, {"rotary_percent": 0.5, "add_output_layer_bias": True, "qkv_bias": False, "mlp_bias": True}),
     ],
 )
@@ -311,6 +321,12 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
         ("cohere", {"logit_scale": None}, "logit_scale is 'None', not a positive number"),
         ("cohere2", {"sliding_window": None}, "sliding_window is null, but layers have a window"),
         ("cohere2", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ("glm", {"attention_bias": None}, "attention_bias is 'None', not true or false"),
+        ("nemotron", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias is '1', not true or false"),
+        ("ernie4_5", {"use_bias": None}, "use_bias is 'None', not true or false"),
+        ("helium", {"mlp_bias": 0}, "mlp_bias is '0', not true or false"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("mpt", {"n_heads": 6, "d_model": 12}, "n_heads is 6, no power of two"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is 'True'"),
     ],
@@ -339,7 +355,7 @@ def test_all_problems_come_together() -> None:
 
 @pytest.mark.parametrize("values", [{}, {"model_type": "lama"}, {"model_type": 3}, {"model_type": None}])
 def test_another_kind_of_model_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type is .* but megacore has bert, bloom"):
+    with pytest.raises(CheckpointError, match=r"model_type is .* but megacore has arcee, bert, bloom"):
         family_of(values, "config.json")
 
 

@@ -31,6 +31,7 @@ def same_fields(
     epsilon: float = 1e-6,
     epsilon_name: str = "rms_norm_eps",
     std: float = 0.02,
+    dropout: float = 0.0,
 ) -> tuple[Same, ...]:
     """The fields that are copied, with the family's defaults."""
     return (
@@ -44,7 +45,7 @@ def same_fields(
         Same("vocab_size", ("vocab_size",), vocabulary),
         Same("norm_epsilon", (epsilon_name,), epsilon),
         Same("init_method_std", ("initializer_range",), std),
-        Same("attention_dropout", ("attention_dropout",), 0.0),
+        Same("attention_dropout", ("attention_dropout",), dropout),
     )
 
 

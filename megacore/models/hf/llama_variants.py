@@ -114,13 +114,15 @@ OLMO2 = llama_like(
 
 
 def _half(number: int) -> Layout:
-    """The gate (0) or the other projection (1), which are stacked in one tensor."""
-
     def runs(config: ResolvedModel) -> Iterator[Run]:
         inner = config.inner_size
         yield Run(source=0, start=number * inner, stop=(number + 1) * inner)
 
     return Layout(lambda config: (2 * config.inner_size,), runs)
+
+
+# The gate and the other projection, which are stacked in one tensor.
+stacked_gate_and_up = {"gate": _half(0), "up": _half(1)}
 
 
 def _read_phi3(reader: ConfigReader) -> dict[str, Any]:
@@ -155,7 +157,6 @@ def _write_phi3(config: ResolvedModel) -> dict[str, Any]:
 
 
 _PHI3_LAYER = "model.layers.{i}"
-_GATE_AND_UP = (f"{_PHI3_LAYER}.mlp.gate_up_proj.weight",)
 
 PHI3 = llama_like(
     "phi3",
@@ -168,8 +169,10 @@ PHI3 = llama_like(
     rules=(
         *(rule for rule in block_rules(mlp={"down": "down_proj"}) if not rule.ours.endswith("qkv.weight")),
         TensorRule("blocks.{i}.attention.qkv.weight", (f"{_PHI3_LAYER}.self_attn.qkv_proj.weight",), stacked_q_k_v),
-        TensorRule("blocks.{i}.mlp.gate.weight", _GATE_AND_UP, _half(0)),
-        TensorRule("blocks.{i}.mlp.up.weight", _GATE_AND_UP, _half(1)),
+        *(
+            TensorRule(f"blocks.{{i}}.mlp.{one}.weight", (f"{_PHI3_LAYER}.mlp.gate_up_proj.weight",), layout)
+            for one, layout in stacked_gate_and_up.items()
+        ),
     ),
 )
 
