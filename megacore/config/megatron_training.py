@@ -135,7 +135,7 @@ def _finetune(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"pretrained_checkpoint": shape.load}, dropped=("load", "load_optim"))
 
 
-_WITHOUT = {  # values at which flags of features that megacore does not have change nothing, and the way out of others
+WITHOUT_FEATURE = {
     "--cpu-offloading-num-layers": ("0", "use --offload-activations"),
     "--encoder-pipeline-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
     "--encoder-tensor-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
@@ -152,6 +152,7 @@ _WITHOUT = {  # values at which flags of features that megacore does not have ch
     "--main-grads-dtype": ("fp32", "use --grad-reduce-dtype, or leave it out: gradients are summed in fp32 without it"),
     "--main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
 }
+"""Flags of features that megacore does not have: the value at which each changes nothing, and the way out of others."""
 
 
 def _harmless(value: str, way_out: str) -> ForeignFlag:
@@ -332,7 +333,7 @@ TRAINING: Mapping[str, ForeignFlag] = {
         "--attention: flash and fused are sdpa, unfused and local are fused-softmax", ("attention",), _backend
     ),
     "--bf16": switch("--precision bf16", precision="bf16"),
-    **{flag: _harmless(*accepted) for flag, accepted in _WITHOUT.items()},
+    **{flag: _harmless(*accepted) for flag, accepted in WITHOUT_FEATURE.items()},
     **{
         flag: ForeignFlag("nothing without experts, and is refused with them", (), _of_dropped_tokens, is_idle=True)
         for flag in (

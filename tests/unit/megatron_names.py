@@ -1,4 +1,4 @@
-"""The flags of Megatron-LM from 2022 to 2026, and of BigScience's and DeepSpeed's Megatron-DeepSpeed, by the number of
+"""The flags of Megatron-LM from 2021 to 2026, and of BigScience's and DeepSpeed's Megatron-DeepSpeed, by the number of
 values they take: without the dashes in front, and with dashes for underscores."""
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ zero-reduce-scatter
 """Without a value."""
 
 VALUES = """
+activations-checkpoint-granularity activations-checkpoint-method activations-checkpoint-num-layers
 DDP-impl activation-func-clamp-value activation-offload-fraction adam-beta1 adam-beta2 adam-eps adaptive-muon-beta2
 adaptive-muon-eps adaptive-muon-moment2-method adlr-autoresume-interval aio-intra-op-parallelism
 aml-data-download-path app-tag-run-name app-tag-run-version async-ckpt-cpu-priority async-ckpt-io-priority

@@ -97,7 +97,6 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
             "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --micro-batch-size 2",
             "use --micro-batch-size 1, or --moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
         ),
-        ("--moe-pad-expert-input-to-capacity", "only the tokens that there are are sent and computed"),
         ("--reproducible --cp 2 --ep 2", "between which --ep 2 would divide them: use --ep 1, or --cp 1"),
         ("--reproducible --tp 2 --etp 1", "use --etp 2, or --reproducible-blocks 1"),
         ("--compile --recompute full --moe-router-enable-expert-bias", "use --recompute light, leave --compile out"),

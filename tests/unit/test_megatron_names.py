@@ -9,6 +9,7 @@ from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.flags import flags_by_name, read_flags
 from megacore.config.megatron_flags import FOREIGN, NOT_YET, REPLACED
 from megacore.config.megatron_model import LISTS
+from megacore.config.megatron_training import WITHOUT_FEATURE
 from megacore.config.megatron_values import Shape
 from tests.unit import megatron_names
 
@@ -80,6 +81,14 @@ def test_flags_without_effect_set_nothing(words: str) -> None:
 def _reads_its_value(name: str) -> bool:
     """Whether a flag has no effect with some of its values only."""
     return name in {
-        *("--error-injection-rate", "--exit-signal", "--moe-router-dtype", "--muon-tp-mode", "--rerun-mode"),
+        *WITHOUT_FEATURE,
+        *(
+            "--dataloader-type",
+            "--error-injection-rate",
+            "--exit-signal",
+            "--moe-router-dtype",
+            "--muon-tp-mode",
+            "--rerun-mode",
+        ),
         *("--rope-type", "--softmax-type"),
     }
