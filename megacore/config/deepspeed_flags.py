@@ -12,7 +12,7 @@ from typing import Any
 
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed_values import of_saved_inputs
-from megacore.config.megatron_values import ForeignFlag, Shape, Translation
+from megacore.config.megatron_values import ForeignFlag, Shape, Translation, nearest
 
 MIB = 1 << 20
 BYTES_OF_GRADIENT = 4
@@ -69,7 +69,7 @@ def _in_steps(name: str, ours: str) -> ForeignFlag:
     """A flag that counts tokens where megacore counts steps."""
 
     def steps(flag: str, text: str, shape: Shape) -> Translation:
-        return Translation({name: max(1, round(_steps_of(flag, text, shape)))})
+        return Translation({name: max(1, nearest(_steps_of(flag, text, shape)))})
 
     becomes = f"{ours}: its value / (--global-batch-size x --seq-length), rounded to the nearest step"
     return ForeignFlag(becomes, (name,), steps, is_last=True)

@@ -228,7 +228,8 @@ def _shape(config: Config, given: Given, values: Mapping[str, Any], world_size: 
         numbers["micro_batch_size"] = None
     ramp = None if config.rampup.problems() else config.rampup.ramp()
     replicas = _replicas(config, settings, world_size)
-    return Shape(**numbers, replicas=replicas, settings=settings, ramp=ramp, load=config.checkpoint.load)
+    others = {name: value for name, _, value in (setting.source.partition(" ") for setting in given.foreign)}
+    return Shape(**numbers, replicas=replicas, settings=settings, others=others, ramp=ramp, load=config.checkpoint.load)
 
 
 def _replicas(config: Config, settings: Mapping[str, Any], world_size: int) -> int | None:

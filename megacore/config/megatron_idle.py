@@ -304,7 +304,7 @@ IDLE_VALUES: Mapping[str, str] = by_flag(
         _WRITTEN,
     ),
     (
-        "--activations-checkpoint-num-layers --checkpoint-method --checkpoint-num-layers",
+        "--checkpoint-method --checkpoint-num-layers",
         "all layers are recomputed, which changes memory only",
     ),
     ("--ckpt-format --dist-ckpt-format", "checkpoints are safetensors"),

@@ -124,7 +124,6 @@ REPLACED: Mapping[str, str] = by_flag(
         "--valid-weighted-split-paths --valid-weighted-split-paths-path --validation-set-names",
         "use --valid-sets NAME=PREFIX",
     ),
-    ("--warmup", "use --lr-warmup-iters"),
     ("--yaml-cfg", "use --config FILE.toml"),
 )
 """Flags that have another name here, or that megacore does not need."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from megacore.config.megatron_values import (
     ForeignFlag,
@@ -12,6 +13,7 @@ from megacore.config.megatron_values import (
     Translation,
     fraction,
     is_number,
+    nearest,
     only,
     switch,
     whole_number,
@@ -119,14 +121,14 @@ def _in_steps(name: str, ours: str) -> ForeignFlag:
         samples, batch = whole_number(flag, text), shape.global_batch_size
         if batch is None:
             raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}")
-        return Translation({name: round(samples / batch)})
+        return Translation({name: nearest(Fraction(samples, batch))})
 
     return ForeignFlag(f"{ours}: its value divided by --global-batch-size, rounded to the nearest step", (name,), steps)
 
 
 def _warmup(flag: str, text: str, shape: Shape) -> Translation:
     share, steps = fraction(flag, text), shape.lr_decay_iters or shape.train_iters
-    return Translation({} if steps is None else {"lr_warmup_iters": round(share * steps)})
+    return Translation({} if steps is None else {"lr_warmup_iters": nearest(share * steps)})
 
 
 def _finetune(flag: str, text: str, shape: Shape) -> Translation:
@@ -261,6 +263,18 @@ def _recompute_method(flag: str, text: str, shape: Shape) -> Translation:
     return Translation(dropped=("recompute_num_layers",) if text == "uniform" else ())
 
 
+def _recompute_method_of_version_2(flag: str, text: str, shape: Shape) -> Translation:
+    dropped = _recompute_method(flag, text, shape).dropped
+    is_said = "--activations-checkpoint-granularity" in shape.others
+    return Translation(implied={} if is_said else {"recompute": "full"}, dropped=dropped)
+
+
+def _layers_of_version_2(flag: str, text: str, shape: Shape) -> Translation:
+    layers = whole_number(flag, text)
+    return Translation({"recompute_num_layers": layers} if _METHOD_OF_VERSION_2 in shape.others else {})
+
+
+_METHOD_OF_VERSION_2 = "--activations-checkpoint-method"
 _LIGHT = ("core_attn", "layernorm", "mla_up_proj", "moe_act")
 _HEAVY = ("mlp", "moe", "shared_experts")
 
@@ -341,10 +355,17 @@ TRAINING: Mapping[str, ForeignFlag] = {
             "--moe-train-capacity-factor",
         )
     },
-    "--activations-checkpoint-method": ForeignFlag(
-        "--recompute full, where nothing else is given",
-        ("recompute",),
-        lambda flag, text, shape: Translation(implied={"recompute": "full"}),
+    _METHOD_OF_VERSION_2: ForeignFlag(
+        "--recompute full, where nothing else is given; block is for those of --recompute-num-layers, the first of each "
+        "stage",
+        ("recompute", "recompute_num_layers"),
+        _recompute_method_of_version_2,
+        is_last=True,
+    ),
+    "--activations-checkpoint-num-layers": ForeignFlag(
+        "--recompute-num-layers of the method block; nothing of uniform, or without a method",
+        ("recompute_num_layers",),
+        _layers_of_version_2,
     ),
     "--activations-checkpoint-granularity": ForeignFlag(
         "--recompute selective or --recompute full", ("recompute",), _granularity
@@ -392,11 +413,14 @@ TRAINING: Mapping[str, ForeignFlag] = {
     "--fp16": switch("--precision fp16", precision="fp16"),
     "--grad-reduce-in-bf16": switch("--grad-reduce-dtype bf16", grad_reduce_dtype="bf16"),
     "--lr-decay-samples": _in_steps("lr_decay_iters", "--lr-decay-iters"),
-    "--lr-warmup-fraction": ForeignFlag(
-        "--lr-warmup-iters: its value times --lr-decay-iters, rounded to the nearest step",
-        ("lr_warmup_iters",),
-        _warmup,
-        is_last=True,
+    **dict.fromkeys(
+        ("--lr-warmup-fraction", "--warmup"),  # its name in version 1
+        ForeignFlag(
+            "--lr-warmup-iters: its value times --lr-decay-iters, rounded to the nearest step",
+            ("lr_warmup_iters",),
+            _warmup,
+            is_last=True,
+        ),
     ),
     "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
     "--lr-wsd-decay-samples": _in_steps("lr_wsd_decay_iters", "--lr-wsd-decay-iters"),

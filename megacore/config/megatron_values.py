@@ -8,8 +8,10 @@ megatron_training.py have the translations, and megatron_flags.py the table of a
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from megacore.config.numbers import parse_float, parse_int
@@ -38,6 +40,7 @@ class Shape:
     Attributes:
         replicas: data-parallel ranks.
         settings: what is given so far, by field.
+        others: settings of other trainers that are given, with their values as text.
     """
 
     num_layers: int | None
@@ -51,6 +54,7 @@ class Shape:
     lr_decay_iters: int | None = None
     replicas: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,16 +148,21 @@ def is_number(text: str) -> bool:
     return True
 
 
-def fraction(flag: str, text: str) -> float:
+def nearest(count: float | Fraction) -> int:
+    """The nearest whole number, and the larger one of two that are as near."""
+    return math.floor(count + Fraction(1, 2) if isinstance(count, Fraction) else count + 0.5)
+
+
+def fraction(flag: str, text: str) -> Fraction:
     """The value of a flag that is a share.
 
     Raises:
         ValueError: it is not a number of at least 0 and below 1.
     """
     try:
-        value = parse_float(text)
-    except ValueError:
-        value = -1.0
+        value = Fraction(repr(parse_float(text)))  # as it is written, and not the binary number next to it
+    except ValueError:  # nan and inf too
+        value = Fraction(-1)
     if not 0 <= value < 1:
         raise ValueError(f"{flag} '{text}' is not a number of at least 0 and below 1: use, for example, 0.01")
     return value

@@ -131,6 +131,11 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
             ["--recompute", "full"],
         ),
         (
+            ["--activations-checkpoint-method", "block", "--activations-checkpoint-num-layers", "1"],
+            ["--recompute", "full", "--recompute-num-layers", "1"],
+        ),
+        (["--activations-checkpoint-num-layers", "1"], []),
+        (
             ["--activations-checkpoint-method", "uniform", "--activations-checkpoint-granularity", "selective"],
             ["--recompute", "selective"],
         ),
@@ -143,6 +148,12 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
         (
             ["--lr-warmup-fraction", "0.29", "--lr-decay-iters", "100"],
             ["--lr-warmup-iters", "29", "--lr-decay-iters", "100"],
+        ),
+        (["--warmup", ".01", "--lr-decay-iters", "100"], ["--lr-warmup-iters", "1", "--lr-decay-iters", "100"]),
+        (["--lr-warmup-fraction", "0.25"], ["--lr-warmup-iters", "3"]),
+        (
+            ["--lr-warmup-samples", "10", "--global-batch-size", "4"],
+            ["--lr-warmup-iters", "3", "--global-batch-size", "4"],
         ),
         (
             ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
@@ -299,6 +310,7 @@ def test_a_null_tokenizer_has_one_token_more(size: int, tp: int, capfd: pytest.C
         (["--train-samples", "10"], "counts samples: give --global-batch-size, or steps with --train-iters"),
         (["--lr-warmup-fraction", "1.5"], "is not a number of at least 0 and below 1"),
         (["--recompute-granularity", "some"], "use selective or full"),
+        (["--activations-checkpoint-method", "some"], "use uniform or block"),
         (["--mtp-num-layers", "1"], "--mtp-num-layers 1 has no counterpart: there is no multi-token prediction"),
         (["--exp-avg-dtype", "bf16"], "use --moments-dtype"),
         (["--dataloader-type", "cyclic"], "in another order than --sample-order has"),
