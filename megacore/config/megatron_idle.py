@@ -14,6 +14,11 @@ _PROFILED = "--profile-steps A:B profiles steps"
 _GENERATION = "it is about generation, which tools/generate.py does"
 _TOKENIZED = "the data are tokenized: tools/preprocess_data.py has done it"
 _WRITTEN = "such tensors are not written"
+_NO_FP8 = "nothing is computed in fp8 or fp4, and what asks for it is refused"
+_NO_MTP = "there is no multi-token prediction, and what asks for it is refused"
+_NO_CLIP = "attention's logits have no limit, and what asks for one is refused"
+_NO_TEACHER = "there is no teacher, and what asks for one is refused"
+_NO_UPCYCLING = "experts begin with weights of their own, and what asks for others is refused"
 
 
 def by_flag(*reasons: tuple[str, str]) -> dict[str, str]:
@@ -26,6 +31,14 @@ def by_flag(*reasons: tuple[str, str]) -> dict[str, str]:
 
 
 IDLE_SWITCHES: Mapping[str, str] = by_flag(
+    (
+        (
+            "--disable-fp8-wgrad --first-last-layers-bf16 --fp4-param-gather --fp8-param-gather "
+            "--keep-fp8-transpose-cache --no-fp8-wgrad --reuse-grad-buf-for-mxfp8-param-ag"
+        ),
+        _NO_FP8,
+    ),
+    ("--mtp-detach-heads --mtp-use-repeated-layer", _NO_MTP),
     ("--moe-pad-expert-input-to-capacity", "only the tokens that there are are sent and computed"),
     (
         "--use-precision-aware-optimizer",
@@ -233,6 +246,24 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
 IDLE_VALUES: Mapping[str, str] = by_flag(
     (
         (
+            "--fp4-quantizer-factory --fp4-recipe --fp8-amax-compute-algo --fp8-amax-history-len "
+            "--fp8-interval --fp8-margin --fp8-quantizer-factory --fp8-recipe --num-layers-at-end-in-bf16 "
+            "--num-layers-at-start-in-bf16"
+        ),
+        _NO_FP8,
+    ),
+    ("--mtp-loss-scaling-factor", _NO_MTP),
+    ("--qk-clip-alpha --qk-clip-threshold", _NO_CLIP),
+    (
+        (
+            "--hidden-size-teacher --kd-alpha-ce --kd-beta-ce --kd-temp --num-attention-heads-teacher "
+            "--num-layers-teacher"
+        ),
+        _NO_TEACHER,
+    ),
+    ("--moe-upcycling-granularity", _NO_UPCYCLING),
+    (
+        (
             "--activation-offload-fraction --cross-entropy-fusion-impl --cuda-graph-impl --cuda-graph-warmup-steps "
             "--delta-offload-bytes-across-pp-ranks --dump-param-to-param-group-map "
             "--fine-grained-offloading-max-inflight-offloads --min-offloaded-tensor-size --mlp-chunks-for-training "
@@ -355,6 +386,7 @@ IDLE_VALUES: Mapping[str, str] = by_flag(
 )
 """Flags with one value."""
 IDLE_LISTS: Mapping[str, str] = by_flag(
+    ("--num-experts-teacher", _NO_TEACHER),
     ("--cuda-graph-modules --cuda-graph-scope", _CHOSEN),
     ("--hierarchical-context-parallel-sizes --high-priority-stream-groups", _COMMUNICATED),
     ("--profile-ranks", _PROFILED),

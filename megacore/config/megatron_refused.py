@@ -31,13 +31,9 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     (
         (
-            "--disable-fp8-wgrad --first-last-layers-bf16 --fp4-format --fp4-param-gather --fp4-quantizer-factory "
-            "--fp4-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-e4m3 --fp8-format --fp8-hybrid "
-            "--fp8-output-proj --fp8-param-gather --fp8-quantizer-factory --fp8-recipe "
-            "--keep-fp8-transpose-cache --kitchen-attention-backend --kitchen-config-file --kitchen-recipe-number "
-            "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization --no-fp8-wgrad "
-            "--num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag "
-            "--te-precision-config-file --use-kitchen-attention"
+            "--fp4-format --fp8-e4m3 --fp8-format --fp8-hybrid --fp8-output-proj --kitchen-attention-backend "
+            "--kitchen-config-file --kitchen-recipe-number --moe-router-padding-for-fp8 "
+            "--moe-router-padding-for-quantization --te-precision-config-file --use-kitchen-attention"
         ),
         "leave it out, and use --precision bf16: megacore does not compute in fp8",
     ),
@@ -67,14 +63,10 @@ REPLACED: Mapping[str, str] = by_flag(
     ("--model-parallel-size", "use --tp"),
     ("--moe-extended-tp", "use --etp"),
     ("--most-recent-k", "use --keep-last"),
-    ("--muon-coefficient-type", "leave it out if it is quintic; --muon-num-ns-steps is the number of iterations"),
     ("--muon-fp32-matmul-prec", "use --muon-ns-dtype, the format of the iterations"),
-    ("--muon-scalar-optimizer", "leave it out: --optimizer muon updates other parameters with AdamW"),
     ("--mup-attn-scale-power", "use --attention-multiplier, the factor itself"),
     ("--mup-base-head-dim", "use --mup-base-head-size"),
     ("--mup-base-hidden-size --use-mup", "use --mup-base-width"),
-    ("--mup-embedding-mult", "use --embedding-multiplier"),
-    ("--mup-output-mult", "use --logits-divisor, which divides"),
     ("--mup-width-mult", "leave it out: it follows from --mup-base-width"),
     ("--no-load-lr-state", "use --no-load-optim, which begins the schedule anew too"),
     (
@@ -85,13 +77,8 @@ REPLACED: Mapping[str, str] = by_flag(
         ),
         "use --save-interval",
     ),
-    (
-        "--num-distributed-optimizer-instances",
-        "use --zero-shard-size, the ranks that one instance is divided over",
-    ),
     ("--offload-optimizer-states", "use --offload-optimizer"),
     ("--onnx-safe", "leave it out: tools/convert_checkpoint.py exports models"),
-    ("--outer-dp-sharding-strategy", "use --zero-shard-size, the ranks that one copy is divided over"),
     ("--pipeline-model-parallel-split-rank", "leave it out: there are no models of an encoder and a decoder"),
     (
         "--sft",
@@ -211,17 +198,13 @@ NOT_YET: Mapping[str, str] = by_flag(
     ),
     (
         (
-            "--disable-mamba-mem-eff-path --hybrid-attention-ratio --hybrid-layer-pattern --hybrid-mlp-ratio "
-            "--hybrid-override-pattern --is-hybrid-model --mamba-head-dim --mamba-num-groups --mamba-num-heads "
-            "--mamba-state-dim"
+            "--disable-mamba-mem-eff-path --hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model "
+            "--mamba-head-dim --mamba-num-groups --mamba-num-heads --mamba-state-dim"
         ),
         "there are no Mamba layers, so that no flags give that model",
     ),
     (
-        (
-            "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism "
-            "--expert-interval --mlp-type --num-experts-switch --topk"
-        ),
+        "--num-experts-switch",
         (
             "Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs; see "
             "--moe-router-topk"
@@ -284,10 +267,7 @@ NOT_YET: Mapping[str, str] = by_flag(
         "without it all blocks have one shape, and the model is another one",
     ),
     (
-        (
-            "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
-            "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher --reset-iteration"
-        ),
+        "--kd --load-teacher --mos --reset-iteration",
         "there is no teacher: without it a model learns from data alone",
     ),
     (
@@ -302,15 +282,11 @@ NOT_YET: Mapping[str, str] = by_flag(
     ),
     ("--moe-latent-size", "without it experts compute with all of --hidden-size, and the model is another one"),
     (
-        "--moe-n-hash-layers",
-        "without it a router chooses the experts of every block, and the model is another one",
-    ),
-    (
         "--moe-router-force-biased --moe-router-force-load-balancing",
         "without it tokens go where the router sends them, and not to random experts",
     ),
     (
-        "--moe-upcycling-granularity --moe-use-upcycling",
+        "--moe-use-upcycling",
         "without it experts begin with weights of their own, not with those of a dense model",
     ),
     (
@@ -318,7 +294,7 @@ NOT_YET: Mapping[str, str] = by_flag(
         "without it positions have one dimension, and the model is another one",
     ),
     (
-        ("--mtp-detach-heads --mtp-hybrid-override-pattern --mtp-loss-scaling-factor --mtp-use-repeated-layer"),
+        "--mtp-hybrid-override-pattern",
         (
             "there is no multi-token prediction: without it the loss has no term for later tokens, so that training "
             "differs"
@@ -330,7 +306,7 @@ NOT_YET: Mapping[str, str] = by_flag(
         "without it the run is one phase; to begin another one, continue with --load and other flags of data",
     ),
     (
-        "--qk-clip --qk-clip-alpha --qk-clip-threshold",
+        "--qk-clip",
         "without it attention's logits have no limit, so that training differs; --qk-layernorm bounds them",
     ),
     ("--qk-l2-norm", "without it queries and keys have no norm, and the model is another one"),
@@ -350,6 +326,5 @@ NOT_YET: Mapping[str, str] = by_flag(
         "without it every step has --global-batch-size; --rampup-batch-size begins with less",
     ),
     ("--use-bnb-optimizer", "without it moments have 32 bits; --moments-dtype bf16 halves them"),
-    ("--vocab-extra-ids", "without it the vocabulary has no further tokens: use a --tokenizer that has them"),
 )
 """Flags of features that megacore does not have, and what leaving them out changes or what comes nearest."""

@@ -141,17 +141,25 @@ WITHOUT_FEATURE = {
     "--cpu-offloading-num-layers": ("0", "use --offload-activations"),
     "--encoder-pipeline-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
     "--encoder-tensor-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
-    "--fp8-interval": ("1", "megacore does not compute in fp8: leave it out, and use --precision bf16"),
-    "--fp8-margin": ("0", "megacore does not compute in fp8: leave it out, and use --precision bf16"),
     "--glu-linear-offset": ("0", "without it the model is another one: use one of --activation"),
     "--head-lr-mult": ("1", "one learning rate holds for all parameters: leave it out"),
+    "--hybrid-attention-ratio": ("0", "there are no Mamba layers: leave it out"),
+    "--hybrid-mlp-ratio": ("0", "there are no Mamba layers: leave it out"),
+    "--moe-n-hash-layers": ("0", "a router chooses the experts of every block: leave it out"),
     "--mtp-num-layers": (
         "0",
         "there is no multi-token prediction, without which the loss has no term for later tokens: leave it out",
     ),
-    "--exp-avg-dtype": ("fp32", "use --moments-dtype, or leave it out: moments are fp32 without it"),
-    "--exp-avg-sq-dtype": ("fp32", "use --moments-dtype, or leave it out: moments are fp32 without it"),
-    "--main-grads-dtype": ("fp32", "use --grad-reduce-dtype, or leave it out: gradients are summed in fp32 without it"),
+    "--muon-coefficient-type": ("quintic", "--muon-num-ns-steps is the number of quintic iterations: leave it out"),
+    "--muon-scalar-optimizer": ("adam", "--optimizer muon updates other parameters with AdamW: leave it out"),
+    "--mup-embedding-mult": ("1", "use --embedding-multiplier"),
+    "--mup-output-mult": ("1", "use --logits-divisor, which divides"),
+    "--num-distributed-optimizer-instances": (
+        "1",
+        "use --zero-shard-size, the ranks that one instance is divided over",
+    ),
+    "--outer-dp-sharding-strategy": ("no_shard", "use --zero-shard-size, the ranks that one copy is divided over"),
+    "--vocab-extra-ids": ("0", "use a --tokenizer that has the further tokens"),
     "--main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
 }
 """Flags of features that megacore does not have: the value at which each changes nothing, and the way out of others."""
@@ -167,13 +175,59 @@ def _harmless(value: str, way_out: str) -> ForeignFlag:
     return ForeignFlag(f"nothing: with {value} as without it; any other value is refused", (), check, is_idle=True)
 
 
+GATES_OF_DEEPSPEED: Mapping[str, bool] = {
+    **dict.fromkeys(
+        (
+            *("--expert-interval", "--mlp-type", "--moe-eval-capacity-factor", "--moe-loss-coeff"),
+            *("--moe-min-capacity", "--moe-train-capacity-factor", "--topk"),
+        ),
+        False,
+    ),
+    **dict.fromkeys(
+        (
+            *("--disable-moe-token-dropping", "--disable-moe-top2-2nd-expert-sampling"),
+            "--enable-expert-tensor-parallelism",
+        ),
+        True,
+    ),
+}
+"""Flags of Megatron-DeepSpeed's experts, without which they mean nothing, and whether each is a switch."""
+
+
 def _of_dropped_tokens(flag: str, text: str, shape: Shape) -> Translation:
     if shape.settings.get("num_experts") is not None:
+        given = f"{flag} {text}".strip()
         raise ValueError(
-            f"{flag} {text}: Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs: "
+            f"{given}: Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs: "
             "leave it out; see --moe-router-topk"
         )
     return Translation()
+
+
+_MOMENTS = {"--exp-avg-dtype": "--exp-avg-sq-dtype", "--exp-avg-sq-dtype": "--exp-avg-dtype"}
+
+
+def _moment(flag: str, text: str, shape: Shape) -> Translation:
+    """The format of one of the two moments, which have the same here."""
+    if text == "fp32":
+        return Translation()
+    if text != "bf16":
+        raise ValueError(
+            f"{flag} {text} has no counterpart: use fp32 or bf16 for both moments, or --moments-dtype int8"
+        )
+    other = _MOMENTS[flag]
+    if (format_of_other := shape.others.get(other, "fp32")) != text:
+        raise ValueError(
+            f"{flag} {text} beside {other} {format_of_other}: both moments have one format here: use --moments-dtype "
+            "bf16 for both, or fp32"
+        )
+    return Translation({"moments_dtype": text})
+
+
+def _gradients(flag: str, text: str, shape: Shape) -> Translation:
+    if text not in ("fp32", "bf16"):
+        raise ValueError(f"{flag} {text} has no counterpart: use fp32 or bf16, or --grad-reduce-dtype")
+    return Translation({} if text == "fp32" else {"grad_reduce_dtype": text})
 
 
 def _content(flag: str, path: str, instead: str) -> str:
@@ -349,15 +403,26 @@ TRAINING: Mapping[str, ForeignFlag] = {
     "--bf16": switch("--precision bf16", precision="bf16"),
     **{flag: _harmless(*accepted) for flag, accepted in WITHOUT_FEATURE.items()},
     **{
-        flag: ForeignFlag("nothing without experts, and is refused with them", (), _of_dropped_tokens, is_idle=True)
-        for flag in (
-            *("--moe-eval-capacity-factor", "--moe-loss-coeff", "--moe-min-capacity"),
-            "--moe-train-capacity-factor",
+        flag: ForeignFlag(
+            "nothing without experts, and is refused with them", (), _of_dropped_tokens, is_switch, is_idle=True
         )
+        for flag, is_switch in GATES_OF_DEEPSPEED.items()
     },
+    **dict.fromkeys(
+        _MOMENTS,
+        ForeignFlag(
+            "--moments-dtype bf16, which rounds stochastically, where both moments are bf16; nothing where both are "
+            "fp32",
+            ("moments_dtype",),
+            _moment,
+        ),
+    ),
+    "--main-grads-dtype": ForeignFlag(
+        "--grad-reduce-dtype bf16 of bf16; nothing of fp32", ("grad_reduce_dtype",), _gradients
+    ),
     _METHOD_OF_VERSION_2: ForeignFlag(
-        "--recompute full, where nothing else is given; block is for those of --recompute-num-layers, the first of each "
-        "stage",
+        "--recompute full, where nothing else is given; block is for those of --recompute-num-layers, the first of "
+        "each stage",
         ("recompute", "recompute_num_layers"),
         _recompute_method_of_version_2,
         is_last=True,
