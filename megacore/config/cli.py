@@ -247,8 +247,10 @@ def _read(
         given = {**file.values, **flags.values}
     if flags.foreign:
         translate_foreign(flags, given, config, process.world_size)
-        given = {**file.values, **flags.values}
-        config = build(given)
+        config = build({**file.values, **flags.values})
+    megatron_script.leave_out_unread(flags, config)
+    given = {**file.values, **flags.values}
+    config = build(given)
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = [*flags.problems, *_idle_flags(flags, config)]

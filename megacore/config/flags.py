@@ -19,7 +19,7 @@ from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
 from megacore.config.megatron_flags import FOREIGN
-from megacore.config.megatron_model import LISTS, NOTATIONS, SYNONYMS
+from megacore.config.megatron_model import ELSEWHERE, LISTS, NOTATIONS, SYNONYMS
 from megacore.config.megatron_values import ForeignFlag, ForeignSetting, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import parse_float, parse_int
@@ -270,6 +270,8 @@ def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
         else:
             value = _value(word, info)
             ours = SYNONYMS.get(info.name, {}).get(value, value) if info.kind is str else value
+            if info.kind is str and (why := ELSEWHERE.get(info.name, {}).get(value)):
+                raise ValueError(f"{word.flag} {value} is Megatron-LM's, and not in megacore: {why}")
         given.values[info.name] = ours
         if ours != value:
             of_megatron = given.translated.setdefault("Megatron-LM", {})

@@ -277,5 +277,14 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = {
 }
 """Names of values in Megatron-LM and Megatron-DeepSpeed, by field."""
 
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "position_embedding_type": {
+        "mrope": "positions of images have several dimensions, and those of text have one: rope is another model",
+        "relative": "there are no relative positions, as in T5",
+        "yarn": "use rope, with --rope-scaling yarn and --rope-scaling-factor",
+    },
+}
+"""Values in Megatron-LM that have no counterpart, by field, and the reason or what comes nearest."""
+
 NOTATIONS: Mapping[str, Callable[[str, str], Any]] = {"window_size": _window}
 """Values with a comma that Megatron-LM writes otherwise, by field: from the flag and its text to megacore's."""

@@ -15,7 +15,10 @@ REPLACED: Mapping[str, str] = by_flag(
     ("--apply-wd-to-qk-layernorm --no-weight-decay-cond-type", "use --param-group"),
     ("--batch-invariant-mode", "use --reproducible, which is bitwise the same on every layout"),
     ("--batch-size", "use --micro-batch-size"),
-    ("--bert-no-binary-head", "use pretrain_bert.py --sentence-task none"),
+    (
+        "--bert-no-binary-head",
+        "use --sentence-task none and --num-token-types 1, whose one row is added to every token: Megatron-LM has none",
+    ),
     (
         "--chat-template --sft-tokenizer-prompt-format",
         "leave it out: preprocess_data.py renders conversations, see docs/guides/data.md",

@@ -11,9 +11,11 @@ from typing import Any
 
 from megacore.config.checkpoint import AUTO
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
-from megacore.config.fields import flag_and_value
+from megacore.config.experts import ExpertsConfig
+from megacore.config.fields import field_infos, flag, flag_and_value
 from megacore.config.flags import Given
 from megacore.config.megatron_flags import FOREIGN
+from megacore.config.schema import Config
 from megacore.remote import is_url
 
 NAMES = frozenset({
@@ -47,6 +49,11 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What Megatron-LM does where a script leaves these out, by megacore's field; megacore's own defaults differ."""
 _FIRST_LOSS_SCALE = 2.0**32
+_UNREAD_BESIDE = frozenset({
+    "rotary_base", "rotary_percent",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+})  # fmt: skip
+"""Fields that Megatron-LM passes over where the model does not use them."""
 _NULL_TOKENIZER = "--tokenizer-type NullTokenizer"
 _BALANCE, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 
@@ -85,9 +92,9 @@ def adjust(flags: Given) -> list[str]:
     Args:
         flags: the command line, before flags are translated. It receives what is wrong with it.
     """
-    notes = [*_load(flags), *_optimizer(flags), *_balance(flags), *_vocabulary(flags)]
     if names_of(flags):
         _leave_out_idle(flags)
+    notes = [*_load(flags), *_optimizer(flags), *_balance(flags), *_vocabulary(flags)]
     if is_script(flags):
         flags.problems.extend(_contradictions(flags))
     return notes
@@ -97,7 +104,8 @@ def _leave_out_idle(flags: Given) -> None:
     """Leaves out values that Megatron-LM does not read beside others."""
     values = flags.values
     if values.get("num_experts") in (0, 1):
-        _leave_out(flags, "num_experts", "a model without experts")
+        for name in field_infos(ExpertsConfig):
+            _leave_out(flags, name, "a model without experts")
     if values.get("multi_latent_attention"):
         _leave_out(flags, "kv_channels", "with --multi-latent-attention")
     if values.get("moe_router_score_function") == "sigmoid":
@@ -110,6 +118,23 @@ def _leave_out_idle(flags: Given) -> None:
     if "--rotary-scaling-factor" not in flags.names and "rope_scaling" not in values:
         for name in ("rope_mscale", "rope_mscale_all_dim"):
             _leave_out(flags, name, "without --rotary-scaling-factor")
+
+
+def leave_out_unread(flags: Given, config: Config) -> None:
+    """Leaves out values of a command line with Megatron-LM's names that the model and the schedule do not use.
+
+    Args:
+        flags: the command line, after flags are translated.
+        config: the configuration that it gives.
+    """
+    if not names_of(flags):
+        return
+    for name, cause in config.model.idle_fields.items():
+        if name in _UNREAD_BESIDE:
+            state = getattr(config.model, cause)
+            _leave_out(flags, name, f"with {flag_and_value(cause, state)}" if state else f"without {flag(cause)}")
+    if config.optimizer.lr_warmup_iters == 0 and config.optimizer.lr_decay_style != "1cycle":
+        _leave_out(flags, "lr_warmup_init", "without a warm-up")
 
 
 def _leave_out(flags: Given, name: str, why: str) -> None:

@@ -211,6 +211,37 @@ def test_a_flag_in_other_words_is_the_flag(given: list[str], ours: list[str]) ->
     assert parse(*GOOD, *given) == parse(*GOOD, *ours)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--rotary-base", "500000"], "--rotary-base 500000 (with --position-embedding-type learned)"),
+        (["--kv-lora-rank", "64"], "--kv-lora-rank 64 (without --multi-latent-attention)"),
+        (["--lr-warmup-init", "1e-7"], "--lr-warmup-init 1e-07 (without a warm-up)"),
+        (["--num-experts", "1", "--moe-z-loss-coeff", "0.1"], "--moe-z-loss-coeff 0.1 (a model without experts)"),
+        (
+            ["--num-experts", "1", "--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "aux_loss"],
+            "--moe-aux-loss-coeff 0.1 (a model without experts)",
+        ),
+    ],
+    ids=str,
+)
+def test_what_megatron_does_not_read_is_left_out_beside_its_names(
+    given: list[str], said: str, refuse: Refuse, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--micro-batch-size", "2", "--global-batch-size", "2"]
+    theirs = [*GOOD, *sizes, "--tensor-model-parallel-size", "1"]
+    assert parse(*theirs, *given) == parse(*theirs)
+    assert said in capfd.readouterr().err
+    assert problems(refuse(*GOOD, *sizes, *given))
+
+
+def test_what_megatron_reads_stays() -> None:
+    theirs = [*GOOD, "--tensor-model-parallel-size", "1"]
+    assert parse(*theirs, "--use-rotary-position-embeddings", "--rotary-base", "500000").model.rotary_base == 500_000
+    warmup = ["--lr-warmup-init", "1e-7", "--lr-warmup-fraction", "0.5"]
+    assert parse(*theirs, *warmup).optimizer.lr_warmup_init == 1e-7
+
+
 def test_finetune_goes_with_flags_of_what_it_does_not_load(tmp_path: Path) -> None:
     flags = ["--load", str(tmp_path), "--finetune", "--no-load-optim", "--no-load-rng"]
     assert parse(*GOOD, *flags) == parse(*GOOD, "--pretrained-checkpoint", str(tmp_path))
@@ -323,6 +354,8 @@ def test_a_null_tokenizer_has_one_token_more(size: int, tp: int, capfd: pytest.C
         (["--mtp-num-layers", "1"], "--mtp-num-layers 1 has no counterpart: there is no multi-token prediction"),
         (["--exp-avg-dtype", "bf16"], "beside --exp-avg-sq-dtype fp32: both moments have one format here"),
         (["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp16"], "--exp-avg-sq-dtype fp16 has no counterpart"),
+        (["--position-embedding-type", "mrope"], "mrope is Megatron-LM's, and not in megacore: positions of images"),
+        (["--bert-no-binary-head"], "use --sentence-task none and --num-token-types 1, whose one row"),
         (["--main-grads-dtype", "fp16"], "--main-grads-dtype fp16 has no counterpart"),
         (["--main-params-dtype", "fp16"], "master weights are fp32"),
         (["--num-experts", "4", "--disable-moe-token-dropping"], "--disable-moe-token-dropping: Megatron-DeepSpeed's"),
