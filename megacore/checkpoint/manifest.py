@@ -148,9 +148,13 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
     return "{\n" + ",\n".join(inner) + "\n" + indent[:-1] + "}"
 
 
+# Of Megatron-LM's directory of checkpoints, and of that of one step, as the first rank of each form writes it.
+_OF_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000", "common.pt")
+
+
 def way_to_a_checkpoint(path: Location) -> str:
     """What to do where a directory that is given as a checkpoint holds none: it may be another trainer's."""
-    if (path / "latest_checkpointed_iteration.txt").is_file():
+    if any((path / name).exists() for name in _OF_MEGATRON):
         return (
             "it is a checkpoint of Megatron-LM: use python tools/convert_checkpoint.py --from megatron --to megacore "
             f"--input {path} --output DIR, and then --load DIR"

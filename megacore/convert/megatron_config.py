@@ -31,7 +31,6 @@ _SAME: Mapping[str, tuple[tuple[str, ...], Any]] = {
 # What megacore computes; another value is another model.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
-    "apply_layernorm_1p": (False,),
     "rotary_interleaved": (False,),
     "multi_latent_attention": (False,),
     "window_size": (None,),
@@ -40,7 +39,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_tokentypes": (0,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     # Of Megatron core as of 2026.
-    "layernorm_zero_centered_gamma": (False,),
     "softmax_type": ("vanilla",),
     "softmax_scale": (None,),
     "window_attn_skip_freq": (None,),
@@ -129,6 +127,7 @@ def _layers(args: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         groups = None
     return {
         "activation": _activation(args, bias, problems),
+        "layernorm_1p": any(args.get(name) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma")),
         "disable_bias_linear": not bias,
         "add_qkv_bias": not bias and bool(args.get("add_qkv_bias", False)),
         "num_query_groups": groups,

@@ -187,7 +187,7 @@ def args_of(config: ResolvedModel) -> dict[str, Any]:
         "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout,
         "apply_residual_connection_post_layernorm": False,
-        "apply_layernorm_1p": False,
+        "apply_layernorm_1p": config.layernorm_1p,
         "iteration": 0,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,

@@ -74,16 +74,19 @@ def test_without_a_vocabulary_the_padding_stays(tmp_path: Path) -> None:
     require_tensors(tmp_path / "out", values | {"embedding.tokens.weight": padded(values["embedding.tokens.weight"])})
 
 
-@pytest.mark.parametrize("biases", [False, True])
-def test_a_llama_of_megatron_core(biases: bool, tmp_path: Path) -> None:
-    """Flat names, grouped queries, a gated MLP whose two halves every rank stacks, norms fused into projections."""
-    config = llama(num_layers=2, disable_bias_linear=not biases, **GROUPED).resolve(seq_length=POSITIONS)
+@pytest.mark.parametrize(("biases", "plus_one"), [(False, False), (True, False), (False, True)])
+def test_a_llama_of_megatron_core(biases: bool, plus_one: bool, tmp_path: Path) -> None:
+    """Flat names, grouped queries, a gated MLP whose two halves every rank stacks, norms fused into projections. With
+    --apply-layernorm-1p a weight of a norm is less by one there, and so it is here."""
+    config = llama(num_layers=2, disable_bias_linear=not biases, layernorm_1p=plus_one, **GROUPED).resolve(
+        seq_length=POSITIONS
+    )
     values, tp = tensors_of(config), 2
     for rank in range(tp):
         blocks = [core_attention(values, i, tp, rank) | core_mlp(values, i, tp, rank) for i in range(2)]
         model = core_embedding(values, tp, rank) | core_layers(blocks) | core_head(values, tp, rank)
         made = {"model": {**model, "decoder.final_layernorm._extra_state": None}}
-        args = {**GROUPED_ARGS, "num_layers": 2, "add_bias_linear": biases}
+        args = {**GROUPED_ARGS, "num_layers": 2, "add_bias_linear": biases, "apply_layernorm_1p": plus_one}
         save(tmp_path / "megatron", rank, None, state(made, 3.0, **args))
     assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
     require_tensors(tmp_path / "out", values)
@@ -92,6 +95,7 @@ def test_a_llama_of_megatron_core(biases: bool, tmp_path: Path) -> None:
     assert convert(["--from", "megacore", "--to", "megatron", *again]) == 0
     assert convert_megatron(tmp_path / "back", tmp_path / "again") == 0
     require_tensors(tmp_path / "again", values)
+    assert CheckpointTensors(tmp_path / "again").config == config
 
 
 # ---- to Megatron-LM --------------------------------------------------------------------------------------------------
@@ -106,6 +110,11 @@ LLAMA = llama(
     add_qkv_bias=True,
     qk_layernorm=True,
     make_vocab_size_divisible_by=8,
+).resolve(seq_length=POSITIONS)
+
+
+NEMOTRON = llama(
+    normalization="LayerNorm", layernorm_1p=True, activation="relu2", rotary_percent=0.5, num_query_groups=2
 ).resolve(seq_length=POSITIONS)
 
 
@@ -130,6 +139,7 @@ def to_megatron(source: Path, target: Path, kind: str = "megatron", **flags: Any
         (GPT, {}),
         (GPT, {"tp": 2, "pp": 2}),
         (dataclasses.replace(GPT, activation="relu2"), {"pp": 4, "megatron_norms": "apart"}),
+        (NEMOTRON, {"tp": 2}),
         (LLAMA, {"tp": 2, "pp": 2}),
         (dataclasses.replace(LLAMA, activation="gelu", untie_embeddings_and_output_weights=False), {"tp": 2, "pp": 4}),
     ],
@@ -318,7 +328,6 @@ def test_a_compressed_archive_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     ("changes", "problem"),
     [
         ({"num_experts": 8}, "experts have no biases in megacore"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is 'True'"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
         ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'"),
         ({"no_rope_freq": 4}, "no_rope_freq is '4'"),

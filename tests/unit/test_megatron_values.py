@@ -249,8 +249,10 @@ def test_finetune_goes_with_flags_of_what_it_does_not_load(tmp_path: Path) -> No
 
 def test_a_checkpoint_of_megatron_is_told_from_none(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
-    with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {tmp_path} --output DIR"):
-        find_checkpoint(tmp_path)
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    for given in (tmp_path, tmp_path / "iter_0000010"):
+        with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {given} --output DIR"):
+            find_checkpoint(given)
 
 
 def test_a_run_may_be_as_long_as_samples_say() -> None:
