@@ -90,6 +90,23 @@ def test_restarts_are_torchs(factor: int, warmup: int) -> None:
     assert found[-1] == 0.01
 
 
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 8])
+def test_a_step_has_the_rate_of_megatrons_next_step(style: str, warmup: int) -> None:
+    """Megatron-LM's rate depends on the steps before the one that it is for (docs/guides/coming-from-megatron.md)."""
+    shape = {"linear": lambda x: 1 - x, "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x))}[style]
+    theirs = []
+    for before in range(STEPS + 1):
+        if warmup and before <= warmup:
+            theirs.append(0.01 + (0.1 - 0.01) * before / warmup)
+        else:
+            theirs.append(0.1 * shape((before - warmup) / (STEPS - warmup)))
+    first = {"lr_warmup_init": 0.01} if warmup else {}
+    ours = rates(lr_decay_style=style, lr_warmup_iters=warmup, **first)
+    assert ours == pytest.approx(theirs[1:])
+    assert theirs[0] == pytest.approx(0.01 if warmup else 0.1)
+
+
 def test_polynomial_is_torchs() -> None:
     expected, _ = torchs(torch.optim.lr_scheduler.PolynomialLR, total_iters=STEPS, power=3.0)
     assert rates(lr_decay_style="polynomial", lr_decay_power=3.0)[:-1] == pytest.approx(expected[1:], rel=1e-9)
