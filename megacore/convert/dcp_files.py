@@ -38,10 +38,6 @@ class _Key(Record):
     """The name of a tensor's piece, and where it begins."""
 
 
-def _size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(values)
-
-
 _KNOWN: Mapping[str, Any] = {
     "builtins.getattr": Inert,  # by which some versions of Python (3.11.2) store a member of an enumeration
     f"{_METADATA}.Metadata": Record,
@@ -58,7 +54,7 @@ _KNOWN: Mapping[str, Any] = {
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Inert,
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Record,
     "torch.serialization._get_layout": Inert,
-    "torch.Size": _size,
+    "torch.Size": tuple,
     "pathlib.PosixPath": Inert,
     "pathlib.Path": Inert,
     "pathlib._local.PosixPath": Inert,

@@ -123,7 +123,8 @@ def unpickle(path: Path, known: Mapping[str, Any]) -> Any:
 
     Args:
         path: the file.
-        known: what the names in it make: `torch.Size` -> tuple. Any other name is refused.
+        known: what the names in it make: `torch.Size` -> tuple. Any other name is refused. No functions, and classes
+            only if built in or with `__setstate__`: a pickle can set attributes of other objects that it is given.
 
     Raises:
         CheckpointError: it has another name, or is damaged.

@@ -17,8 +17,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from megacore.convert import dcp_files
 from megacore.convert.as_hf import export_dcp, read_dcp, write_hf
-from megacore.convert.dcp_files import open_dcp
+from megacore.convert.dcp_files import INDEX, open_dcp
 from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
@@ -236,3 +237,16 @@ def test_a_checkpoint_of_zero_with_names_of_transformers_is_proven_by_logits(lla
     assert convert([*words(input=tmp_path / "out", output=tmp_path / "hf"), "--from", "megacore", "--to", "hf"]) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(value, weights[name]) for name, value in exported.items())
+
+
+@pytest.mark.parametrize("name", list(dcp_files._KNOWN))
+def test_an_index_cannot_change_what_its_names_stand_for(name: str, tmp_path: Path) -> None:
+    module, _, attribute = name.rpartition(".")
+    made = dcp_files._KNOWN[name]
+    defaults = getattr(made, "__defaults__", None)
+    # A name, and the state (None, {"__defaults__": (7,)}) for the object itself: attributes to be set.
+    given = f"c{module}\n{attribute}\n".encode() + b"N}X\x0c\x00\x00\x00__defaults__K\x07\x85s\x86b"
+    (tmp_path / INDEX).write_bytes(b"\x80\x02" + given + b".")
+    with pytest.raises(CheckpointError, match="was not loaded"):
+        open_dcp(tmp_path)
+    assert getattr(made, "__defaults__", None) == defaults
