@@ -5,7 +5,8 @@ dY^T X. Every layer asks the `Products` object of its `BuildContext` for them, s
 example) is a subclass in a separate file. `TorchProducts` is the default.
 
 Where a parameter has a `gradient_sum`, the product of its gradient adds to that sum in fp32, and autograd gets no
-gradient: 16-bit gradients are neither written, nor read again, nor rounded.
+gradient: 16-bit gradients are neither written, nor read again, nor rounded. Likewise `looked_up` adds the rows of a
+token table that were read.
 
 Shape legend: b microbatch, s sequence, i input features, o output features, n rows (b x s).
 """
@@ -125,10 +126,61 @@ def gradient_sum(weight: Tensor | None) -> GradientSum | None:
     return weight.gradient_sum
 
 
+def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table, [...] int64 -> [..., h]. Where the table's gradients have a sum, backward adds to it the rows
+    that were read, and no gradient of the whole table exists."""
+    if not weight.requires_grad or gradient_sum(weight) is None:
+        return F.embedding(tokens, weight)
+    rows: Tensor = _Rows.apply(tokens, weight)
+    return rows
+
+
+def add_rows(total: Tensor, tokens: Tensor, grad: Tensor, *, has_terms: bool) -> None:
+    """Add the gradients of rows that were read to the sum of a table's, bitwise as the table's dense gradient would be.
+
+    The gradients of one row are added up first, in the order of the tokens. No size depends on how many different
+    tokens there are, so that the host does not wait for the device.
+
+    Args:
+        total: the sum, [V, h].
+        tokens: the rows that were read, [...].
+        grad: of what was read, [..., h].
+        has_terms: whether the sum holds terms already; otherwise it holds anything.
+    """
+    if not has_terms:
+        total.zero_()
+    tokens, grad = tokens.flatten(), grad.reshape(-1, grad.shape[-1])
+    in_order, order = tokens.sort(stable=True)
+    place = F.pad(in_order[1:] != in_order[:-1], (1, 0)).cumsum(0)  # of each token's row among the different ones
+    places = torch.empty_like(place).scatter_(0, order, place)
+    terms = torch.ops.aten.embedding_dense_backward(grad, places, len(tokens), -1, False)
+    # Places that no token has hold zeros: they are added to any rows, each to another one.
+    rows = torch.arange(len(tokens), device=tokens.device) % len(total)
+    total.index_add_(0, rows.scatter_(0, place, in_order), terms.to(total.dtype))
+
+
 # ---- nodes of autograd
 # A node written in Python saves its tensors after its forward, and recomputation ends with the last tensor that is
 # saved. For it to end before the product, another node saves the input first, and the product's node holds the weight
 # as an attribute: ZeRO-3 gathers it again in the same memory.
+
+
+class _Rows(Node):
+    """The rows of a table with a sum; backward adds to that."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.sum = gradient_sum(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        (tokens,) = ctx.saved_tensors
+        total, has_terms = ctx.sum.buffer()
+        add_rows(total, tokens, grad, has_terms=has_terms)
+        ctx.sum.added()
+        return None, None
 
 
 class _Output(Node):

@@ -82,10 +82,11 @@ class ShardSpec:
 
 
 class GradientSum(Protocol):
-    """The sum of a weight's gradients over a step, to which a product may add its result directly."""
+    """The sum of a weight's gradients over a step, to which a product or a look-up may add its result directly."""
 
     def buffer(self) -> tuple[Tensor, bool]:
-        """The sum in fp32, of the weight's shape, and whether it holds terms already. Otherwise it holds anything."""
+        """The sum, of the weight's shape, and whether it holds terms already. Otherwise it holds anything. It is in
+        fp32 for products; for rows in the dtype of sums."""
 
     def added(self) -> None:
         """The gradient of this backward is in the buffer."""
@@ -101,6 +102,8 @@ class _Sliced:
     Attributes:
         spec: the global tensor, and this rank's slice of it.
         gradient_sum: where linear layers add the gradient; None: they give it to autograd.
+        takes_rows: the gradient is of a few rows, those that `products.looked_up` has read, and is added to the sum
+            wherever there is one; products add theirs only where the device adds them in fp32.
         take_term: takes gradients that autograd must not add up itself; None: it may.
         beside_next: keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one
             product can read both.
@@ -108,6 +111,7 @@ class _Sliced:
 
     spec: ShardSpec
     gradient_sum: GradientSum | None = None
+    takes_rows: bool = False
     take_term: TakeTerm | None = None
     beside_next: bool = False
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import padded_rows
@@ -36,6 +35,7 @@ from megacore.parallel.products import (
     input_saved,
     joined,
     linears,
+    looked_up,
     save_operands,
     saved_operands,
 )
@@ -424,10 +424,11 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.look_up = blocks.looked_up if blocks.divide else F.embedding
+        self.look_up = blocks.looked_up if blocks.divide else looked_up
         self.weight = vocab_parallel_weight(
             num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
         )
+        self.weight.takes_rows = not blocks.divide
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""

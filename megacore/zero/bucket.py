@@ -316,6 +316,11 @@ class Bucket:
         sixteen = options.compute_dtype in (torch.bfloat16, torch.float16)
         return options.products_add and sixteen and options.sum_dtype == torch.float32
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether look-ups may add rows to the sums of this bucket."""
+        return not self._in_place and not self.options.exact_terms
+
     def sum_of(self, name: str) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
         return self._view(name).view(self._by_name[name].shape), name in self._written

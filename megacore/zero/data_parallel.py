@@ -154,7 +154,8 @@ class DataParallel:
             bucket = self._bucket_of[parameter.spec.name]
             if options.exact_terms:
                 parameter.take_term = self._add_term
-            if bucket.takes_products and uses[parameter.spec.name] == 1:  # autograd adds up the gradients of others
+            takes_sum = bucket.takes_products or (parameter.takes_rows and bucket.takes_rows)
+            if takes_sum and uses[parameter.spec.name] == 1:  # autograd adds up the gradients of others
                 parameter.gradient_sum = _SumInBucket(self, bucket, parameter.spec.name)
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
@@ -509,7 +510,7 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class _SumInBucket:
-    """Where a product adds the gradient of a weight."""
+    """Where a product or a look-up adds the gradient of a weight."""
 
     data_parallel: DataParallel
     bucket: Bucket

@@ -137,9 +137,8 @@ def test_gradients_of_weights_are_added_by_their_products(
     linears = 2 * 4 + 1
     assert direct.products["aten.addmm.dtype_out"] == MICROBATCHES * linears
     assert direct.products.total() == MICROBATCHES * (2 * linears + forward + 1)
-    embedding = (136, 32)
-    assert set(direct.added) <= {embedding}
-    assert len(apart.added) == MICROBATCHES * (2 * 5 + 2)  # gate and up have a gradient each; with the embedding
+    assert not direct.added
+    assert len(apart.added) == MICROBATCHES * (2 * 5 + 1)  # gate and up have a gradient each; the embedding adds rows
     assert apart.products["aten.addmm.dtype_out"] == 0
     assert direct.figures[::2] == pytest.approx(apart.figures[::2], rel=1e-4)
     assert direct.figures[1::2] == pytest.approx(apart.figures[1::2], rel=1e-3)
