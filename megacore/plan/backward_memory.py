@@ -21,7 +21,7 @@ from megacore.plan.activations import (
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
-from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
+from megacore.plan.state import PlannedLayer, forgets_gradients, held_by_layer, shared_table, term_bytes
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
@@ -157,7 +157,8 @@ def passing_bytes(
             if is_first:
                 has_replicas = ranks_of_role("replicas", config.parallel) > 1
                 new = routed_parameters(config, layer.block) if has_replicas else size
-                moment += made + (0.0 if on_cpu else term * min(_largest_gradient(config, layer), new))
+                copied = 0 if _sums_take_rows(config, layer, table) else _largest_gradient(config, layer)
+                moment += made + (0.0 if on_cpu else term * min(copied, new))
                 made += term * new
             if stage == 2 and whole.of_layer and whole.of_layer[number]:
                 filled, reduced = whole.unreduced(number)
@@ -217,6 +218,8 @@ def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, o
     """The largest gradient that one operator of a layer gives autograd."""
     if _sums_take_products(config, layer, table, on_cpu=on_cpu):
         return 0.0
+    if _sums_take_rows(config, layer, table):
+        return _rows_bytes(config, layer)
     e, largest = ELEMENT_BYTES[config.precision.precision], _largest_gradient(config, layer)
     share = None if layer.block is None else expert_share(config, layer.block)
     if share is not None and (on_cpu or e == ELEMENT_BYTES["fp32"]):
@@ -246,3 +249,22 @@ def _sums_take_products(config: ResolvedConfig, layer: PlannedLayer, table: int,
     sums = precision.precision != "fp32" and precision.grad_reduce_dtype == "fp32" and not config.training.reproducible
     is_product = layer.block is not None or (layer.name == "head" and not table)
     return sums and is_product and not on_cpu and not config.training.compile
+
+
+def _sums_take_rows(config: ResolvedConfig, layer: PlannedLayer, table: int) -> bool:
+    """Whether the rows of the token table that were read are added to its sum, so that its gradient never exists."""
+    is_looked_up = layer.name == "embedding" and bool(config.model.vocab_size) and not table
+    makes_gradients_in_place = forgets_gradients(config) and ranks_of_role("replicas", config.parallel) == 1
+    return is_looked_up and not config.training.reproducible and not makes_gradients_in_place
+
+
+def _rows_bytes(config: ResolvedConfig, layer: PlannedLayer) -> float:
+    """What exists at a time where rows are added to the sum of the token table: the gradients of the rows, also in the
+    dtype of sums, and four indices of each token; or the gradient of the other table of the embedding."""
+    e, summed = ELEMENT_BYTES[config.precision.precision], ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    tokens, width = config.training.micro_batch_size * config.rank_positions, config.model.hidden_size
+    row = width * (e + (summed if summed != e else 0)) + 4 * 8
+    ranks = ranks_of_role("layer", config.parallel)
+    held = layer.parameters if layer.held is None else layer.held
+    others = held - vocabulary_rows(config.model, ranks) * width
+    return max(float(tokens * row), float(e * max(others, 0)))
