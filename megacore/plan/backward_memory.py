@@ -21,7 +21,7 @@ from megacore.plan.activations import (
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
-from megacore.plan.state import PlannedLayer, forgets_gradients, held_by_layer, shared_table, term_bytes
+from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
@@ -254,8 +254,7 @@ def _sums_take_products(config: ResolvedConfig, layer: PlannedLayer, table: int,
 def _sums_take_rows(config: ResolvedConfig, layer: PlannedLayer, table: int) -> bool:
     """Whether the rows of the token table that were read are added to its sum, so that its gradient never exists."""
     is_looked_up = layer.name == "embedding" and bool(config.model.vocab_size) and not table
-    makes_gradients_in_place = forgets_gradients(config) and ranks_of_role("replicas", config.parallel) == 1
-    return is_looked_up and not config.training.reproducible and not makes_gradients_in_place
+    return is_looked_up and not config.training.reproducible
 
 
 def _rows_bytes(config: ResolvedConfig, layer: PlannedLayer) -> float:

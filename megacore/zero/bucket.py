@@ -319,11 +319,20 @@ class Bucket:
     @property
     def takes_rows(self) -> bool:
         """Whether look-ups may add rows to the sums of this bucket."""
-        return not self._in_place and not self.options.exact_terms
+        return not self.options.exact_terms
 
     def sum_of(self, name: str) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
+        if self._in_place:
+            parameter = self._by_name[name]
+            held = parameter.grad
+            parameter.grad = torch.empty_like(parameter) if held is None else held
+            return parameter.grad, held is not None
         return self._view(name).view(self._by_name[name].shape), name in self._written
+
+    def has_arrived(self, name: str) -> bool:
+        """Whether autograd has left nothing to add to the sum of a parameter's gradients."""
+        return self._by_name[name].grad is None or (self._in_place and name not in self._missing)
 
     def new_sum_of(self, name: str) -> Tensor:
         """Memory like that of `sum_of`, apart from the bucket's; not initialised."""

@@ -408,14 +408,14 @@ class DataParallel:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
-        if parameter.gradient_sum is not None and parameter.grad is None:
-            return  # a product has added it; whether torch calls hooks then depends on its version
+        bucket = self._bucket_of[parameter.spec.name]
+        if parameter.gradient_sum is not None and bucket.has_arrived(parameter.spec.name):
+            return  # a product or a look-up has added it; whether torch calls hooks then depends on its version
         if self._observer is not None:
             assert parameter.grad is not None
             if self._is_only_seen(parameter.spec.name, parameter.grad):
                 parameter.grad = None
                 return
-        bucket = self._bucket_of[parameter.spec.name]
         self._arrived(bucket, is_last=bucket.add(parameter.spec.name))
 
     def _arrived(self, bucket: Bucket, *, is_last: bool) -> None:

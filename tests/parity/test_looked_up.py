@@ -76,6 +76,8 @@ TIED = {"untie_embeddings_and_output_weights": False}
 @pytest.mark.parametrize(
     ("layout", "variants"),
     [
+        ((1, 1, 1), [{}, {"micro_batch_size": 1}, BF16, {"optimizer": "muon", "micro_batch_size": 1}]),
+        ((1, 2, 1), [{"schedule": "1f1b"}, {"schedule": "zero-bubble"}, TIED]),
         ((1, 1, 2), [*ZERO, BF16, BF16 | {"grad_reduce_dtype": "bf16"}, {"optimizer": "muon"}]),
         ((1, 2, 2), [{}, TIED, {"schedule": "zero-bubble", "zero_stage": 1}, {"precision": "fp16"}]),
         ((2, 1, 2), [{}, {"sequence_parallel": True, "zero_stage": 3}]),
