@@ -36,6 +36,7 @@ from megacore.plan.plan_picture import frontier_picture, memory_picture, timelin
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.search import Constraints, Found, impossible_limits, search, search_json, search_table
+from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 _DRY_RUN = "--dry-run"
@@ -158,6 +159,7 @@ def _full_parser(entry: str) -> _Parser:
     parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
+    parser.set_defaults(software=None)
     return parser
 
 
@@ -179,6 +181,11 @@ def _parser(prog: str, usage: str) -> _Parser:
     )
     _add_common_flags(parser)
     add = parser.add_argument
+    add(
+        "--software",
+        metavar="NAME",
+        help=f"trainer whose program runs the step: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
+    )
     add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
     add(
         "--goodput",
@@ -348,6 +355,7 @@ def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, ar
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
+    software = _software(args, problems)
     name = args.cluster or ("laptop" if args.is_dry_run else None)
     if name is None:
         problems.append(f"--cluster is missing: use {one_of(list(CLUSTERS))}, or a file that ends in .toml")
@@ -359,7 +367,15 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
         return None
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
-    return cluster
+    return replace(cluster, software=software)
+
+
+def _software(args: argparse.Namespace, problems: list[str]) -> Software:
+    try:
+        return MEGACORE if args.software is None else software_named(args.software)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return MEGACORE
 
 
 def _with_defaults(
@@ -450,6 +466,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     unused = [
         f"{flag.split('=')[0]} has no effect with --calibrate: leave it out" for flag in args.flags if flag[:2] == "--"
     ]
+    if args.software is not None:
+        unused.append(f"--software {args.software} has no effect with --calibrate, which reads a run of megacore")
     if problems := [*args.problems, *unused]:
         raise ConfigError(problems)
     base = cluster_named(args.cluster or "cpu")
