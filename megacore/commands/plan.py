@@ -58,6 +58,7 @@ _OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 # each. One with a given --dp chooses the other degrees.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+_SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
 
 
@@ -381,10 +382,14 @@ def _software(args: argparse.Namespace, problems: list[str]) -> Software:
 def _with_defaults(
     args: argparse.Namespace, given: Mapping[str, Any], kind: type[Config], problems: list[str]
 ) -> list[str]:
-    """The flags of the run, with mock data and a number of steps where tools/plan.py is not given them; without those
-    that the layouts of a search have and the layout that it begins from may not."""
+    """The flags of the run, with those that runs of the software usually have, and mock data and a number of steps
+    where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
+    from may not."""
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
-    if args.is_dry_run or "config" in given:
+    if "config" in given:
+        return flags
+    flags = [*_usual_flags(args, given), *flags]
+    if args.is_dry_run:
         return flags
     defaults = [] if given.keys() & _DATA_FIELDS else ["--mock-data"]
     defaults += [] if "train_iters" in given else ["--train-iters", "1000"]
@@ -392,6 +397,18 @@ def _with_defaults(
         problems.append("the model needs a vocabulary: use --preset NAME, --vocab-size N or --tokenizer PATH")
         defaults += ["--vocab-size", "50257"]  # the run is refused; what else is wrong with it is still to be found
     return [*defaults, *flags]
+
+
+def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Flags that runs of the software have where these are left out, for what neither a model nor a file decides."""
+    decided = {*given, *(_SEARCHED if args.search else ())}
+    if given.keys() & _SOURCES_OF_MODEL:
+        decided |= {"hidden_dropout", "attention_dropout"}
+    if given.keys() & {"virtual_stages", "pipeline_layout", "schedule_csv"}:
+        decided |= {"schedule", "pipeline_balance"}
+    for name, flags in SOFTWARE.get(args.software, MEGACORE).usual.items():
+        if name not in decided:
+            yield from flags.split()
 
 
 def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:

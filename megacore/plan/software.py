@@ -47,6 +47,7 @@ class Software:
             its operators' `Device.host_seconds`. Compiled code does not need it.
         host_spread: standard deviation of `block_seconds` between ranks, relative. A sum of the layer group starts when
             the slowest of its hosts has issued it.
+        usual: flags of a run that differ from megacore's defaults, by field; used where the run does not say otherwise.
     """
 
     name: str = "megacore"
@@ -60,6 +61,7 @@ class Software:
     copies_logits: bool = False
     block_seconds: Range = field(default=Range(0.75e-3, 0.5e-3, 0.3e-3))
     host_spread: float = 0.08
+    usual: Mapping[str, str] = field(default_factory=dict)
 
 
 MEGACORE = Software()
@@ -71,6 +73,14 @@ MEGATRON_LM = Software(
     waits_in=frozenset({"gpipe", "1f1b"}),
     scatters_messages=True,
     block_seconds=Range(1.3e-3, 1.1e-3, 0.9e-3),
+    usual={
+        "attention": "--attention fused-softmax",
+        "hidden_dropout": "--hidden-dropout 0.1",
+        "attention_dropout": "--attention-dropout 0.1",
+        "sequence_parallel": "--no-sequence-parallel",
+        "schedule": "--schedule 1f1b",
+        "pipeline_balance": "--pipeline-balance parameters",
+    },
 )
 MEGATRON_DEEPSPEED = replace(MEGATRON_LM, name="megatron-deepspeed", scatters_messages=False)
 MEGATRON_CORE = Software(

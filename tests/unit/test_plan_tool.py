@@ -72,7 +72,8 @@ def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.
 
 
 def test_the_software_that_runs_the_step_is_named_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    own, theirs = planned(capsys, BLOOM), planned(capsys, f"{BLOOM} --software megatron-lm")
+    flags = f"{BLOOM} --no-sequence-parallel --attention fused-softmax"
+    own, theirs = planned(capsys, flags), planned(capsys, f"{flags} --software megatron-lm")
     assert (own["software"], theirs["software"]) == ("megacore", "megatron-lm")
     # Nothing of it runs beside computing, neither sums of tensor parallelism nor reductions between replicas.
     assert set(theirs["hidden_seconds"].values()) == {0.0}
@@ -82,6 +83,22 @@ def test_the_software_that_runs_the_step_is_named_and_counts(capsys: pytest.Capt
         assert theirs[key] == own[key]
     assert main([*BLOOM.split(), "--software", "torch-eager"]) == 0
     assert "- software that runs the step: torch-eager" in capsys.readouterr().out
+
+
+def test_flags_that_are_left_out_are_those_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--vocab-size 51200 --hidden-size 3072 --num-layers 30 --num-attention-heads 32 --seq-length 2048"
+    flags = (
+        f"pretrain_gpt.py {shape} --tp 2 --pp 2 --dp 16 --global-batch-size 512 --micro-batch-size 4 --precision fp16"
+    )
+    flags += " --recompute full --cluster a100-80g --software megatron-lm"
+    usual = "--attention fused-softmax --hidden-dropout 0.1 --attention-dropout 0.1 --no-sequence-parallel"
+    said = planned(capsys, f"{flags} {usual} --schedule 1f1b --pipeline-balance parameters")
+    assert planned(capsys, flags) == said
+    assert (said["layout"]["schedule"], said["layout"]["sequence_parallel"]) == ("1f1b", False)
+    others = planned(capsys, f"{flags} --sequence-parallel --virtual-stages 3 --schedule interleaved --attention sdpa")
+    assert others["layout"]["sequence_parallel"]
+    assert others["layout"]["virtual_stages"] == 3
+    assert others["step_parts"]["attention"]["value"] < 0.5 * said["step_parts"]["attention"]["value"]
 
 
 def test_messages_of_megatron_lm_wait_without_interleaving(capsys: pytest.CaptureFixture[str]) -> None:
