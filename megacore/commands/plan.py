@@ -36,6 +36,7 @@ from megacore.plan.plan_picture import frontier_picture, memory_picture, timelin
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.search import Constraints, Found, impossible_limits, search, search_json, search_table
+from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 _DRY_RUN = "--dry-run"
@@ -57,6 +58,7 @@ _OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 # each. One with a given --dp chooses the other degrees.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+_SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
 
 
@@ -158,6 +160,7 @@ def _full_parser(entry: str) -> _Parser:
     parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
+    parser.set_defaults(software=None)
     return parser
 
 
@@ -179,6 +182,11 @@ def _parser(prog: str, usage: str) -> _Parser:
     )
     _add_common_flags(parser)
     add = parser.add_argument
+    add(
+        "--software",
+        metavar="NAME",
+        help=f"trainer whose program runs the step: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
+    )
     add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
     add(
         "--goodput",
@@ -348,6 +356,7 @@ def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, ar
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
+    software = _software(args, problems)
     name = args.cluster or ("laptop" if args.is_dry_run else None)
     if name is None:
         problems.append(f"--cluster is missing: use {one_of(list(CLUSTERS))}, or a file that ends in .toml")
@@ -359,16 +368,28 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
         return None
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
-    return cluster
+    return replace(cluster, software=software)
+
+
+def _software(args: argparse.Namespace, problems: list[str]) -> Software:
+    try:
+        return MEGACORE if args.software is None else software_named(args.software)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return MEGACORE
 
 
 def _with_defaults(
     args: argparse.Namespace, given: Mapping[str, Any], kind: type[Config], problems: list[str]
 ) -> list[str]:
-    """The flags of the run, with mock data and a number of steps where tools/plan.py is not given them; without those
-    that the layouts of a search have and the layout that it begins from may not."""
+    """The flags of the run, with those that runs of the software usually have, and mock data and a number of steps
+    where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
+    from may not."""
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
-    if args.is_dry_run or "config" in given:
+    if "config" in given:
+        return flags
+    flags = [*_usual_flags(args, given), *flags]
+    if args.is_dry_run:
         return flags
     defaults = [] if given.keys() & _DATA_FIELDS else ["--mock-data"]
     defaults += [] if "train_iters" in given else ["--train-iters", "1000"]
@@ -376,6 +397,18 @@ def _with_defaults(
         problems.append("the model needs a vocabulary: use --preset NAME, --vocab-size N or --tokenizer PATH")
         defaults += ["--vocab-size", "50257"]  # the run is refused; what else is wrong with it is still to be found
     return [*defaults, *flags]
+
+
+def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Flags that runs of the software have where these are left out, for what neither a model nor a file decides."""
+    decided = {*given, *(_SEARCHED if args.search else ())}
+    if given.keys() & _SOURCES_OF_MODEL:
+        decided |= {"hidden_dropout", "attention_dropout"}
+    if given.keys() & {"virtual_stages", "pipeline_layout", "schedule_csv"}:
+        decided |= {"schedule", "pipeline_balance"}
+    for name, flags in SOFTWARE.get(args.software, MEGACORE).usual.items():
+        if name not in decided:
+            yield from flags.split()
 
 
 def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
@@ -450,6 +483,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     unused = [
         f"{flag.split('=')[0]} has no effect with --calibrate: leave it out" for flag in args.flags if flag[:2] == "--"
     ]
+    if args.software is not None:
+        unused.append(f"--software {args.software} has no effect with --calibrate, which reads a run of megacore")
     if problems := [*args.problems, *unused]:
         raise ConfigError(problems)
     base = cluster_named(args.cluster or "cpu")

@@ -1,7 +1,7 @@
 """Clusters by short names or from a TOML file: devices, their peaks, network cards of a node, and a price.
 
-What a device is stands in devices.py. A cluster adds what only planning asks for. Prices are assumed: common list
-prices of rented devices, which differ by provider and year by a factor of two.
+What a device is stands in devices.py, what a program does in software.py. A cluster adds what only planning asks for.
+Prices are assumed: common list prices of rented devices, which differ by provider and year by a factor of two.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megacore.config.messages import one_of
 from megacore.errors import ConfigError
 from megacore.plan.devices import DEVICES, Device, Link, Range
 from megacore.plan.peaks import Format
+from megacore.plan.software import MEGACORE, Software
 
 # USD per device and hour, assumed.
 _PRICES = {"a100-40g": 1.3, "a100-80g": 1.8, "h100": 2.8, "h200": 3.5, "b200": 5.5, "mi250x": 1.1}
@@ -34,6 +35,7 @@ class Cluster:
         nics_per_node: network cards; together they carry the `network` of all devices of a node.
         price_per_hour: USD per device.
         on_cpu: whether ranks compute on a CPU; all ranks of a node then share `memory_bytes`.
+        software: whose program runs on it.
         source: where the figures are from.
     """
 
@@ -42,6 +44,7 @@ class Cluster:
     nics_per_node: int = 8
     price_per_hour: float = 0.0
     on_cpu: bool = False
+    software: Software = MEGACORE
     source: str = "data sheet; shares of it assumed"
 
     @property

@@ -68,6 +68,8 @@ class Device:
         link_efficiency: share of a link's bandwidth that collectives reach.
         launch_seconds: of a kernel before it computes.
         host_seconds: of the program for each operator.
+        node_spread: standard deviation of the nodes' speeds, relative. Devices of a kind differ in speed by
+            8 % (Sinha et al. 2022, arXiv 2208.11035), and a step takes as long as its slowest node.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Device:
     link_efficiency: Range = Range(0.60, 0.75, 0.85)
     launch_seconds: Range = Range(3e-6, 2e-6, 1e-6)
     host_seconds: Range = Range(25e-6, 12e-6, 6e-6)
+    node_spread: Range = Range(0.03, 0.02, 0.01)
 
     def peak(self, form: Format) -> float | None:
         """FLOP/s of matrix products in a format; None: not known."""

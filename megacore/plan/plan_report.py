@@ -17,13 +17,14 @@ from megacore.plan.traffic import ROLE_NAMES
 PARTS = {
     "gemm": "compute: matrix products",
     "attention": "compute: attention",
-    "memory": "compute: memory-bound operators",
+    "memory": "compute: memory-bound operators, and waiting for the host",
     "tensor": "tensor, sequence and context parallel, exposed",
     "experts": "expert parallel, exposed",
     "pipeline": "pipeline transfers, exposed",
     "replicas": "data parallel, exposed",
     "tied": "tied gradients",
     "bubble": "pipeline bubble",
+    "slowest": "waiting for the slowest node",
     "optimizer": "optimizer",
     "host": "copies to and from host memory, exposed",
 }
@@ -71,6 +72,7 @@ def _head(plan: Plan) -> Iterator[str]:
     if config.model.experts is not None:
         yield "- experts: figures are for experts with equally many tokens; the busiest rank of a real step has more"
     yield f"- cluster figures: {cluster.source}"
+    yield f"- software that runs the step: {cluster.software.name}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -191,6 +193,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
     report: dict[str, Any] = {
         "cluster": plan.cluster.name,
         "cluster_source": plan.cluster.source,
+        "software": plan.cluster.software.name,
         "gpus": parallel.ranks,
         "layout": {
             **parallel.degrees,

@@ -21,7 +21,6 @@ from megacore.plan.memory import GIB, RankMemory, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
-from megacore.plan.stage_time import MEGACORE, Software
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Role, Sent, bytes_by_link, rank_traffic
@@ -188,13 +187,12 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     return choose_schedule(config, schedules_by_time(config, layers, cluster), fits)
 
 
-def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = MEGACORE) -> Plan:
+def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:
     """The plan of a run.
 
     Args:
         config: a resolved configuration.
-        cluster: that computes.
-        software: of the trainer.
+        cluster: that computes, with its software.
     """
     config = config.for_device(on_cpu=cluster.on_cpu)
     layers = outline(config)
@@ -202,17 +200,15 @@ def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = 
         config=config,
         cluster=cluster,
         layers=layers,
-        memory=_memory(config, layers, cluster, software),
-        times={case: step_time(config, layers, cluster, case=case, software=software) for case in CASES},
+        memory=_memory(config, layers, cluster),
+        times={case: step_time(config, layers, cluster, case=case) for case in CASES},
         traffic=[rank_traffic(config, layers, rank) for rank in range(config.parallel.pp)],
     )
 
 
-def _memory(
-    config: ResolvedConfig, layers: Sequence[LayerOutline], cluster: Cluster, software: Software
-) -> list[RankMemory]:
+def _memory(config: ResolvedConfig, layers: Sequence[LayerOutline], cluster: Cluster) -> list[RankMemory]:
     *first, last = plan_memory(config, layers, on_cpu=cluster.on_cpu)
-    if software.copies_logits:
+    if cluster.software.copies_logits:
         logits = logits_bytes(config)
         copy = logits * 4 / ELEMENT_BYTES[config.precision.precision]
         last = replace(last, working=max(last.working, logits + copy + 2 * residual_bytes(config)))

@@ -523,7 +523,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
-        f"{found.cluster.name} (searched in {found.wall_seconds:.1f} s)",
+        f"{found.cluster.name}, software {found.cluster.software.name} (searched in {found.wall_seconds:.1f} s)",
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
@@ -567,6 +567,7 @@ def search_json(found: Found, *, top: int) -> dict[str, Any]:
 
     return {
         "cluster": found.cluster.name,
+        "software": found.cluster.software.name,
         "capacity_bytes": found.capacity,
         "valid": found.tried,
         "wall_seconds": found.wall_seconds,

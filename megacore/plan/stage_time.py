@@ -10,10 +10,12 @@ Shape legend: tokens b s of a microbatch, e bytes of an element, t tensor-parall
 
 from __future__ import annotations
 
+import functools
 import operator
+import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -21,10 +23,11 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import layer_kind
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
-from megacore.plan.devices import Case, Range
+from megacore.plan.devices import Case
 from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.plan.software import Software
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
 
@@ -80,41 +83,34 @@ class Passes(NamedTuple):
         return self.forward + self.input_grad + self.weight_grad
 
 
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What a trainer overlaps and fuses, beyond what its flags say. The defaults are megacore's.
-
-    Attributes:
-        tensor_overlap: share of a backward product beside which a sum over the layer group runs; the two compete for
-            processors and memory.
-        overlaps_forward: whether sums in forward are split into parts and run beside products as well.
-        fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
-        waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
-        copies_logits: whether the loss makes an fp32 copy of all logits.
-        block_seconds: of the host's program for one pass through a block, forward or backward, where that is more than
-            its operators' `Device.host_seconds`.
-    """
-
-    tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
-    overlaps_forward: bool = False
-    fused_accumulation: bool = False
-    waits_for_messages: bool = False
-    copies_logits: bool = False
-    block_seconds: Range = field(default=Range(0.0, 0.0, 0.0))
-
-
-MEGACORE = Software()
+@functools.lru_cache(maxsize=64)
+def largest_of_normal(count: int) -> float:
+    """The largest of so many normally distributed numbers that is expected, in standard deviations (Blom 1958)."""
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speeds of a cluster's device in one case, with a trainer's software."""
+    """The speeds of a cluster's device in one case, with its software, for a rank of a layer group."""
 
     cluster: Cluster
     case: Case
     peak: float
     element: int
-    software: Software = MEGACORE
+    compiled: bool = False
+    layer_ranks: int = 1
+
+    @property
+    def software(self) -> Software:
+        return self.cluster.software
+
+    @property
+    def block_seconds(self) -> float:
+        """Of the host's program for a pass through a block; on a CPU, host and device are one."""
+        if self.compiled or self.cluster.on_cpu:
+            return 0.0
+        slowest = 1.0 + self.software.host_spread * largest_of_normal(self.layer_ranks)
+        return slowest * self.software.block_seconds.of(self.case)
 
     @property
     def bandwidth(self) -> float:
@@ -155,7 +151,15 @@ def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
     given = config.logging.peak_tflops
     peak = cluster.peak(config.precision.precision) if given is None else given * 1e12
     assert peak is not None, "the planner refuses a format without a peak"
-    return Speed(cluster=cluster, case=case, peak=peak, element=ELEMENT_BYTES[config.precision.precision])
+    element, compiled = ELEMENT_BYTES[config.precision.precision], config.training.compile
+    return Speed(
+        cluster=cluster,
+        case=case,
+        peak=peak,
+        element=element,
+        compiled=compiled,
+        layer_ranks=ranks_of_role("layer", config.parallel),
+    )
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -237,7 +241,7 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
 def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
     """No faster than the host issues operators, which it does while the device computes and waits for transfers."""
     least = operators * speed.cluster.device.host_seconds.of(speed.case)
-    least = max(least, speed.software.block_seconds.of(speed.case))
+    least = max(least, speed.block_seconds)
     return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
@@ -268,7 +272,8 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, dispatch=rows, hidden=hidden) + attention
     forward = _with_host(forward, _OPERATORS_FORWARD + experts.operators, speed)
     weights = sum(k * n for k, n in products) + experts.weights
-    added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
+    summed = ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    added = 0.0 if software.fused_accumulation else weights * (2.0 * summed + e)
     weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
     # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
     keys, rows = speed.of_keys(traffic.backward), speed.of_experts(traffic.backward)

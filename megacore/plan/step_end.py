@@ -83,8 +83,9 @@ def _step_end(
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
     backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
     forward = sum(stage.passes.forward.compute for stage in stages)
-    hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
-    hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
+    beside = speed.software.overlaps_replicas
+    hidden_reduce = min(0.75 * reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
+    hidden_gather = min(0.75 * gather, forward) if beside and parallel.overlap_param_gather else 0.0
     shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
     state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero

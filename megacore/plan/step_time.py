@@ -7,6 +7,7 @@ every schedule are treated alike. The end of the step (step_end.py) is that of t
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.simulator import Costs, Simulator, Timeline
-from megacore.plan.stage_time import MEGACORE, Parts, Software, Speed, StageTime, speed_of, stage_times
+from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_end import step_ends
 from megacore.plan.traffic import stage_message, tied_gradients
@@ -39,6 +40,7 @@ class StepTime:
         tied: the sum of tied gradients.
         pipeline: transfers between stages that the schedule does not hide.
         bubble: waiting for other stages while no transfer is the cause.
+        slowest: waiting for the slowest node.
         optimizer: the update.
         host: copies to and from host memory that computing does not hide.
         hidden: transfers beside computing, by role.
@@ -56,6 +58,7 @@ class StepTime:
     tied: float
     pipeline: float
     bubble: float
+    slowest: float
     optimizer: float
     host: float
     hidden: dict[str, float]
@@ -69,7 +72,6 @@ def step_time(
     cluster: Cluster,
     *,
     case: Case = "expected",
-    software: Software = MEGACORE,
     simulated: bool = True,
 ) -> StepTime:
     """The time of a step.
@@ -77,12 +79,12 @@ def step_time(
     Args:
         config: a resolved configuration.
         layers: the whole model.
-        cluster: that computes it.
-        case: which of the device's assumed values.
-        software: of the trainer.
+        cluster: that computes it, with its software.
+        case: which of the assumed values.
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
     """
-    speed = replace(speed_of(config, cluster, case), software=software)
+    config = _as_summed(config, cluster)
+    speed = speed_of(config, cluster, case)
     parallel, m = config.parallel, config.microbatches
     ranges = stage_ranges(layers, config)
     stages = stage_times(config, layers, ranges, speed)
@@ -95,17 +97,17 @@ def step_time(
     length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
     without = length
     if costs.transfer and simulated:
-        instant = replace(speed, software=replace(software, waits_for_messages=False))
-        without = pipeline_seconds(config, replace(pipeline_costs(config, stages, instant), transfer=0.0))
+        without = pipeline_seconds(config, pipeline_costs(config, stages, speed, instant=True))
     on_rank = range(busiest, len(stages), parallel.pp)
     parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
     end = max(step_ends(config, layers, ranges, stages, speed), key=lambda one: one.seconds)
     tied = tied_gradients(config)
     tied_seconds = 0.0 if tied is None else speed.transfers([tied])
-    messages = speed.transfers([replace(stage_message(config), count=2 * m)]) if parallel.pp > 1 else 0.0
+    slowest = parts.compute * _lag_of_slowest(config, speed)
+    messages = 2 * m * _message_seconds(config, speed) if parallel.pp > 1 else 0.0
     return StepTime(
-        seconds=length + end.seconds + tied_seconds,
+        seconds=length + slowest + end.seconds + tied_seconds,
         gemm=parts.gemm,
         attention=parts.attention,
         memory=parts.memory,
@@ -115,6 +117,7 @@ def step_time(
         tied=tied_seconds,
         pipeline=length - without,
         bubble=without - busy[busiest],
+        slowest=slowest,
         optimizer=end.optimizer,
         host=end.host,
         hidden={
@@ -126,6 +129,19 @@ def step_time(
         stages=stages,
         busiest=busiest,
     )
+
+
+def _as_summed(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
+    """The configuration with gradients in 16 bits where the software adds them up so."""
+    if config.precision.precision != "fp16" or not cluster.software.sums_fp16:
+        return config
+    return replace(config, precision=replace(config.precision, grad_reduce_dtype="bf16"))  # as many bytes
+
+
+def _lag_of_slowest(config: ResolvedConfig, speed: Speed) -> float:
+    """How much longer the slowest node computes than the average one, relative."""
+    nodes, device = math.ceil(config.parallel.ranks / speed.cluster.device.node_ranks), speed.cluster.device
+    return 0.0 if speed.cluster.on_cpu else device.node_spread.of(speed.case) * largest_of_normal(nodes)
 
 
 def _beside_layers(parallel: ParallelConfig) -> str:
@@ -148,16 +164,27 @@ def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluste
     return pipeline_seconds(config, pipeline_costs(config, stages, speed))
 
 
-def pipeline_costs(config: ResolvedConfig, stages: Sequence[StageTime], speed: Speed) -> Costs:
-    """What the simulator takes."""
-    transfer = speed.transfers([stage_message(config)]) if config.parallel.pp > 1 else 0.0
-    waiting = transfer if speed.software.waits_for_messages else 0.0
+def pipeline_costs(
+    config: ResolvedConfig, stages: Sequence[StageTime], speed: Speed, *, instant: bool = False
+) -> Costs:
+    """What the simulator takes; `instant`: as if messages took no time."""
+    transfer = 0.0 if config.parallel.pp == 1 or instant else _message_seconds(config, speed)
+    waiting = transfer if config.parallel.schedule_name in speed.software.waits_in else 0.0
     return Costs(
         forward=[stage.passes.forward.total + waiting for stage in stages],
         input_grad=[stage.passes.input_grad.total + waiting for stage in stages],
         weight_grad=[stage.passes.weight_grad.total for stage in stages],
         transfer=transfer,
     )
+
+
+def _message_seconds(config: ResolvedConfig, speed: Speed) -> float:
+    """Of an activation, or its gradient, on its way to the next stage."""
+    whole, t = stage_message(config), config.parallel.tp
+    if t == 1 or config.parallel.sequence_parallel or not speed.software.scatters_messages:
+        return speed.transfers([whole])
+    gathered = replace(whole, role="layer", pattern="all-gather", ranks=t, stride=1)
+    return speed.transfers([replace(whole, bytes=whole.bytes / t), gathered])
 
 
 def schedule_of(config: ResolvedConfig, microbatches: int) -> Schedule:

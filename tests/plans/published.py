@@ -11,9 +11,10 @@ Sources, each also in docs/guides/planner.md:
 - GPT-3 175B and Nemotron-4 15B on H100: NVIDIA's performance recipes for NeMo 24.12.
 - Turing-NLG 530B: Smith et al. 2022 (arXiv 2201.11990).
 - Llama 3.1 8B: torchtitan's performance page. 1B Llama: nanotron's benchmark table.
-- Runs that nothing was chosen by: the other rows of the tables of Narayanan et al. 2021 and Korthikanti et al. 2022;
-  Megatron-LM on up to 12,288 Ampere devices, Jiang et al. 2024 (arXiv 2402.15627), table 2; Turing-NLG 530B on more
-  nodes; Llama 3 405B, Grattafiori et al. 2024 (arXiv 2407.21783), table 4.
+- 175B with Megatron-LM on 256 to 1,024 Ampere devices and batch 768: Jiang et al. 2024 (arXiv 2402.15627), table 2.
+- Held out, no constant is fitted to them: the other rows of the tables of Narayanan et al. 2021 and Korthikanti et al.
+  2022; the rows of Jiang et al. with batch 6144 on up to 12,288 devices; Turing-NLG 530B on more nodes; Llama 3 405B,
+  Grattafiori et al. 2024 (arXiv 2407.21783), table 4.
 """
 
 from __future__ import annotations
@@ -26,20 +27,8 @@ from pathlib import Path
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.plan.cluster import CLUSTERS, Cluster
-from megacore.plan.devices import Range
 from megacore.plan.planner import Plan, make_plan, step_flops
-from megacore.plan.stage_time import Software
-
-# Sums of tensor parallelism wait, and so do messages between stages. A pass through a block takes its program a
-# millisecond, whatever the sizes: the one constant that is fitted (leave_one_out.py).
-MEGATRON_2021 = Software(
-    tensor_overlap=Range(0.0, 0.0, 0.0), waits_for_messages=True, block_seconds=Range(1.3e-3, 1.1e-3, 0.9e-3)
-)
-# Interleaved schedules send beside computing.
-MEGATRON_INTERLEAVED = replace(MEGATRON_2021, waits_for_messages=False)
-# User buffers run beside products, and products add gradients up.
-NEMO = Software(tensor_overlap=Range(0.5, 0.9, 1.0), overlaps_forward=True, fused_accumulation=True)
-EAGER = Software(copies_logits=True)
+from megacore.plan.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_LM, TORCH_EAGER, Software
 
 A100 = CLUSTERS["a100-80g"]
 _NETWORK = replace(A100.device.network, bandwidth=4 * 12.5e9 / 8)
@@ -74,9 +63,14 @@ class Run:
             flags.append("--no-sequence-parallel")
         return parse_config(flags, prog="test", description="", kind=Config, planned=True)
 
+    @property
+    def computed_by(self) -> Cluster:
+        """The cluster with the run's software."""
+        return replace(self.cluster, software=self.software)
+
     def plan(self) -> Plan:
         """What is planned of it."""
-        return make_plan(self.config, self.cluster, software=self.software)
+        return make_plan(self.config, self.computed_by)
 
 
 def shape(hidden: int, layers: int, heads: int, *, vocabulary: int = 51200, sequence: int = 2048) -> str:
@@ -99,7 +93,7 @@ def megatron_runs() -> Iterator[Run]:
                 f"--micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']}"
             )
             seconds = float(row["seconds"])
-            yield Run(model=row["model"], flags=flags, cluster=A100, software=MEGATRON_2021, seconds=seconds)
+            yield Run(model=row["model"], flags=flags, cluster=A100, software=MEGATRON_LM, seconds=seconds)
 
 
 def single_node_runs(every: int = 1) -> Iterator[Run]:
@@ -118,7 +112,7 @@ def single_node_runs(every: int = 1) -> Iterator[Run]:
                 f"--dp {row['dp']} --micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']}"
             )
             model = f"hidden {hidden}, {layers} layers"
-            yield Run(model=model, flags=flags, cluster=A100, software=MEGATRON_2021, seconds=float(row["seconds"]))
+            yield Run(model=model, flags=flags, cluster=A100, software=MEGATRON_LM, seconds=float(row["seconds"]))
 
 
 def _table_2021() -> Iterator[Run]:
@@ -134,7 +128,7 @@ def _table_2021() -> Iterator[Run]:
         flags = f"{shape(*sizes)} {OLD} {layout}"
         if name in stages:
             flags += f" --schedule interleaved --virtual-stages {stages[name]}"
-        run = Run(model=f"2021-{name}", flags=flags, cluster=A100, software=MEGATRON_INTERLEAVED)
+        run = Run(model=f"2021-{name}", flags=flags, cluster=A100, software=MEGATRON_LM)
         yield _with_tflops(run, tflops, hardware=True)
 
 
@@ -143,14 +137,14 @@ BLOOM = Run(
     flags="--preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 --zero-stage 1 "
     "--recompute full --precision bf16 --attention fused-softmax",
     cluster=JEAN_ZAY,
-    software=MEGATRON_2021,
+    software=MEGATRON_DEEPSPEED,
     seconds=104.70,
 )
 TURING = Run(
     model="turing-530B",
     flags=f"{shape(20480, 105, 128)} {OLD} --tp 8 --pp 35 --dp 8 --micro-batch-size 1 --global-batch-size 1920",
     cluster=A100,
-    software=MEGATRON_2021,
+    software=MEGATRON_DEEPSPEED,
     seconds=60.1,
 )
 
@@ -163,7 +157,7 @@ def _sequence_parallel() -> Iterator[Run]:
         "--schedule interleaved --virtual-stages 3"
     )
     for model, given, seconds in (("2022-22B", small, 1.10), ("2022-175B", large, 13.75)):
-        yield Run(model=model, flags=given, cluster=A100, software=MEGATRON_INTERLEAVED, seconds=seconds)
+        yield Run(model=model, flags=given, cluster=A100, software=MEGATRON_LM, seconds=seconds)
 
 
 def _nemo() -> Iterator[Run]:
@@ -174,7 +168,7 @@ def _nemo() -> Iterator[Run]:
             f"--dp {ranks // 32} --schedule interleaved --virtual-stages 12 --micro-batch-size 1 "
             f"--global-batch-size {2 * ranks}",
             cluster=CLUSTERS["h100"],
-            software=NEMO,
+            software=MEGATRON_CORE,
             seconds=seconds,
         )
     for ranks, seconds in ((16, 2.812), (256, 2.852), (2048, 2.887)):
@@ -184,13 +178,28 @@ def _nemo() -> Iterator[Run]:
             f"--untie-embeddings-and-output-weights --precision bf16 --sequence-parallel --tp 4 --dp {ranks // 4} "
             f"--zero-stage 1 --micro-batch-size 4 --global-batch-size {4 * ranks}",
             cluster=CLUSTERS["h100"],
-            software=NEMO,
+            software=MEGATRON_CORE,
             seconds=seconds,
         )
 
 
-def unseen_runs() -> Iterator[Run]:
-    """Runs by which neither a constant nor a description of software was chosen."""
+def _table_2024(batch: int, seconds_by_ranks: dict[int, float]) -> Iterator[Run]:
+    flags = (
+        f"{shape(12288, 96, 128, vocabulary=64000)} --precision bf16 --sequence-parallel --tp 8 --pp 8 --zero-stage 1 "
+        f"--micro-batch-size 1 --schedule interleaved --virtual-stages 6 --global-batch-size {batch}"
+    )
+    for ranks, seconds in seconds_by_ranks.items():
+        yield Run(
+            model=f"2024-175B-batch-{batch}",
+            flags=f"{flags} --dp {ranks // 64}",
+            cluster=A100,
+            software=MEGATRON_LM,
+            seconds=seconds,
+        )
+
+
+def held_out_runs() -> Iterator[Run]:
+    """Runs that no constant was fitted to."""
     plain, interleaved = "--schedule 1f1b", "--schedule interleaved --virtual-stages"
     table_2021 = [
         ((3072, 30, 32), f"--tp 2 --dp 32 --micro-batch-size 8 --global-batch-size 512 {plain}", 138),
@@ -208,7 +217,7 @@ def unseen_runs() -> Iterator[Run]:
         ),
     ]
     for sizes, layout, tflops in table_2021:
-        run = Run(model="2021", flags=f"{shape(*sizes)} {OLD} {layout}", cluster=A100, software=MEGATRON_INTERLEAVED)
+        run = Run(model="2021-others", flags=f"{shape(*sizes)} {OLD} {layout}", cluster=A100, software=MEGATRON_LM)
         yield _with_tflops(run, tflops, hardware=True)
     selective = "--recompute selective --sequence-parallel"
     table_2022 = [
@@ -221,29 +230,22 @@ def unseen_runs() -> Iterator[Run]:
     ]
     for sizes, layout, recompute, seconds in table_2022:
         flags = f"{shape(*sizes)} --precision fp16 --attention fused-softmax --tp 8 {recompute} {layout}"
-        yield Run(model="2022", flags=flags, cluster=A100, software=MEGATRON_INTERLEAVED, seconds=seconds)
+        yield Run(model="2022-others", flags=flags, cluster=A100, software=MEGATRON_LM, seconds=seconds)
     for replicas, seconds in ((10, 50.2), (12, 44.4)):
-        yield replace(TURING, flags=TURING.flags.replace("--dp 8", f"--dp {replicas}"), seconds=seconds)
-    flags = (
-        f"{shape(12288, 96, 128, vocabulary=64000)} --precision bf16 --sequence-parallel --tp 8 --pp 8 --zero-stage 1 "
-        f"--micro-batch-size 1 {interleaved} 6"
-    )
-    table_2024 = {
-        768: {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9},
-        6144: {3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57},
-    }
-    for batch, rows in table_2024.items():
-        for ranks, seconds in rows.items():
-            layout = f"--dp {ranks // 64} --global-batch-size {batch}"
-            yield Run(model="2024", flags=f"{flags} {layout}", cluster=A100, software=MEGATRON_INTERLEAVED,
-                      seconds=seconds)  # fmt: skip
+        yield replace(
+            TURING,
+            model="turing-530B-more-nodes",
+            flags=TURING.flags.replace("--dp 8", f"--dp {replicas}"),
+            seconds=seconds,
+        )
+    yield from _table_2024(6144, {3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57})
     for ranks, tflops in ((8192, 430), (16384, 400)):
         flags = (
             "--preset llama-3-8b --hidden-size 16384 --num-layers 126 --num-attention-heads 128 --num-query-groups 8 "
             "--ffn-hidden-size 53248 --seq-length 8192 --precision bf16 --sequence-parallel --tp 8 --pp 16 "
             f"--dp {ranks // 128} --zero-stage 1 --micro-batch-size 1 --global-batch-size 2048 {interleaved} 7"
         )
-        run = Run(model="llama-405B", flags=flags, cluster=CLUSTERS["h100"], software=NEMO)
+        run = Run(model="llama-405B", flags=flags, cluster=CLUSTERS["h100"], software=TORCH_EAGER)
         yield _with_tflops(run, tflops, hardware=False)
 
 
@@ -256,7 +258,9 @@ def _with_tflops(run: Run, tflops: float, *, hardware: bool) -> Run:
 
 def timed_runs() -> list[Run]:
     """All with a time."""
-    return [*megatron_runs(), *_table_2021(), BLOOM, TURING, *_sequence_parallel(), *_nemo()]
+    seconds = {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9}
+    of_2024 = _table_2024(768, seconds)
+    return [*megatron_runs(), *_table_2021(), BLOOM, TURING, *_sequence_parallel(), *_nemo(), *of_2024]
 
 
 def memory_runs() -> list[Run]:
@@ -268,11 +272,11 @@ def memory_runs() -> list[Run]:
             f"--preset llama-3-8b --precision bf16 --dp {ranks} --zero-stage 3 --micro-batch-size 2 --recompute light "
             f"--global-batch-size {2 * ranks} --seq-length 8192"
         )
-        runs.append(Run(model=f"llama-8B-{ranks}", flags=flags, cluster=h100, software=EAGER, gib=gib))
+        runs.append(Run(model=f"llama-8B-{ranks}", flags=flags, cluster=h100, software=TORCH_EAGER, gib=gib))
     for size, mib in ((1, 15_800), (2, 25_100), (4, 42_900)):
         flags = (
             f"--preset llama-3.2-1b --precision bf16 --grad-reduce-dtype bf16 --dp 16 --zero-stage 1 "
             f"--micro-batch-size {size} --global-batch-size {16 * size} --seq-length 4096"
         )
-        runs.append(Run(model=f"llama-1B-{size}", flags=flags, cluster=h100, software=EAGER, gib=mib / 1024))
+        runs.append(Run(model=f"llama-1B-{size}", flags=flags, cluster=h100, software=TORCH_EAGER, gib=mib / 1024))
     return runs

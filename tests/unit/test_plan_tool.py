@@ -71,6 +71,73 @@ def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.
     assert all(f"\n{number}. " in text for number in (1, 2, 3))
 
 
+def test_the_software_that_runs_the_step_is_named_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{BLOOM} --no-sequence-parallel --attention fused-softmax"
+    own, theirs = planned(capsys, flags), planned(capsys, f"{flags} --software megatron-lm")
+    assert (own["software"], theirs["software"]) == ("megacore", "megatron-lm")
+    # Nothing of it runs beside computing, neither sums of tensor parallelism nor reductions between replicas.
+    assert set(theirs["hidden_seconds"].values()) == {0.0}
+    assert theirs["step_parts"]["replicas"]["value"] > own["step_parts"]["replicas"]["value"]
+    assert theirs["step_seconds"]["value"] > own["step_seconds"]["value"]
+    for key in ("parameters", "bytes_per_rank_and_step", "memory"):  # these do not depend on it
+        assert theirs[key] == own[key]
+    assert main([*BLOOM.split(), "--software", "torch-eager"]) == 0
+    assert "- software that runs the step: torch-eager" in capsys.readouterr().out
+
+
+def test_flags_that_are_left_out_are_those_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--vocab-size 51200 --hidden-size 3072 --num-layers 30 --num-attention-heads 32 --seq-length 2048"
+    flags = (
+        f"pretrain_gpt.py {shape} --tp 2 --pp 2 --dp 16 --global-batch-size 512 --micro-batch-size 4 --precision fp16"
+    )
+    flags += " --recompute full --cluster a100-80g --software megatron-lm"
+    usual = "--attention fused-softmax --hidden-dropout 0.1 --attention-dropout 0.1 --no-sequence-parallel"
+    said = planned(capsys, f"{flags} {usual} --schedule 1f1b --pipeline-balance parameters")
+    assert planned(capsys, flags) == said
+    assert (said["layout"]["schedule"], said["layout"]["sequence_parallel"]) == ("1f1b", False)
+    others = planned(capsys, f"{flags} --sequence-parallel --virtual-stages 3 --schedule interleaved --attention sdpa")
+    assert others["layout"]["sequence_parallel"]
+    assert others["layout"]["virtual_stages"] == 3
+    assert others["step_parts"]["attention"]["value"] < 0.5 * said["step_parts"]["attention"]["value"]
+
+
+def test_messages_of_megatron_lm_wait_without_interleaving(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "pretrain_gpt.py --vocab-size 51200 --hidden-size 4096 --num-layers 16 --num-attention-heads 32 --pp 4 --dp 2 "
+        "--global-batch-size 32 --cluster a100-80g --software megatron-lm"
+    )
+    plain = planned(capsys, f"{flags} --schedule 1f1b")["step_parts"]["pipeline"]["value"]
+    interleaved = planned(capsys, f"{flags} --schedule interleaved --virtual-stages 2")["step_parts"]["pipeline"]
+    assert plain > 0.0
+    assert interleaved["value"] < plain
+
+
+def test_a_search_is_for_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --world-size 2 --global-batch-size 8 --cluster a100-80g --search"
+    own, theirs = planned(capsys, flags), planned(capsys, f"{flags} --software megatron-lm")
+    assert theirs["software"] == "megatron-lm"
+    assert theirs["layouts"][0]["step_seconds"] > own["layouts"][0]["step_seconds"]
+    assert main([*flags.split(), "--software", "megatron-lm"]) == 0
+    assert "software megatron-lm" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_step_on_many_nodes_takes_as_long_as_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset llama-3-8b --tp 8 --cluster h100 --software megatron-core"
+
+    def lag(replicas: int) -> float:
+        plan = planned(capsys, f"{flags} --dp {replicas} --global-batch-size {4 * replicas}")
+        parts = {name: part["value"] for name, part in plan["step_parts"].items()}
+        return float(parts["slowest"] / (parts["gemm"] + parts["attention"] + parts["memory"]))
+
+    shares = [lag(replicas) for replicas in (1, 2, 64, 1024)]
+    assert shares[0] == 0.0  # a single node waits for nobody
+    # The largest of n normal numbers that is expected, in standard deviations, from tables of order statistics.
+    spread = CLUSTERS["h100"].device.node_spread.expected
+    assert shares[1:] == pytest.approx([spread * size for size in (0.564, 2.37, 3.25)], rel=0.06)
+    many_cpus = planned(capsys, "pretrain_gpt.py --preset gpt2-small --dp 64 --cluster cpu")
+    assert many_cpus["step_parts"]["slowest"]["value"] == 0.0
+
+
 def test_torch_is_not_loaded() -> None:
     code = f"import sys; from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
@@ -117,6 +184,15 @@ def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (
+            "--cluster moon --software megatron-ln --tp 5",
+            [
+                "--cluster moon",
+                "--software megatron-ln is not known",
+                "did you mean megatron-lm?",
+                "--tp 5 must divide",
+            ],
+        ),
         ("--cluster moon --goodput 2 --tp 5", ["--cluster moon", "--goodput 2 must be", "--tp 5 must divide"]),
         ("--tokens many --world-size x --search", ["--tokens many", "--world-size 'x' is not", "--cluster is missing"]),
         ("--cluster h100 --search --world-size 8 --min-tp 4 --max-tp 2", ["--min-tp 4 must be at most --max-tp 2"]),
