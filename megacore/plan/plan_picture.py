@@ -179,8 +179,10 @@ def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
 def frontier_picture(found: Found) -> Drawing:
     """Time by memory of every layout that fits; the frontier is marked, and its layouts are named."""
     width, height, left, top = 760.0, 420.0, 74.0, 60.0
-    number = counted(len(found.layouts), "layout")
-    title = f"{number} that fit{'s' * (len(found.layouts) == 1)} {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    layouts = counted(len(found.layouts), "layout")
+    title = (
+        f"{layouts} that fit{'s' * (len(found.layouts) == 1)} {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    )
     drawing = Drawing(title=title, width=left + width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=left, y=22, text=title, size=15, bold=True))

@@ -76,6 +76,36 @@ def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.
     assert all(f"\n{number}. " in text for number in (1, 2, 3))
 
 
+LONG = "llama-3-8b-128k --seq-length 65536 --zero-stage 3 --recompute full --micro-batch-size 1 --global-batch-size 8"
+INTERLEAVED = "gpt2-xl --pp 4 --schedule interleaved --virtual-stages 3"
+DOES_NOT_FIT = {
+    "gpt2-xl --pp 4 --schedule gpipe --micro-batch-size 8 --global-batch-size 128 --cluster a100-40g": "--schedule 1f1b",
+    f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": "--schedule 1f1b --virtual-stages 1",
+    f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --pp 1 --dp 4",
+    "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
+        "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
+    ),
+    "bloom-176b --cluster laptop --micro-batch-size 1": "--preset gpt2-large --recompute full, a smaller model",
+}
+
+
+@pytest.mark.parametrize(("flags", "known"), DOES_NOT_FIT.items())
+def test_the_ways_out_fit_when_they_are_planned(flags: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each as flags in place of those that do not fit; more machines with CPUs are no cluster that could be planned for."""
+    given = f"pretrain_gpt.py --preset {flags}"
+    plan = planned(capsys, given)
+    assert not plan["fits"]
+    assert len(plan["ways_out"]) == 3
+    assert any(way.startswith(f"{known}: ") for way in plan["ways_out"]), plan["ways_out"]
+    for way in plan["ways_out"]:
+        if " machines " not in way:
+            changed, kept = re.split(", |: ", way)[0].split(), given.split()
+            for flag in (word for word in changed if word in kept and word.startswith("--")):
+                at = kept.index(flag)
+                del kept[at : at + 2]
+            assert planned(capsys, " ".join([*kept, *changed]))["fits"], way
+
+
 def test_torch_is_not_loaded() -> None:
     code = f"import sys; from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
