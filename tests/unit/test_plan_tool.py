@@ -55,6 +55,23 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
         assert figure["origin"] == "assumed"
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "llama-3-8b --dp 2",
+        "gpt2-small --pp 4 --schedule interleaved --virtual-stages 2 --global-batch-size 100000",
+        "qwen3-0.6b --pp 2 --schedule interleaved --virtual-stages 2 --global-batch-size 128",
+        "smollm3-3b --pp 4 --schedule interleaved --virtual-stages 2 --global-batch-size 128",
+    ],
+)
+def test_no_step_is_shorter_than_the_computations_of_its_busiest_rank(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, f"pretrain_gpt.py --preset {flags} --cluster h100")
+    for name, part in found["step_parts"].items():
+        assert min(part["low"], part["value"]) >= 0, name
+
+
 def test_a_run_of_bert_is_planned_with_attention_to_all_positions(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--cluster a100-80g --vocab-size 30522 --seq-length 512 --tp 2 --dp 4 --global-batch-size 64"
     bert = planned(capsys, f"pretrain_bert.py {flags} --micro-batch-size 8")
