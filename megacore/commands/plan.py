@@ -436,7 +436,7 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
     found = search(request.config, request.cluster, constraints)
     _require_found(found, request, constraints)
     if args.json:
-        print(json.dumps(search_json(found, top=args.top), indent=1))
+        print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
         print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
     if args.picture is not None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
@@ -106,7 +107,7 @@ class OptimizerSettings(Section):
         """Whether there may be such parameters at all; they need --tp 1."""
         return type(self).takes_whole is not OptimizerSettings.takes_whole
 
-    @property
+    @cached_property
     def bytes_per_parameter(self) -> float:
         """Bytes of state per element, without the master weight: those of the kind of parameter that has more."""
         return max(self.bytes_of(whole=whole) for whole in (False, True))

@@ -266,8 +266,13 @@ def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
         microbatches: number of microbatches m, at least 1.
         virtual_stages: stages per rank, v; more than 1 only with `interleaved` and `forward-only`.
     """
-    order = [rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages) for rank in range(ranks)]
+    order = computations(name, ranks, microbatches, virtual_stages)
     return with_transfers(name, order, virtual_stages=virtual_stages, microbatches=microbatches)
+
+
+def computations(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> list[list[Action]]:
+    """What each rank computes, in order; arguments as for `build_schedule`."""
+    return [rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages) for rank in range(ranks)]
 
 
 # ---- sends and receives
@@ -300,8 +305,13 @@ def with_transfers(name: str, order: Sequence[Sequence[Action]], *, virtual_stag
                 unique = (action.stage * microbatches + action.microbatch) * 2 + (action.op is not Op.FORWARD)
                 events += [(end, 0, unique, side.stage % ranks, side) for side in pair]
     events.sort(key=lambda event: event[:4])
-    lists = tuple(tuple(action for *_, rank, action in events if rank == r) for r in range(ranks))
-    return Schedule(name=name, ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches, actions=lists)
+    lists: list[list[Action]] = [[] for _ in order]
+    for *_, rank, action in events:
+        lists[rank].append(action)
+    actions_of_ranks = tuple(map(tuple, lists))
+    return Schedule(
+        name=name, ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches, actions=actions_of_ranks
+    )
 
 
 def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[float]]:
@@ -312,22 +322,39 @@ def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[flo
     """
     starts: list[list[float]] = [[] for _ in order]
     clock = [0.0] * len(order)
-    made: dict[tuple[str, int, int], float] = {}
-    moved = True
+    made: dict[Key, float] = {}
+    for rank, action, needed in possible_order(order, stages):
+        starts[rank].append(max([clock[rank], *(made[key] for key in needed)]))
+        clock[rank] = made[result(action)] = starts[rank][-1] + _DURATION[action.op]
+    return starts
+
+
+def possible_order(order: Sequence[Sequence[Action]], stages: int) -> Iterator[tuple[int, Action, list[Key]]]:
+    """The computations of all ranks, each after those that it requires: the rank, the computation, what it requires.
+
+    Args:
+        order: the computations of each rank, in order.
+        stages: of the model.
+
+    Raises:
+        ScheduleError: the computations wait for each other.
+    """
+    position, made, moved = [0] * len(order), set[Key](), True
     while moved:
         moved = False
         for rank, actions in enumerate(order):
-            for action in actions[len(starts[rank]) :]:
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
                 needed = requirements(action, stages)
-                if not all(key in made for key in needed):
+                if not made.issuperset(needed):
                     break
-                starts[rank].append(max([clock[rank], *(made[key] for key in needed)]))
-                clock[rank] = made[result(action)] = starts[rank][-1] + _DURATION[action.op]
+                yield rank, action, needed
+                made.add(result(action))
+                position[rank] += 1
                 moved = True
     stuck = [
-        (rank, actions[len(starts[rank])]) for rank, actions in enumerate(order) if len(starts[rank]) < len(actions)
+        (rank, actions[at]) for rank, (at, actions) in enumerate(zip(position, order, strict=True)) if at < len(actions)
     ]
     if stuck:
         waiting = "; ".join(f"rank {rank} waits to do {action}" for rank, action in stuck)
         raise ScheduleError(f"the schedule deadlocks: {waiting}")
-    return starts

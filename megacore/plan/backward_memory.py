@@ -144,9 +144,14 @@ def passing_bytes(
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, later_size, later_bucket = 0.0, 0.0, 0, 0.0
+        freed, made, new, later_size, later_bucket = 0.0, 0.0, 0, 0, 0.0
+        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here)
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
+            if inside[number]:
+                freed += kept_here[number] + waiting[number]
+                made += term * new
+                continue
             if (key := id(layer.block or layer)) not in beside:
                 beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
             matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
@@ -190,6 +195,14 @@ def passing_bytes(
             later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
+
+
+def _inside_runs(chunk: Sequence[PlannedLayer], *figures: Sequence[float]) -> list[bool]:
+    """For each layer whether the two before it and the two after it are like it in everything. From one such layer to
+    the next what exists grows or shrinks by the same, so that none of them is where it is most."""
+    kinds = [(id(layer.block), *values) for layer, *values in zip(chunk, *figures, strict=True)]
+    last = len(kinds) - 2
+    return [1 < n < last and kinds[n - 2 : n + 3].count(kinds[n]) == 5 for n in range(len(kinds))]
 
 
 def _beside(

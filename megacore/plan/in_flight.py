@@ -25,8 +25,9 @@ def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: 
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
         return _peak(order, parallel.pp, parallel.virtual_stages, until)
-    if parallel.schedule != "gpipe":  # in all others the most are in flight after the first few
-        microbatches = min(microbatches, 4 * parallel.pp)
+    if parallel.schedule == "gpipe":
+        return (microbatches,)
+    microbatches = min(microbatches, 4 * parallel.pp)  # the most are in flight after the first few
     return _in_flight(parallel.schedule_name, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
 
 
@@ -72,9 +73,13 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int) -> Sequence[
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
         return _fullest(order, parallel.pp, parallel.virtual_stages)
+    few = min(microbatches, 4 if parallel.schedule == "gpipe" else 4 * parallel.pp)
+    found = _moments_of(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages)
     if parallel.schedule != "gpipe":
-        microbatches = min(microbatches, 4 * parallel.pp)
-    return _moments_of(parallel.schedule_name, rank, parallel.pp, microbatches, parallel.virtual_stages)
+        return found
+    # Each of these moments is before the second backward, and further microbatches are all held then.
+    more = microbatches - few
+    return [moment._replace(held=tuple(held + more for held in moment.held)) for moment in found]
 
 
 @functools.lru_cache(maxsize=4096)

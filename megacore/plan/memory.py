@@ -163,7 +163,8 @@ def fullest_rank(
     """The rank that is expected to take most: `plan_memory` of the ranks that may be it.
 
     Of ranks whose layers are alike the first takes most: in every built-in schedule it has as many microbatches in
-    flight as the later ones, or more.
+    flight as the later ones, or more. Where a schedule splits backward, it is the last: all have equally many
+    microbatches in flight until the gradients of weights, and on the last rank most of them wait for these.
 
     Args:
         config: a resolved configuration.
@@ -174,12 +175,12 @@ def fullest_rank(
     config = _for_device(config, on_cpu=on_cpu)
     stages, count = stage_ranges(layers, config), ranks_of_role("pipeline", config.parallel)
     kinds = [layer_kind(layer) for layer in layers]
-    first: dict[Hashable, int] = {}  # of the ranks that are alike
-    for rank in range(count):
+    fullest: dict[Hashable, int] = {}  # of the ranks that are alike
+    for rank in range(count) if config.parallel.may_split_backward else reversed(range(count)):
         alike = tuple(tuple(kinds[numbers.start : numbers.stop]) for numbers in stages[rank::count])
-        first.setdefault((rank, alike) if config.parallel.schedule_csv is not None else alike, rank)
+        fullest[(rank, alike) if config.parallel.schedule_csv is not None else alike] = rank
     ranks = []
-    for rank in first.values():
+    for rank in fullest.values():
         ranks.append(_rank_memory(config, layers, stages, rank, on_cpu=on_cpu))
         if ranks[-1].expected > limit:
             return ranks[-1]

@@ -25,11 +25,16 @@ def once_per_config(
     @functools.wraps(function)
     def kept(config: ResolvedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
         results: dict[Any, Any] = config.__dict__.setdefault(_KEPT, {})
-        words = tuple(id(arg) if isinstance(arg, ResolvedModel) else arg for arg in args)
-        key = (name, *words, *kwargs.values())
-        if key not in results:
-            results[key] = function(config, *args, **kwargs), args  # these live as long as their identity counts
-        result: R = results[key][0]
+        key: Any = name
+        if args or kwargs:
+            key = (name, *[id(arg) if isinstance(arg, ResolvedModel) else arg for arg in args], *kwargs.values())
+        found = results.get(key)
+        if found is None:
+            found = results[key] = (
+                function(config, *args, **kwargs),
+                args,
+            )  # these live as long as their identity counts
+        result: R = found[0]
         return result
 
     return kept

@@ -25,6 +25,7 @@ _GREY, _LIMIT, _DOT = "#6b7280", "#c2410c", "#b8bfca"
 _USED, _KEPT, _WAITING = "#2f66b0", "#9db7d9", "#e3b25f"  # memory: state, activations, kept for weight gradients
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _LETTER = 5.8  # width of a letter of the list under the picture of a search, at most
+_SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
 _MOST_ROUNDS = 2  # microbatches per rank that are drawn
 
 
@@ -178,20 +179,26 @@ def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
 def frontier_picture(found: Found) -> Drawing:
     """Time by memory of every layout that fits; the frontier is marked, and its layouts are named."""
     width, height, left, top = 760.0, 420.0, 74.0, 60.0
-    title = f"{len(found.layouts):,} layouts that fit {found.cluster.name}"
+    layouts = counted(len(found.layouts), "layout")
+    title = (
+        f"{layouts} that fit{'s' * (len(found.layouts) == 1)} {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    )
     drawing = Drawing(title=title, width=left + width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=left, y=22, text=title, size=15, bold=True))
     marks.append(Words(x=left, y=42, text="seconds per step by GiB per rank; the frontier is marked", color=_GREY))
     frontier = found.frontier
-    fastest = frontier[0].seconds
-    shown = [layout for layout in found.layouts if layout.seconds <= 4 * fastest]
-    most = found.capacity / GIB
+    fastest = min(layout.seconds for layout in found.layouts)
+    shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
+    fullest = max(layout.memory_bytes for layout in shown)
+    # All of the memory, unless the layouts would be crowded at its left end.
+    most = (found.capacity if fullest > found.capacity / 4 else 1.1 * fullest) / GIB
+    slowest = max(1.5 * fastest, *(1.05 * layout.seconds for layout in shown))
 
     def x_of(size: float) -> float:
         return left + width * size / GIB / most
 
-    low, high = math.log(fastest * 0.95), math.log(4 * fastest)
+    low, high = math.log(fastest * 0.95), math.log(slowest)
 
     def y_of(seconds: float) -> float:
         return top + height * (high - math.log(seconds)) / (high - low)
@@ -201,7 +208,7 @@ def frontier_picture(found: Found) -> Drawing:
         marks.append(
             Box(x=x - 2, y=y - 2, width=4, height=4, fill=_DOT, note=f"{layout.seconds:.4g} s: {layout.flags}")
         )
-    marked = [layout for layout in frontier if layout.seconds <= 4 * fastest]
+    marked = [layout for layout in frontier if layout.seconds <= _SLOWEST * fastest]
     for one, other in itertools.pairwise(marked):
         ends = [(x_of(layout.memory_bytes), y_of(layout.seconds)) for layout in (one, other)]
         (x1, y1), (x2, y2) = ends
@@ -213,7 +220,7 @@ def frontier_picture(found: Found) -> Drawing:
         marks.append(Box(x=x - 4, y=y - 4, width=8, height=8, fill=_LIMIT, note=layout.flags))
         numbers.append(_free_spot(x, y, numbers))
         marks.append(Words(x=numbers[-1][0], y=numbers[-1][1], text=str(number), size=11, color=_LIMIT))
-    _axes(drawing, (left, top, width, height), most=most, times=_ticks(fastest), y_of=y_of)
+    _axes(drawing, (left, top, width, height), most=most, times=_ticks(fastest * 0.95, slowest), y_of=y_of)
     y = top + height + 52
     for number, layout in enumerate(marked[:12], start=1):
         text = f"{number}. {layout.seconds:.4g} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
@@ -231,8 +238,17 @@ def _free_spot(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tupl
     return next(free, spots[0])
 
 
-def _ticks(fastest: float) -> list[float]:
-    return [fastest * factor for factor in (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)]
+def _ticks(low: float, high: float) -> list[float]:
+    """Four to ten round numbers: multiples of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(factor * power for factor in (5, 2, 1) if (high - low) / (factor * power) >= 4)
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """As many decimals for each as the one that needs most."""
+    decimals = max((len(f"{tick:.10g}".partition(".")[2]) for tick in ticks), default=0)
+    return [f"{tick:.{decimals}f}" for tick in ticks]
 
 
 def _axes(
@@ -243,13 +259,13 @@ def _axes(
     bottom = top + height
     drawing.marks.append(Line(x1=left, y1=bottom, x2=left + width, y2=bottom, color=_GREY))
     drawing.marks.append(Line(x1=left, y1=top, x2=left, y2=bottom, color=_GREY))
-    for number in range(6):
-        x = left + width * number / 5
-        text = f"{most * number / 5:.3g}"
+    sizes = _ticks(0.0, most)
+    for size, text in zip(sizes, _labels(sizes), strict=True):
+        x = left + width * size / most
+        drawing.marks.append(Line(x1=x, y1=bottom, x2=x, y2=bottom + 4, color=_GREY))
         drawing.marks.append(Words(x=x, y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
     drawing.marks.append(Words(x=left + width, y=bottom + 30, text="GiB per rank", size=11, anchor="end", color=_GREY))
-    for seconds in times:
+    for seconds, text in zip(times, _labels(times), strict=True):
         y = y_of(seconds)
         drawing.marks.append(Line(x1=left - 4, y1=y, x2=left, y2=y, color=_GREY))
-        text = f"{seconds:.3g} s"
-        drawing.marks.append(Words(x=left - 8, y=y, text=text, size=11, anchor="end", color=_GREY))
+        drawing.marks.append(Words(x=left - 8, y=y, text=f"{text} s", size=11, anchor="end", color=_GREY))

@@ -10,6 +10,7 @@ from typing import Any
 from megacore.config.messages import counted
 from megacore.plan.flops import Attention
 from megacore.plan.memory import GIB
+from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import STATE_NAMES, Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
 from megacore.plan.traffic import ROLE_NAMES
 
@@ -188,28 +189,22 @@ def _number(value: float) -> str:
 
 def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
     """All figures of a plan; arguments as for `markdown`."""
-    parallel, training = plan.config.parallel, plan.config.training
     active = None if plan.config.model.experts is None else plan.active_parameters
+    run = run_json(
+        plan.config,
+        plan.layers,
+        plan.cluster,
+        world_size=plan.config.parallel.ranks,
+        capacity=plan.capacity,
+    )
     report: dict[str, Any] = {
-        "cluster": plan.cluster.name,
-        "cluster_source": plan.cluster.source,
-        "software": plan.cluster.software.name,
-        "gpus": parallel.ranks,
-        "layout": {
-            **parallel.degrees,
-            **({} if plan.config.model.experts is None else {"ep": parallel.ep, "etp": parallel.expert_split}),
-            "schedule": parallel.schedule,
-            "virtual_stages": parallel.virtual_stages,
-            "zero_stage": parallel.zero_stage,
-            "sequence_parallel": parallel.sequence_parallel,
-            "micro_batch_size": training.micro_batch_size,
-            "global_batch_size": training.global_batch_size,
-            "num_microbatches": plan.config.microbatches,
-            "recompute": training.recompute,
-        },
+        **run,
+        "layout": layout_json(plan.config),
+        "flags": layout_flags(plan.config),
         "parameters": asdict(exact(plan.parameters, "parameters")),
         **({} if active is None else {"active_parameters": asdict(exact(active, "parameters"))}),
         "fits": plan.fits,
+        "peak_bytes": plan.fullest.expected,
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
@@ -225,7 +220,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         report["ways_out"] = plan.ways_out()
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
-        report["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
+        report["training"] = training_json(tokens, goodput, days=days, price=price)
     return report
 
 

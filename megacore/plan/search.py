@@ -14,28 +14,43 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
 from megacore.config.fields import flag_and_value
 from megacore.pipeline.partition import stage_ranges
+from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.outline import LayerOutline, outline
-from megacore.plan.planner import usable_bytes
+from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
+from megacore.plan.planner import Figure, Origin, usable_bytes
 from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
 
 T = TypeVar("T")
 
+ALIKE = 0.005
+"""Part of a time, or of memory, that tells two layouts of the frontier apart: less than the formulas know."""
 _SIMULATED = 48  # the best by the estimate
 # Of the memory that a rank has. Larger microbatches need more, but for small terms; schedules other than 1F1B may keep
 # less with fewer and larger ones.
 _FAR = 1.1
-_MANY_DIVISIONS = 64  # of a model, which one core would take long to evaluate
+# Of the time of a smaller microbatch. A larger one that takes longer than that, and needs more memory, is worse in
+# both, and so are still larger ones: the bubble grows faster than products save.
+_SLOWER = 1.05
+_MANY_DIVISIONS = 16  # of a model, which one core would take long to evaluate
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+Recomputed = Literal["none", "selective", "light", "full"]
+# Each with those that keep more activations: what does not fit with one of them does not fit with these.
+_RECOMPUTED: Mapping[Recomputed, frozenset[Recomputed]] = {
+    "full": frozenset({"light", "selective", "none"}),
+    "light": frozenset({"none"}),
+    "selective": frozenset({"none"}),
+    "none": frozenset(),
+}
+_LEAST_SAVING = 0.01  # of activations; recomputation that saves less takes time for nothing
 _VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
 _LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
 
@@ -97,26 +112,7 @@ class Layout:
     @property
     def flags(self) -> str:
         """The flags that make it."""
-        parallel, training = self.config.parallel, self.config.training
-        context = f" --cp {parallel.cp}" if parallel.cp > 1 else ""
-        parts = [f"--tp {parallel.tp}{context} --pp {parallel.pp} --dp {parallel.dp}"]
-        if self.config.model.experts is not None:
-            parts.append(f"--ep {parallel.ep}" + ("" if parallel.expert_split == parallel.tp else " --etp 1"))
-        if parallel.pp > 1:
-            parts.append(f"--schedule {parallel.schedule}")
-        if parallel.virtual_stages > 1:
-            parts.append(f"--virtual-stages {parallel.virtual_stages}")
-        if parallel.pp > 1 and parallel.pipeline_balance != "time":
-            parts.append(f"--pipeline-balance {parallel.pipeline_balance}")
-        parts.append(f"--micro-batch-size {training.micro_batch_size}")
-        if parallel.zero_stage:
-            parts.append(f"--zero-stage {parallel.zero_stage}")
-        if parallel.sequence_parallel:
-            parts.append("--sequence-parallel")
-        elif parallel.tp > 1:  # which is not the default everywhere
-            parts.append("--no-sequence-parallel")
-        parts.append(f"--recompute {training.recompute}")
-        return " ".join(parts)
+        return layout_flags(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +122,7 @@ class Found:
     Attributes:
         layouts: that fit, the fastest first; the first ones are simulated.
         tried: valid layouts.
+        left_out: of these, those not evaluated, because with larger microbatches they take longer and need more memory.
         least_memory: of all of them, bytes, at least; None: some fit, or none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
@@ -135,6 +132,7 @@ class Found:
 
     layouts: Sequence[Layout]
     tried: int
+    left_out: int
     least_memory: float | None
     capacity: float
     cluster: Cluster
@@ -143,11 +141,19 @@ class Found:
 
     @property
     def frontier(self) -> list[Layout]:
-        """The layouts that no other one beats in both time and memory, the fastest first."""
+        """The layouts that no other one beats in both time and memory, the fastest first. Of those whose times differ
+        by less than `ALIKE` the one that needs least memory stands for all; and one that saves less than that of the
+        memory of a faster one is left out."""
         best: list[Layout] = []
+        alike = 0.0  # times up to this one are that of the last of `best`
         for layout in sorted(self.layouts, key=lambda one: (one.seconds, one.memory_bytes)):
-            if not best or layout.memory_bytes < best[-1].memory_bytes:
+            if best and layout.memory_bytes > (1 - ALIKE) * best[-1].memory_bytes:
+                continue
+            if layout.seconds < alike:
+                best[-1] = layout
+            else:
                 best.append(layout)
+                alike = layout.seconds * (1 + ALIKE)
         return best
 
     @property
@@ -187,6 +193,7 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     return Found(
         layouts=[*best, *fitting[_SIMULATED:]],
         tried=tried,
+        left_out=sum(result.left_out for result in results),
         least_memory=least if tried and not fitting else None,
         capacity=evaluation.capacity,
         cluster=cluster,
@@ -213,12 +220,14 @@ class _Result:
 
     Attributes:
         tried: valid layouts.
+        left_out: of these, those of larger microbatches that are worse in time and memory.
         least: bytes of state of those whose state alone does not fit, at least.
         too_large: those that do not fit with their activations.
         fitting: those that fit, with memory and time.
     """
 
     tried: int = 0
+    left_out: int = 0
     least: float = math.inf
     too_large: list[_Choice] = field(default_factory=list)
     fitting: list[tuple[_Choice, float, float]] = field(default_factory=list)
@@ -234,6 +243,7 @@ class _Evaluation:
     def __init__(self, config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> None:
         self.capacity = make_capacity(cluster, constraints)
         self._config, self._cluster, self._constraints = config, cluster, constraints
+        self._recomputed = _worthwhile(config, on_cpu=cluster.on_cpu)
         self._outlines: dict[tuple[int, int], list[LayerOutline]] = {}
         self._is_valid = _Validity(constraints.world_size)
 
@@ -242,7 +252,10 @@ class _Evaluation:
         result = _Result()
         even: tuple[int, int] | None = None
         exceeding = set[tuple[int, str]]()  # what is far from fitting, and so with larger microbatches
-        for choice in _variants(self._config, self._constraints, degrees):
+        at_this_size = set[tuple[int, int, str]]()  # the same with more activations of a microbatch
+        fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
+        slower = set[tuple[int, str]]()
+        for choice in _variants(self._config, self._constraints, degrees, self._recomputed):
             candidate = _chosen(self._config, choice)
             if not self._is_valid(candidate):
                 continue
@@ -255,18 +268,27 @@ class _Evaluation:
             if state > self.capacity and not candidate.parallel.offload_optimizer:
                 result.least = min(result.least, state)
                 continue
-            other = id(choice.parallel), candidate.training.recompute
-            if other in exceeding:
+            parallel, kind, size = id(choice.parallel), choice.training.recompute, choice.training.micro_batch_size
+            if (parallel, kind) in slower:
+                result.left_out += 1
+                continue
+            if (parallel, kind) in exceeding or (parallel, size, kind) in at_this_size:
                 continue
             on_cpu = self._cluster.on_cpu
             needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity).expected
             if needed > self.capacity:
-                if candidate.parallel.schedule == "1f1b" and needed > _FAR * self.capacity:
-                    exceeding.add(other)
+                if needed > _FAR * self.capacity:
+                    more = {kind, *_RECOMPUTED[kind]}
+                    at_this_size |= {(parallel, size, other) for other in more}
+                    if candidate.parallel.schedule == "1f1b":
+                        exceeding |= {(parallel, other) for other in more}
                 result.too_large.append(choice)
             else:
                 seconds = step_time(candidate, layers, self._cluster, simulated=False).seconds
                 result.fitting.append((choice, needed, seconds))
+                best = fastest[parallel, kind] = min(seconds, fastest.get((parallel, kind), math.inf))
+                if seconds > _SLOWER * best:
+                    slower.add((parallel, kind))
         return result
 
     def _layers(self, config: ResolvedConfig) -> list[LayerOutline]:
@@ -459,8 +481,26 @@ def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[i
     return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
 
 
-def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, Any]) -> Iterator[_Choice]:
-    """The layouts of these degrees, smaller microbatches first."""
+def _worthwhile(config: ResolvedConfig, *, on_cpu: bool) -> list[Recomputed]:
+    """The kinds of recomputation that save activations, those that keep least first; and none. Fused attention keeps
+    little that `selective` could drop, and compiled code nothing that `light` could."""
+    config = config.for_device(on_cpu=on_cpu)
+    blocks = {id(layer.block): layer.block for layer in outline(config) if layer.block is not None}.values()
+
+    def kept(kind: Recomputed) -> float:
+        return sum(block_bytes(config, block, on_cpu=on_cpu, recompute=kind) for block in blocks)
+
+    whole = kept("none")
+    return [kind for kind in _RECOMPUTED if kind == "none" or kept(kind) <= (1 - _LEAST_SAVING) * whole]
+
+
+def _variants(
+    config: ResolvedConfig,
+    constraints: Constraints,
+    degrees: Mapping[str, Any],
+    recomputed: Sequence[Recomputed],
+) -> Iterator[_Choice]:
+    """The layouts of these degrees, smaller microbatches first, and of equal ones those that keep least of them."""
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
@@ -469,7 +509,7 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
     stages = constraints.among("zero_stage", range(shards))
-    kinds = constraints.among("recompute", _RECOMPUTED)
+    kinds = constraints.among("recompute", recomputed)
     unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
     may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
     split = constraints.among("sequence_parallel", (False, True)) if may_split else [False]
@@ -489,7 +529,7 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
         )
         for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
     }
-    for size, stage, kind, sequence, number in itertools.product(sizes, stages, kinds, split, range(len(shapes))):
+    for size, kind, stage, sequence, number in itertools.product(sizes, kinds, stages, split, range(len(shapes))):
         yield _Choice(parallel=parallels[stage, sequence, number], training=trainings[size, kind])
 
 
@@ -521,9 +561,10 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     """The best layouts as a Markdown table: of each way to divide the model the fastest schedule."""
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
+    left_out = f"; {found.left_out:,} with larger, slower microbatches are left out" if found.left_out else ""
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
-        f"{found.cluster.name}, software {found.cluster.software.name} (searched in {found.wall_seconds:.1f} s)",
+        f"{found.cluster.name}, software {found.cluster.software.name} (searched in {found.wall_seconds:.1f} s{left_out})",
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
@@ -550,29 +591,43 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     return "\n".join(lines)
 
 
-def search_json(found: Found, *, top: int) -> dict[str, Any]:
-    """The best layouts, and the frontier."""
+def search_json(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
+    """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
+    config, cluster = found.layouts[0].config, found.cluster
+    ranks = config.parallel.ranks
+    origin: Origin = "fitted" if cluster.source.startswith("fitted") else "assumed"
 
     def row(layout: Layout) -> dict[str, Any]:
-        parallel, training = layout.config.parallel, layout.config.training
-        return {
+        low, high = layout.range or (None, None)
+
+        def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
+            ratios = [seconds / layout.seconds for seconds in (low or layout.seconds, high or layout.seconds)]
+            ends = sorted(value / ratio if is_rate else value * ratio for ratio in ratios)
+            return Figure(value=value, unit=unit, origin=origin, low=ends[0], high=ends[1])
+
+        rate = config.training.global_batch_size * config.data.seq_length / layout.seconds
+        fields = {
             "flags": layout.flags,
-            "step_seconds": layout.seconds,
-            "range": layout.range,
-            "memory_bytes": layout.memory_bytes,
-            **parallel.degrees,
-            **({} if layout.config.model.experts is None else {"ep": parallel.ep, "etp": parallel.expert_split}),
-            "micro_batch_size": training.micro_batch_size,
+            "layout": layout_json(layout.config),
+            "fits": True,
+            "peak_bytes": layout.memory_bytes,
+            "step_seconds": asdict(timed(layout.seconds, "s")),
+            "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
+            "simulated": layout.range is not None,
         }
+        if tokens is not None:
+            days = tokens / rate / goodput / 86400
+            price = days * 24 * ranks * cluster.price_per_hour
+            fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
+        return fields
 
     return {
-        "cluster": found.cluster.name,
-        "software": found.cluster.software.name,
-        "capacity_bytes": found.capacity,
-        "valid": found.tried,
-        "wall_seconds": found.wall_seconds,
-        "fit": len(found.layouts),
+        **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
         "fixed": dict(found.fixed),
+        "valid": found.tried,
+        "left_out": found.left_out,
+        "fit": len(found.layouts),
+        "wall_seconds": found.wall_seconds,
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],
     }

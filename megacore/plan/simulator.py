@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megacore.pipeline.schedule import (
     Action,
@@ -18,6 +18,7 @@ from megacore.pipeline.schedule import (
     ScheduleError,
     message,
     peer_stage,
+    possible_order,
     requirements,
     result,
 )
@@ -119,7 +120,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
     """
-    return Simulator(schedule).timeline(costs)
+    return Simulator.of_schedule(schedule).timeline(costs)
 
 
 def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict[int, int]:
@@ -143,19 +144,58 @@ def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict
     return {rank: at for rank, (at, length) in enumerate(zip(position, lengths, strict=True)) if at < length}
 
 
+class _Step(NamedTuple):
+    """A computation. What its rank computed itself exists when its turn comes.
+
+    Attributes:
+        rank: that computes.
+        action: what.
+        awaited: for each tensor from another rank the number, from 1, of the step after which that rank sends it; 0:
+            at the beginning.
+    """
+
+    rank: int
+    action: Action
+    awaited: tuple[int, ...]
+
+
 class Simulator:
     """Simulates one schedule with any costs: what waits for what does not depend on them, and is found once.
 
     Args:
-        schedule: with its transfers.
-
-    Raises:
-        ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
+        ranks: of the pipeline.
+        steps: the computations, each after those that it waits for.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._ranks = schedule.ranks
-        self._steps = _Machine(schedule).steps
+    def __init__(self, ranks: int, steps: Sequence[_Step]) -> None:
+        self._ranks, self._steps = ranks, steps
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule) -> Self:
+        """Of a schedule with its transfers, every one of which is checked.
+
+        Raises:
+            ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
+        """
+        return cls(schedule.ranks, _Machine(schedule).steps)
+
+    @classmethod
+    def of_computations(cls, order: Sequence[Sequence[Action]], stages: int) -> Self:
+        """Of ranks that send every result at once, as `with_transfers` makes them do: the same times in less time.
+
+        Args:
+            order: the computations of each rank, in order.
+            stages: of the model.
+
+        Raises:
+            ScheduleError: the computations wait for each other.
+        """
+        ranks, steps = len(order), list[_Step]()
+        number: dict[Key, int] = {}  # of the step that makes it, from 1
+        for rank, action, needed in possible_order(order, stages):
+            steps.append(_Step(rank, action, tuple(number[key] for key in needed if key[1] % ranks != rank)))
+            number[result(action)] = len(steps)
+        return cls(ranks, steps)
 
     def timeline(self, costs: Costs) -> Timeline:
         """What each rank computes when."""
@@ -186,21 +226,6 @@ class Simulator:
             clock[step.rank] = start + durations[step.action.op][step.action.stage]
             ends.append(clock[step.rank])
         return starts, ends
-
-
-class _Step(NamedTuple):
-    """A computation. What its rank computed itself exists when its turn comes.
-
-    Attributes:
-        rank: that computes.
-        action: what.
-        awaited: for each tensor from another rank the number, from 1, of the step after which that rank sends it; 0:
-            at the beginning.
-    """
-
-    rank: int
-    action: Action
-    awaited: tuple[int, ...]
 
 
 class _Machine:

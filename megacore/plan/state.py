@@ -130,10 +130,15 @@ def whole_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> 
 
 def held_by_layer(chunks: Sequence[Sequence[PlannedLayer]]) -> list[list[int]]:
     """Parameters that a rank holds of each layer of each stage; those that two of its layers share are the first's."""
-    names = {layer.name for chunk in chunks for layer in chunk}
+    names: set[str] | None = None
 
     def held(layer: PlannedLayer) -> int:
+        nonlocal names
         count = layer.parameters if layer.held is None else layer.held
+        if not layer.tied:
+            return count
+        if names is None:
+            names = {layer.name for chunk in chunks for layer in chunk}
         owners = layer.tied.values()
         is_shared = any(owner.startswith(f"{name}.") for owner in owners for name in names - {layer.name})
         return count - layer.shared if is_shared else count

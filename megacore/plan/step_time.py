@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.pipeline.partition import stage_ranges
-from megacore.pipeline.schedule import Schedule, build_schedule
+from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
@@ -116,7 +116,7 @@ def step_time(
         replicas=waited + end.exposed,
         tied=tied_seconds,
         pipeline=length - without,
-        bubble=without - busy[busiest],
+        bubble=max(without - busy[busiest], 0.0),  # but for rounding it is not less
         slowest=slowest,
         optimizer=end.optimizer,
         host=end.host,
@@ -208,19 +208,20 @@ def timeline(config: ResolvedConfig, costs: Costs, microbatches: int) -> Timelin
 def _simulator_of(config: ResolvedConfig, microbatches: int) -> Simulator:
     parallel = config.parallel
     if parallel.schedule_csv is not None:
-        return Simulator(schedule_of(config, microbatches))
+        return Simulator.of_schedule(schedule_of(config, microbatches))
     return _simulator(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 @functools.lru_cache(maxsize=64)
 def _simulator(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Simulator:
-    return Simulator(_schedule(name, ranks, microbatches, virtual_stages))
+    return Simulator.of_computations(computations(name, ranks, microbatches, virtual_stages), ranks * virtual_stages)
 
 
 def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
     """From the first forward to the last backward.
 
-    From three times as many microbatches as there are ranks on, each further round of them takes as long as the last.
+    From three times as many microbatches as there are ranks on, each further round of them takes as long as the last,
+    and not less than the busiest rank computes: a round that is simulated may still be that of a less busy rank.
     """
     parallel, m = config.parallel, config.microbatches
     per_microbatch = [sum(parts) for parts in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)]
@@ -229,9 +230,10 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
     p = parallel.pp
     if parallel.schedule_csv is not None or (parallel.schedule == "gpipe" and m <= 64) or m <= 3 * p:
         return _simulator_of(config, m).end(costs)
-    first = 2 * p + m % p
-    ends = [_simulator_of(config, count).end(costs) for count in (first, first + p)]
-    return ends[0] + (m - first) / p * (ends[1] - ends[0])
+    simulated = 2 * p + m % p, 3 * p + m % p
+    before, end = (_simulator_of(config, count).end(costs) for count in simulated)
+    busiest = max(sum(per_microbatch[rank::p]) for rank in range(p))
+    return end + (m - simulated[1]) / p * max(end - before, p * busiest)
 
 
 def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> float:

@@ -26,6 +26,7 @@ from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096
 _WAYS = 3
+_MOST_TP = 8  # neighbours with fast links, in most machines
 # What saves memory, the cheapest first: nothing more is sent, then a little is computed again, then much moves.
 _BY_PRICE = (
     "--no-offload-optimizer",
@@ -79,11 +80,10 @@ class Limits:
         ranks = plan_memory(config, outline(config), on_cpu=self.on_cpu, torch_is_loaded=self.torch_is_loaded)
         return Demand(max(rank.expected for rank in ranks), max(rank.on_host for rank in ranks))
 
-    def allow(self, demand: Demand) -> bool:
-        """Whether the device and the host have as much."""
-        return demand.computing * (self.local_ranks if self.on_cpu else 1) <= self.room.available and self.host_allows(
-            demand
-        )
+    def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
+        """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
+        local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
+        return demand.computing * (local if self.on_cpu else 1) <= self.room.available and self.host_allows(demand)
 
     def host_allows(self, demand: Demand) -> bool:
         """Whether the host has as much as is offloaded."""
@@ -111,7 +111,8 @@ def size_text(size: float) -> str:
 
 
 def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
-    """At least three ways out, each as a line to read: flags that fit, and where too few do, larger machines.
+    """Three ways out, each as a line to read, those that change least first: flags that fit, and where too few do,
+    larger machines.
 
     Args:
         config: a resolved configuration that does not fit.
@@ -125,18 +126,23 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
         for change in map(_with_its_batch, candidates):
             if any(set(way) <= set(change.flags) for way in ways) or not _is_valid(change):
                 continue
-            if limits.allow(demand := limits.demand(change.config)):
+            demand = limits.demand(change.config)
+            if limits.allow(demand, ranks=change.config.parallel.ranks):
                 ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
                 return
 
+    add(_fewer_in_flight(start))
     add(_even_state(start))
     add(_savings(start, on_cpu=limits.on_cpu))
+    add(_other_divisions(start))
     if not ways:
         add(_longest(start, limits), ", the longest sequences that fit")
-    add(_more_replicas(config, limits))
-    add(_more_stages(config, limits))
-    add(_smaller_models(start), ", a smaller model")
+    if len(ways) < _WAYS:
+        add(_fewer_replicas(start, limits))
     further: list[tuple[Callable[[], Iterator[Change]], str]] = [
+        (lambda: _more_replicas(config, limits), ""),
+        (lambda: _more_stages(config, limits), ""),
+        (lambda: _smaller_models(start), ", a smaller model"),
         (lambda: _more_of_all(config, limits), ""),
         (lambda: _shorter(start), ", shorter sequences"),
         (lambda: _fewer_layers(start), ", a smaller model"),
@@ -145,7 +151,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     for family, note in further:
         if len(ways) < _WAYS:
             add(family(), note)
-    lines = list(ways.values())
+    lines = list(ways.values())[:_WAYS]
     return [*lines, *itertools.islice(_larger_machines(start, limits), max(_WAYS - len(lines), 0))]
 
 
@@ -165,7 +171,51 @@ def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
     number = _number_of(change, config, limits)
     if number is None:
         return ""
+    if limits.on_cpu and change.config.parallel.ranks < limits.local_ranks:
+        return f", with {counted(change.config.parallel.ranks, 'rank')} on the machine"
     return f", on {counted(number, 'machine')} with as much memory" if limits.on_cpu else f", on {number} devices"
+
+
+def _fewer_in_flight(start: Change) -> Iterator[Change]:
+    """The same ranks by 1F1B, which keeps the fewest microbatches, alone and with stages of as much state each."""
+    parallel = start.config.parallel
+    if parallel.pp == 1 or parallel.schedule_name == "1f1b" or parallel.schedule_csv is not None:
+        return
+    flags = "--schedule 1f1b" + (" --virtual-stages 1" if parallel.virtual_stages > 1 else "")
+    if parallel.virtual_stages == 1 or parallel.pipeline_layout is None:
+        change = start.and_("parallel", flags, schedule="1f1b", virtual_stages=1)
+        yield change
+        yield from _even_state(change)
+
+
+def _other_divisions(start: Change) -> Iterator[Change]:
+    """The same ranks with more of them for each replica of the model, as few as may be: neighbours split matrices
+    first, and within a machine."""
+    parallel = start.config.parallel
+    if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
+        return
+    ranks = parallel.tp * parallel.pp * parallel.dp
+    for change in _thrifty(start):
+        for dp in reversed(_divisors(ranks)):
+            of_replica = ranks // dp
+            for tp in reversed(_divisors(of_replica)):
+                if dp < parallel.dp and tp <= max(_MOST_TP, parallel.tp):
+                    pp = of_replica // tp
+                    yield change.and_("parallel", f"--tp {tp} --pp {pp} --dp {dp}", tp=tp, pp=pp, dp=dp)
+
+
+def _fewer_replicas(start: Change, limits: Limits) -> Iterator[Change]:
+    """On a CPU, whose memory all ranks share: fewer of them, as many as may be."""
+    parallel = start.config.parallel
+    if not limits.on_cpu or parallel.ranks != limits.local_ranks:
+        return
+    for change in _thrifty(start):
+        for dp in reversed(_divisors(parallel.dp)[:-1]):
+            yield _with_batch(change, dp).and_("parallel", f"--dp {dp}", dp=dp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _even_state(start: Change) -> Iterator[Change]:
@@ -272,7 +322,7 @@ def _more_of_all(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
             continue
         for more_tp, more_pp in itertools.product((8, 4, 2, 1), (1, 2, 4, 8, 16, 32)):
             tp, pp, rest = parallel.tp * more_tp, parallel.pp * more_pp, factor // (more_tp * more_pp)
-            if tp > 8 * max(parallel.tp // 8, 1) or rest * more_tp * more_pp != factor:
+            if tp > _MOST_TP * max(parallel.tp // _MOST_TP, 1) or rest * more_tp * more_pp != factor:
                 continue
             dp = parallel.dp * rest
             degrees = [

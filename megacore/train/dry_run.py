@@ -40,6 +40,7 @@ from megacore.models.spec import LayerSpec
 from megacore.ops.block_attention import tiles_of
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.in_flight import in_flight
@@ -205,7 +206,8 @@ def _counts(config: ResolvedConfig, rank: int) -> list[int]:
     """How many microbatches a rank computes in each of its steps.
 
     The first rank of a stage takes a second step, with the optimizer's state in memory and as many microbatches as it
-    keeps in flight. The others differ from it in shards and padding only.
+    keeps in flight, until the gradients of weights where the schedule splits backward. The others differ from it in
+    shards and padding only.
     """
     parallel, few = config.parallel, _few(config)
     coordinates = coordinates_of(rank, parallel.degrees)
@@ -216,7 +218,9 @@ def _counts(config: ResolvedConfig, rank: int) -> list[int]:
         return [few, few]
     filling = min(config.microbatches, parallel.pp)
     if parallel.pp > 1 and parallel.virtual_stages == 1:
-        filling = max(sum(in_flight(parallel, coordinates[pipeline_dimension()], filling)), min(config.microbatches, 2))
+        until = Op.WEIGHT_GRAD if parallel.may_split_backward else Op.INPUT_GRAD
+        kept = sum(in_flight(parallel, coordinates[pipeline_dimension()], filling, until=until))
+        filling = max(kept, min(config.microbatches, 2))
     return [few, filling]
 
 

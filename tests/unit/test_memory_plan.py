@@ -16,8 +16,8 @@ from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, 
 from megacore.pipeline.schedule import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.in_flight import in_flight
-from megacore.plan.memory import GIB, RankMemory, plan_memory
+from megacore.plan.in_flight import _moments_of, in_flight, moments
+from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
 from megacore.plan.state import PlannedLayer, state_bytes
@@ -66,6 +66,29 @@ def test_a_mixture_is_refused_with_ways_out(machine: Room, refuse: Refuse) -> No
     assert f"state        {16 * 46_702_792_704 / GIB:.1f} GiB" in text
     assert len(ways(text)) == 3
     assert "--tp 8 --pp 8, on 64 machines" in ways(text)[0]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ("gpipe",),
+        ("1f1b",),
+        ("interleaved", "--virtual-stages", "2"),
+        ("zero-bubble",),
+        ("zero-bubble", "--recompute", "light"),
+        ("zero-bubble", "--zero-stage", "1", "--pipeline-balance", "uniform"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("preset", ["llama-3.2-1b", "gpt2-small", "qwen3-30b-a3b"])
+def test_the_fullest_rank_is_that_of_all_ranks(schedule: Sequence[str], preset: str) -> None:
+    for batch in ("8", "64"):
+        layout = ("--pp", "4", "--dp", "2", "--global-batch-size", batch, "--schedule", *schedule)
+        config = parse(*MOCK, "--preset", preset, "--precision", "bf16", *layout, planned=True, world_size=8)
+        layers = outline(config)
+        ranks = plan_memory(config, layers, on_cpu=False)
+        fullest = fullest_rank(config, layers, on_cpu=False)
+        assert fullest.expected == max(rank.expected for rank in ranks)
 
 
 def ways(text: str) -> list[str]:
@@ -388,6 +411,14 @@ def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---- formulas --------------------------------------------------------------------------------------------------------
+
+
+def test_gpipe_keeps_further_microbatches_like_the_first_ones() -> None:
+    for microbatches in (1, 2, 3, 4, 5, 9, 30):
+        config = parse(*MOCK, "--preset", "gpt2-small", "--pp", "3", "--dp", "1", "--schedule", "gpipe", planned=True)
+        for rank in range(3):
+            simulated = list(_moments_of("gpipe", rank, 3, microbatches, 1))
+            assert list(moments(config.parallel, rank, microbatches)) == simulated
 
 
 def test_microbatches_in_flight() -> None:

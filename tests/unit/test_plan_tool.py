@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,13 +12,17 @@ from typing import Any
 
 import pytest
 
+from megacore.config import validate
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.errors import ConfigError
+from megacore.plan.canvas import Words
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
-from megacore.plan.memory import GIB, plan_memory
+from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
-from megacore.plan.search import Constraints, search
+from megacore.plan.plan_picture import frontier_picture
+from megacore.plan.planner import make_plan
+from megacore.plan.search import Constraints, Found, Layout, search
 from tests.parity.runs import make_config
 from tests.unit.refusals import parse
 from tools.plan import main
@@ -48,6 +53,23 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
     for figure in (plan["step_seconds"], *plan["throughput"].values()):
         assert figure["low"] <= figure["value"] <= figure["high"]
         assert figure["origin"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "llama-3-8b --dp 2",
+        "gpt2-small --pp 4 --schedule interleaved --virtual-stages 2 --global-batch-size 100000",
+        "qwen3-0.6b --pp 2 --schedule interleaved --virtual-stages 2 --global-batch-size 128",
+        "smollm3-3b --pp 4 --schedule interleaved --virtual-stages 2 --global-batch-size 128",
+    ],
+)
+def test_no_step_is_shorter_than_the_computations_of_its_busiest_rank(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, f"pretrain_gpt.py --preset {flags} --cluster h100")
+    for name, part in found["step_parts"].items():
+        assert min(part["low"], part["value"]) >= 0, name
 
 
 def test_a_run_of_bert_is_planned_with_attention_to_all_positions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +138,7 @@ def test_a_search_is_for_the_software(capsys: pytest.CaptureFixture[str]) -> Non
     flags = "pretrain_gpt.py --preset gpt2-small --world-size 2 --global-batch-size 8 --cluster a100-80g --search"
     own, theirs = planned(capsys, flags), planned(capsys, f"{flags} --software megatron-lm")
     assert theirs["software"] == "megatron-lm"
-    assert theirs["layouts"][0]["step_seconds"] > own["layouts"][0]["step_seconds"]
+    assert theirs["layouts"][0]["step_seconds"]["value"] > own["layouts"][0]["step_seconds"]["value"]
     assert main([*flags.split(), "--software", "megatron-lm"]) == 0
     assert "software megatron-lm" in capsys.readouterr().out.splitlines()[0]
 
@@ -136,6 +158,36 @@ def test_a_step_on_many_nodes_takes_as_long_as_the_slowest(capsys: pytest.Captur
     assert shares[1:] == pytest.approx([spread * size for size in (0.564, 2.37, 3.25)], rel=0.06)
     many_cpus = planned(capsys, "pretrain_gpt.py --preset gpt2-small --dp 64 --cluster cpu")
     assert many_cpus["step_parts"]["slowest"]["value"] == 0.0
+
+
+LONG = "llama-3-8b-128k --seq-length 65536 --zero-stage 3 --recompute full --micro-batch-size 1 --global-batch-size 8"
+INTERLEAVED = "gpt2-xl --pp 4 --schedule interleaved --virtual-stages 3"
+DOES_NOT_FIT = {
+    "gpt2-xl --pp 4 --schedule gpipe --micro-batch-size 8 --global-batch-size 128 --cluster a100-40g": "--schedule 1f1b",
+    f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": "--schedule 1f1b --virtual-stages 1",
+    f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --pp 1 --dp 4",
+    "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
+        "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
+    ),
+    "bloom-176b --cluster laptop --micro-batch-size 1": "--preset gpt2-large --recompute full, a smaller model",
+}
+
+
+@pytest.mark.parametrize(("flags", "known"), DOES_NOT_FIT.items())
+def test_the_ways_out_fit_when_they_are_planned(flags: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each as flags in place of those that do not fit; more machines with CPUs are no cluster that could be planned for."""
+    given = f"pretrain_gpt.py --preset {flags}"
+    plan = planned(capsys, given)
+    assert not plan["fits"]
+    assert len(plan["ways_out"]) == 3
+    assert any(way.startswith(f"{known}: ") for way in plan["ways_out"]), plan["ways_out"]
+    for way in plan["ways_out"]:
+        if " machines " not in way:
+            changed, kept = re.split(", |: ", way)[0].split(), given.split()
+            for flag in (word for word in changed if word in kept and word.startswith("--")):
+                at = kept.index(flag)
+                del kept[at : at + 2]
+            assert planned(capsys, " ".join([*kept, *changed]))["fits"], way
 
 
 def test_torch_is_not_loaded() -> None:
@@ -253,7 +305,7 @@ def test_limits_that_no_layout_can_keep_are_all_named(
 def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset bloom-176b --cluster h100 --world-size 32 --search --min-tp 9 --max-pp 1"
     found = planned(capsys, f"{flags} --max-memory-gb 1000 --max-micro-batch-size 1 --global-batch-size 2")
-    assert {row["tp"] for row in found["layouts"]} == {16}
+    assert {row["layout"]["tp"] for row in found["layouts"]} == {16}
 
 
 def test_efficiencies_are_in_order(tmp_path: Path) -> None:
@@ -296,11 +348,16 @@ def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[s
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
     found = planned(capsys, f"{flags} --search --top 5 --max-pp 2 --picture {picture}")
     best = found["layouts"][0]
-    assert [row["step_seconds"] for row in found["layouts"]] == sorted(row["step_seconds"] for row in found["layouts"])
-    assert all(row["pp"] <= 2 and row["tp"] * row["pp"] * row["dp"] == 4 for row in found["layouts"])
-    assert all(row["memory_bytes"] <= found["capacity_bytes"] for row in found["layouts"])
+    assert [row["step_seconds"]["value"] for row in found["layouts"]] == sorted(
+        row["step_seconds"]["value"] for row in found["layouts"]
+    )
+    assert all(
+        row["layout"]["pp"] <= 2 and row["layout"]["tp"] * row["layout"]["pp"] * row["layout"]["dp"] == 4
+        for row in found["layouts"]
+    )
+    assert all(row["peak_bytes"] <= found["capacity_bytes"] for row in found["layouts"])
     plan = planned(capsys, f"{flags} {best['flags']}")
-    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"])
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 
 
@@ -308,7 +365,10 @@ def test_a_search_keeps_the_layout_flags_that_are_given(capsys: pytest.CaptureFi
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
     given = "--tensor_model_parallel_size 2 --pp 2 --dp 2 --micro-batch-size 3 --schedule interleaved --zero-stage 1"
     found = planned(capsys, f"{flags} {given} --recompute light --sequence-parallel --top 100000")
-    assert {(row["tp"], row["pp"], row["dp"], row["micro_batch_size"]) for row in found["layouts"]} == {(2, 2, 2, 3)}
+    assert {
+        (row["layout"]["tp"], row["layout"]["pp"], row["layout"]["dp"], row["layout"]["micro_batch_size"])
+        for row in found["layouts"]
+    } == {(2, 2, 2, 3)}
     assert all("--schedule interleaved" in row["flags"] for row in found["layouts"])
     assert all(
         row["flags"].endswith("--zero-stage 1 --sequence-parallel --recompute light") for row in found["layouts"]
@@ -322,7 +382,8 @@ def test_a_search_has_no_two_equal_layouts(capsys: pytest.CaptureFixture[str]) -
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
     found = planned(capsys, f"{flags} --search --min-pp 2 --max-micro-batch-size 1 --top 100000")
     said = [
-        (row["step_seconds"], row["memory_bytes"], row["flags"].split("--schedule")[1][:9]) for row in found["layouts"]
+        (row["step_seconds"]["value"], row["peak_bytes"], row["flags"].split("--schedule")[1][:9])
+        for row in found["layouts"]
     ]
     assert len(set(said)) == len(said)
 
@@ -338,19 +399,25 @@ def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[s
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1 ") or line.startswith("| 2 ")]
     assert len(rows) == 1
     assert layouts[0]["flags"] in rows[0]
-    slowest = max(layout["step_seconds"] for layout in layouts)
+    slowest = max(layout["step_seconds"]["value"] for layout in layouts)
     assert f"; {len(layouts) - 1} other schedules, up to {slowest:.4g} s" in rows[0]
 
 
 def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
     found = planned(capsys, f"{flags} --search --tp 2 --max-pp 1 --max-micro-batch-size 1 --top 100000")
-    assert {(row["ep"], row["etp"]) for row in found["layouts"]} >= {(1, 2), (2, 2), (4, 2), (2, 1), (8, 1)}
+    assert {(row["layout"]["ep"], row["layout"]["etp"]) for row in found["layouts"]} >= {
+        (1, 2),
+        (2, 2),
+        (4, 2),
+        (2, 1),
+        (8, 1),
+    }
     best = found["layouts"][0]
     plan = planned(capsys, f"{flags} {best['flags']}")
-    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"])
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
     assert plan["active_parameters"]["value"] < plan["parameters"]["value"]
-    assert plan["step_parts"]["experts"]["value"] > 0 or best["ep"] == 1
+    assert plan["step_parts"]["experts"]["value"] > 0 or best["layout"]["ep"] == 1
 
 
 def test_the_published_sizes_of_mixtures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,12 +439,12 @@ def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[
         "pretrain_gpt.py --preset llama-3-8b-128k --cluster h100 --world-size 8 --global-batch-size 8 --num-layers 4"
     )
     found = planned(capsys, f"{flags} --search --top 100000 --max-pp 1")
-    tried = {row["cp"] for row in found["layouts"]}
-    assert {1, 2, 4, 8} >= tried > {1} and found["layouts"][0]["cp"] > 1
+    tried = {row["layout"]["cp"] for row in found["layouts"]}
+    assert {1, 2, 4, 8} >= tried > {1} and found["layouts"][0]["layout"]["cp"] > 1
     plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']}")
-    assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"])
+    assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"]["value"])
     limited = planned(capsys, f"{flags} --search --top 100000 --max-pp 1 --max-cp 1")
-    assert {row["cp"] for row in limited["layouts"]} <= {1}
+    assert {row["layout"]["cp"] for row in limited["layouts"]} <= {1}
 
 
 def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
@@ -400,6 +467,58 @@ def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
     none = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits, memory_bytes=GIB))
     assert not none.layouts
     assert none.least_memory == min(layout.memory_bytes for layout in found.layouts)
+
+
+def test_a_search_tries_every_recomputation_that_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fused attention keeps nothing that `selective` could drop; on a CPU it does, where dropout is."""
+    flags = "--preset gpt2-large --global-batch-size 8 --world-size 8 --search --max-pp 1 --max-micro-batch-size 1"
+    gpu = planned(capsys, f"pretrain_gpt.py {flags} --cluster a100-40g --top 100000")
+    cpu = planned(capsys, f"pretrain_gpt.py {flags} --cluster cpu --top 100000")
+    kinds = [{row["flags"].split("--recompute ")[1] for row in found["layouts"]} for found in (gpu, cpu)]
+    assert kinds == [{"none", "light", "full"}, {"none", "light", "selective", "full"}]
+
+
+def test_what_a_search_leaves_out_is_worse_in_time_and_memory() -> None:
+    """Larger microbatches than the fastest of a layout, each planned."""
+    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 8 --hidden-size 1024 --num-attention-heads 8"
+    config = parse(*flags.split(), "--global-batch-size", "64", "--precision", "bf16", "--zero-stage", "0")
+    fixed = {"recompute": "none", "zero_stage": 0, "tp": 1, "dp": 1}
+    found = search(config, CLUSTERS["h100"], Constraints(world_size=8, fixed=fixed))
+    shapes: dict[str, list[Layout]] = {}
+    for layout in found.layouts:
+        shapes.setdefault(layout.flags.split(" --micro-batch-size")[0], []).append(layout)
+    left_out = 0
+    for layouts in shapes.values():
+        tried = {layout.config.training.micro_batch_size for layout in layouts}
+        best = min(layouts, key=lambda layout: layout.seconds)
+        for size in {1, 2, 4, 8, 16, 32, 64} - tried:
+            training = dataclasses.replace(best.config.training, micro_batch_size=size)
+            larger = dataclasses.replace(best.config, training=training)
+            if validate(larger, 8):
+                continue
+            left_out += 1
+            assert make_plan(larger, CLUSTERS["h100"]).time.seconds > best.seconds
+            assert fullest_rank(larger, outline(larger), on_cpu=False).expected > best.memory_bytes
+    assert left_out == found.left_out > 0
+
+
+def test_a_plan_and_a_search_name_the_same_things_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
+    found = planned(capsys, f"{flags} --search --top 3 --tokens 1e9")
+    plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']} --tokens 1e9")
+    run = {"model", "precision", "seq_length", "global_batch_size", "cluster", "world_size", "capacity_bytes"}
+    assert {key: found[key] for key in run} == {key: plan[key] for key in run}
+    assert plan["model"]["preset"] == "mixtral-8x7b" and plan["model"]["num_layers"] == 4
+    assert plan["model"]["parameters"] == plan["parameters"]["value"]
+    assert plan["model"]["active_parameters"] == plan["active_parameters"]["value"]
+    assert (plan["precision"], plan["seq_length"], plan["global_batch_size"]) == ("bf16", 4096, 16)
+    assert plan["fits"] and all(row["fits"] for row in found["layouts"])
+    best = found["layouts"][0]
+    assert best["layout"] == plan["layout"]
+    assert best["flags"] == plan["flags"]
+    assert best["peak_bytes"] == pytest.approx(plan["peak_bytes"])
+    assert best["throughput"]["tokens/s"]["value"] == pytest.approx(plan["throughput"]["tokens/s"]["value"])
+    assert best["training"]["days"]["value"] == pytest.approx(plan["training"]["days"]["value"])
 
 
 @pytest.mark.parametrize(
@@ -429,6 +548,29 @@ def test_the_picture_of_a_search_shows_its_list_whole(tmp_path: Path, capsys: py
     width = float(re.search(r'width="([0-9.]+)"', text).group(1))  # type: ignore[union-attr]
     longest = max(len(row["flags"]) for row in found["frontier"][:12])
     assert width > 74 + 5.3 * (longest + 20)  # of DejaVu Sans at 11.5, as measured in a PNG
+
+
+def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
+    """And the axes of its picture have round numbers, also for a single layout."""
+    config = make_config((1, 1, 1), "")
+    sizes = [(1.0, 9.0), (1.002, 8.0), (1.004, 6.0), (1.006, 5.99), (1.2, 5.0), (1.2, 7.0), (1.3, 4.99), (2.0, 3.0)]
+    layouts = [Layout(config=config, seconds=seconds, memory_bytes=size * GIB) for seconds, size in sizes]
+    found = Found(
+        layouts=layouts,
+        tried=8,
+        left_out=0,
+        least_memory=None,
+        capacity=10 * GIB,
+        cluster=CLUSTERS["h100"],
+        wall_seconds=1.0,
+    )
+    assert [layout.seconds for layout in found.frontier] == [1.004, 1.2, 2.0]
+    texts = [mark.text for mark in frontier_picture(found).marks if isinstance(mark, Words)]
+    assert [text for text in texts if re.fullmatch(r"[0-9.]+", text)][3:] == ["0", "2", "4", "6", "8", "10"]
+    assert [text for text in texts if re.fullmatch(r"[0-9.]+ s", text)] == [f"{n / 5:.1f} s" for n in range(5, 11)]
+    one = dataclasses.replace(found, layouts=layouts[:1])
+    texts = [mark.text for mark in frontier_picture(one).marks if isinstance(mark, Words)]
+    assert [text for text in texts if text.endswith(" s")] == [f"{n / 10:.1f} s" for n in range(10, 16)]
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -500,7 +642,7 @@ def test_calibration_takes_runs_of_bert(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_search_has_layouts_for_fewer_samples_than_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 2 --cluster a100-40g --world-size 8 --search"
     found = planned(capsys, f"{flags} --max-pp 1 --max-micro-batch-size 1")
-    assert {row["dp"] for row in found["layouts"]} == {2}
+    assert {row["layout"]["dp"] for row in found["layouts"]} == {2}
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing", "is not a directory"), (".", "config.toml is missing")])

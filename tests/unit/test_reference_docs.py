@@ -94,8 +94,17 @@ def test_the_keys_of_a_plan_are_those_of_the_page(capsys: pytest.CaptureFixture[
     assert plan_tool(words.split()) == 0
     plan = json.loads(capsys.readouterr().out)
     table = FORMATS[FORMATS.index("## Plans") :]
-    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
-    shown = {key for row in rows for key in row}
-    assert plan.keys() <= shown
-    assert shown - plan.keys() == {"active_parameters", "ways_out"}
+    shown: dict[str, set[str]] = {}  # by what they are of
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            _, keys, of, *_ = line.split("|")
+            for kind in re.split(r", ", of.strip()):
+                shown.setdefault(kind, set()).update(re.findall(r"`(\w+)`", keys))
+    of_plan = shown["both"] | shown["plan"]
+    assert plan.keys() <= of_plan
+    assert of_plan - plan.keys() == {"active_parameters", "ways_out"}
+    assert plan_tool([*words.replace("--tp 2", "--world-size 2 --search").split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == shown["both"] | shown["search"]
+    assert found["layouts"][0].keys() == shown["each layout"]
     assert plan["parameters"].keys() == {"value", "unit", "origin", "low", "high"}

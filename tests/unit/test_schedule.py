@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 
 import pytest
@@ -13,12 +14,13 @@ from megacore.pipeline.schedule import (
     Schedule,
     ScheduleError,
     build_schedule,
+    computations,
     one_forward_one_backward,
     with_transfers,
     zero_bubble,
 )
 from megacore.pipeline.validation import held, in_flight, prove
-from megacore.plan.simulator import Costs, simulate
+from megacore.plan.simulator import Costs, Simulator, simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in (1, 2, 3, 4))]
 SOME = (1, 2, 3, 4, 5, 7, 8, 13, 16, 32)  # microbatches; the slow test takes all from 1 to 32
@@ -51,6 +53,22 @@ def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
 def test_every_promise_of_every_schedule(name: str, virtual: int, ranks: int) -> None:
     for microbatches in SOME:
         check(name, virtual, ranks, microbatches)
+
+
+@pytest.mark.parametrize("name, virtual", KINDS)
+def test_transfers_do_not_change_what_is_simulated(name: str, virtual: int) -> None:
+    numbers = random.Random(1)
+    for ranks in (2, 3, 5):
+        stages = ranks * virtual
+        for microbatches, transfer in ((1, 0.3), (ranks, 0.0), (2 * ranks + 1, 0.3), (16, 5.0)):
+            costs = Costs(
+                **{
+                    part: [numbers.random() for _ in range(stages)] for part in ("forward", "input_grad", "weight_grad")
+                },
+                transfer=transfer,
+            )
+            without = Simulator.of_computations(computations(name, ranks, microbatches, virtual), stages)
+            assert without.timeline(costs) == simulate(build_schedule(name, ranks, microbatches, virtual), costs)
 
 
 @pytest.mark.slow

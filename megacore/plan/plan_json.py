@@ -1,0 +1,105 @@
+"""What the JSON of a plan and that of a search have in common: the run, its layout, and figures by the same names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megacore.config import ResolvedConfig
+from megacore.plan.cluster import Cluster
+from megacore.plan.flops import blocks_of
+from megacore.plan.model_size import active_parameters, block_parameters
+from megacore.plan.planner import Figure
+from megacore.plan.state import PlannedLayer, whole_parameters
+
+
+def run_json(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster, *, world_size: int, capacity: float
+) -> dict[str, Any]:
+    """What is trained on what, whatever the layout.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        cluster: that computes.
+        world_size: number of ranks.
+        capacity: bytes that a rank may take.
+    """
+    model = config.model
+    parameters = whole_parameters(config, layers)
+    sizes: dict[str, Any] = {
+        "preset": model.preset,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "vocab_size": model.vocab_size,
+    }
+    if model.experts is not None:
+        idle = sum(n * (block_parameters(block) - active_parameters(block)) for block, n in blocks_of(model))
+        sizes |= {"num_experts": model.experts.num_experts, "active_parameters": parameters - idle}
+    return {
+        "model": {**sizes, "parameters": parameters},
+        "precision": config.precision.precision,
+        "seq_length": config.data.seq_length,
+        "global_batch_size": config.training.global_batch_size,
+        "cluster": cluster.name,
+        "cluster_source": cluster.source,
+        "software": cluster.software.name,
+        "world_size": world_size,
+        "capacity_bytes": capacity,
+    }
+
+
+def layout_json(config: ResolvedConfig) -> dict[str, Any]:
+    """How the run is divided among ranks and in time."""
+    parallel, training = config.parallel, config.training
+    return {
+        **parallel.degrees,
+        **({} if config.model.experts is None else {"ep": parallel.ep, "etp": parallel.expert_split}),
+        "schedule": parallel.schedule_name,
+        "virtual_stages": parallel.virtual_stages,
+        "pipeline_balance": parallel.pipeline_balance,
+        "zero_stage": parallel.zero_stage,
+        "sequence_parallel": bool(parallel.sequence_parallel),
+        "micro_batch_size": training.micro_batch_size,
+        "num_microbatches": config.microbatches,
+        "recompute": training.recompute,
+    }
+
+
+def layout_flags(config: ResolvedConfig) -> str:
+    """The flags that make the layout."""
+    parallel, training = config.parallel, config.training
+    context = f" --cp {parallel.cp}" if parallel.cp > 1 else ""
+    parts = [f"--tp {parallel.tp}{context} --pp {parallel.pp} --dp {parallel.dp}"]
+    if config.model.experts is not None:
+        is_default = parallel.expert_split == parallel.tp
+        parts.append(f"--ep {parallel.ep}" + ("" if is_default else f" --etp {parallel.expert_split}"))
+    if parallel.schedule_csv is not None:
+        parts.append(f"--schedule-csv {shlex.quote(str(parallel.schedule_csv))}")
+    elif parallel.pp > 1:
+        parts.append(f"--schedule {parallel.schedule_name}")
+    if parallel.virtual_stages > 1:
+        parts.append(f"--virtual-stages {parallel.virtual_stages}")
+    if parallel.pipeline_layout is not None:
+        parts.append(f"--pipeline-layout {shlex.quote(parallel.pipeline_layout)}")
+    elif parallel.pp > 1 and parallel.pipeline_balance != "time":
+        parts.append(f"--pipeline-balance {parallel.pipeline_balance}")
+    parts.append(f"--micro-batch-size {training.micro_batch_size}")
+    if parallel.zero_stage:
+        parts.append(f"--zero-stage {parallel.zero_stage}")
+    if parallel.sequence_parallel:
+        parts.append("--sequence-parallel")
+    elif parallel.tp > 1:  # which is not the default everywhere
+        parts.append("--no-sequence-parallel")
+    parts.append(f"--recompute {training.recompute}")
+    return " ".join(parts)
+
+
+def training_json(tokens: float, goodput: float, *, days: Figure, price: Figure) -> dict[str, Any]:
+    """What the whole training takes."""
+    return {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
