@@ -100,8 +100,8 @@ class TrainingConfig(Section):
         if self.offload_activations and "offload_activations" not in wrong:
             if self.recompute == "light" and "recompute" not in wrong:
                 yield (
-                    "--offload-activations is not possible with --recompute light, which chooses for each tensor what "
-                    "is kept: use --recompute none, selective or full"
+                    "--offload-activations is not possible with --recompute light, which decides per tensor what to "
+                    "save: use --recompute none, selective or full"
                 )
             if self.compile and "compile" not in wrong:
                 yield (
