@@ -101,14 +101,14 @@ def _parser() -> ToolParser:
         "--encoder",
         choices=("auto", "tiktoken", "tokenizers"),
         default="auto",
-        help="what encodes byte-level BPE. tiktoken: its encoder, several times as fast (pip install tiktoken), if it "
-        "gives the same ids for the vocabulary, and for the first megabytes of the input. auto: tiktoken "
-        "for inputs of 16 MB or more, where it can, else tokenizers. Default: auto.",
+        help="encoder of byte-level BPE. tiktoken: several times as fast (pip install tiktoken); used only if it "
+        "gives the same ids for the vocabulary and the first megabytes of the input. auto: tiktoken for inputs of 16 "
+        "MB or more, if possible, else tokenizers. Default: auto.",
     )
     add(
         "--deduplicate",
         action="store_true",
-        help="leave out a document whose texts are those of an earlier one, over all inputs",
+        help="drop a document whose texts equal those of an earlier one, over all inputs",
     )
     add("--strict", action="store_true", help="refuse the input at its first bad line")
     add(

@@ -43,7 +43,7 @@ def parser() -> ToolParser:
     made = ToolParser(
         prog="convert_checkpoint.py",
         description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint, Megatron-LM "
-        "and megacore, and from DeepSpeed; make mixtures of experts of dense ones.",
+        "and megacore, and from DeepSpeed; turn dense checkpoints into mixtures of experts.",
     )
     add = made.add_argument
     add(
@@ -51,7 +51,7 @@ def parser() -> ToolParser:
         dest="source",
         required=True,
         choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp"),
-        help="format of the input. megatron: Megatron-LM's torch format or its torch_dist, which torch_dist means too. "
+        help="format of the input. megatron: Megatron-LM's torch format or torch_dist; torch_dist: the same. "
         "dcp: torch.distributed.checkpoint",
     )
     add(
@@ -92,8 +92,8 @@ def parser() -> ToolParser:
         "--upcycle",
         type=positive,
         metavar="E",
-        help="makes a mixture of E experts of a dense checkpoint, with --from megacore --to megacore: every expert "
-        "begins as the feed-forward layer.",
+        help="turns a dense checkpoint into a mixture of E experts, with --from megacore --to megacore: every "
+        "expert starts as a copy of the feed-forward layer.",
     )
     add(
         "--moe-router-topk",
@@ -124,13 +124,13 @@ def parser() -> ToolParser:
         "--tp",
         type=positive,
         metavar="N",
-        help="tensor-parallel ranks that the files of --to megatron are for. Default: 1.",
+        help="number of tensor-parallel ranks, for --to megatron. Default: 1.",
     )
-    add("--pp", type=positive, metavar="N", help="pipeline ranks that they are for. Default: 1.")
+    add("--pp", type=positive, metavar="N", help="number of pipeline ranks, for --to megatron. Default: 1.")
     add(
         "--megatron-norms",
         choices=("fused", "apart"),
-        help="where the norms of a layer are with --to megatron. fused: in the projections after them, as with "
+        help="parameter names of norms with --to megatron. fused: in the projections after them, as with "
         "--transformer-impl transformer_engine. apart: as with --transformer-impl local. Default: fused.",
     )
     add(

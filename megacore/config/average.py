@@ -18,8 +18,9 @@ class AverageConfig(Section):
     """An exponential moving average of the weights."""
 
     ema_decay: Annotated[float | None, Range(above=0, below=1)] = None
-    """Keeps an exponential moving average of the weights (docs/reference/optimizers.md): after each update it is this
-    times itself plus the rest times the weights. It begins with the weights before the first update. Default: none."""
+    """Keeps an exponential moving average of the weights (docs/reference/optimizers.md): after each update, D x
+    average + (1 - D) x weights, where D is this value. It starts with the weights before the first update. Default:
+    none."""
     eval_ema: bool = False
     """Evaluates the average of --ema-decay instead of the weights."""
 

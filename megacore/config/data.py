@@ -41,13 +41,13 @@ class DataConfig(Section):
     valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """The validation data beside --train-data-path. Without it only --valid-sets are evaluated."""
     valid_sets: Annotated[tuple[str, ...], Flag(metavar="NAME=PREFIX...")] = ()
-    """Further validation sets, each a whole dataset. Every evaluation reports eval/NAME/loss of --eval-iters global
-    batches of each, beside eval/loss of the validation data."""
+    """Additional validation sets, to which --split does not apply. Every evaluation reads --eval-iters global
+    batches of each, and reports eval/NAME/loss in addition to eval/loss."""
     split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
     """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
     sample_order: Literal["megacore", "megatron"] = "megacore"
-    """The order of samples. megacore: a longer run continues the order of a shorter one. megatron: that of Megatron-LM,
-    sample by sample, which depends on the number of samples of the run."""
+    """The order of samples. megacore: a longer run continues the order of a shorter one. megatron: Megatron-LM's
+    order, which depends on the number of samples of the run."""
     tokenizer: Annotated[
         str | None, Flag(("--tokenizer-model", "--vocab-file", "--tokenizer-name-or-path"), metavar="PATH")
     ] = None
@@ -77,16 +77,16 @@ class DataConfig(Section):
     """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
     --tokenizer."""
     fim_rate: Annotated[float, Range(0, 1)] = 0.0
-    """Fill-in-the-middle: the share of the documents of training samples that are cut into prefix, middle and suffix
-    and trained on with the middle last. Evaluations read the text as it is. Needs --tokenizer, with three tokens that
-    mark the parts. 0: none."""
+    """Fill-in-the-middle: the fraction of the documents in training samples that are cut into prefix, middle and
+    suffix, with the middle moved to the end. Evaluations read the unchanged text. Needs --tokenizer, with three
+    tokens that mark the parts. 0: none."""
     fim_spm_rate: Annotated[float, Range(0, 1)] = 0.5
     """Share of the documents of --fim-rate in the order suffix, prefix, middle. The others are in the order prefix,
     suffix, middle."""
     fim_cut: Literal["character", "token"] = "character"
     """Where --fim-rate cuts a document. character: anywhere, so that the model learns to fill in parts of words; the
-    parts are tokenized again. token: between tokens, which is the case anyway for a document that the tokenizer does
-    not give back exactly, and with a loss mask."""
+    parts are tokenized again. token: between tokens. Datasets with a loss mask, and documents that decoding does
+    not restore exactly, are always cut between tokens."""
     fim_prefix_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
     """The token before the prefix, for --fim-rate. Default: that of the first known set whose tokens are in the
     vocabulary: of StarCoder (<fim_prefix>), SantaCoder, Qwen2.5-Coder, Code Llama, DeepSeek-Coder, Codestral."""

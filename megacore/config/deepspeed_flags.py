@@ -103,7 +103,7 @@ def _without_pipeline(flag: str, shape: Shape) -> Translation:
 
 
 _FILE = "--deepspeed-config FILE.json is what counts"
-_ORDER = "the implementation of each operation is chosen and reported"
+_ORDER = "megacore chooses the implementation of each operation, and reports it"
 
 DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
     "--deepspeed": _idle(_FILE),
@@ -119,8 +119,8 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
     ),
     "--checkpoint-in-cpu": _saved("--offload-activations, beside --recompute full", "offload_activations"),
     "--contigious-checkpointing": _idle("the allocator keeps its memory"),
-    "--synchronize-each-layer": _idle("--trace and --profile-steps measure what takes time"),
-    "--profile-backward": _idle("--trace and --profile-steps measure what takes time"),
+    "--synchronize-each-layer": _idle("use --trace or --profile-steps to measure times"),
+    "--profile-backward": _idle("use --trace or --profile-steps to measure times"),
     "--no-pipeline-parallel": ForeignFlag(
         "nothing with --pp 1, and is refused with a pipeline",
         (),
@@ -158,7 +158,7 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
     "--use-flash-attn-v1": _switch("--attention sdpa", attention="sdpa"),
     "--use-flash-attn-v2": _switch("--attention sdpa", attention="sdpa"),
     "--use-flash-attn-triton": _switch("--attention sdpa", attention="sdpa"),
-    "--log-optimizer-states-to-tensorboard": _idle("metrics.jsonl has what is measured at each --log-interval"),
+    "--log-optimizer-states-to-tensorboard": _idle("metrics.jsonl has the metrics of each --log-interval"),
     "--repeated-dataloader": _idle("the data are read for as many epochs as --train-iters needs"),
     "--checkpoint-writer-decoupled": _switch("--async-save", async_save=True),
     "--checkpoint-io-buffer-size": _idle("files are written as the disk takes them", takes_value=True),

@@ -120,7 +120,7 @@ def layout_keys() -> dict[str, Key]:
         "activation_checkpointing.contiguous_memory_optimization": idle("the allocator keeps its memory"),
         "activation_checkpointing.number_checkpoints": idle("the allocator keeps its memory"),
         "activation_checkpointing.synchronize_checkpoint_boundary": idle("--trace and --profile-steps measure"),
-        "activation_checkpointing.profile": idle("--trace and --profile-steps measure what takes time"),
+        "activation_checkpointing.profile": idle("use --trace or --profile-steps to measure times"),
     }
     for name in ("tp_grain_size", "mpu", "tp_group"):
         keys[f"tensor_parallel.tp.{name}"] = idle(_SPLIT_BY_KIND)

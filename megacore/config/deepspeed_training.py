@@ -250,7 +250,7 @@ _PART_OF_SCHEDULER = "part of scheduler.type"
 
 # ---- the keys --------------------------------------------------------------------------------------------------------
 
-_CHOSEN = "the implementation of each operation is chosen and reported"
+_CHOSEN = "megacore chooses the implementation of each operation, and reports it"
 OPTIMIZER_KEYS: dict[str, Key] = {
     "optimizer.type": custom(
         f"--optimizer: {one_of(_KINDS)}, with DeepSpeed's defaults for what params leaves out; without a scheduler "

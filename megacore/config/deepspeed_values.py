@@ -19,7 +19,7 @@ Document = Mapping[str, Any]
 # Reasons why keys change nothing, in several tables.
 WHOLE_BUCKETS = "gradients and parameters are exchanged in buckets of --bucket-size-mb"
 NO_NVME = "only offload to NVMe uses it, which is refused"
-CHOSEN = "the implementation of each operation is chosen and reported"
+CHOSEN = "megacore chooses the implementation of each operation, and reports it"
 
 
 @dataclass(frozen=True)

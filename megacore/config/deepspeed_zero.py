@@ -103,7 +103,7 @@ def zero_keys() -> dict[str, Key]:
         "ignore_unused_parameters": some((True,), "a parameter without gradient keeps its value", "leave it out"),
         "legacy_stage1": idle("the results of every stage are the same"),
         "round_robin_gradients": idle(WHOLE_BUCKETS),
-        "parameter_alignment": idle("the implementation of each operation is chosen and reported"),
+        "parameter_alignment": idle("megacore chooses the implementation of each operation, and reports it"),
         "zero_hpz_partition_size": some((0, 1), "parameters are divided over all --dp ranks", "use 1"),
         "zero_quantized_weights": some((False,), _EXACT_COMM, "leave it out"),
         "zero_quantized_nontrainable_weights": some((False,), _EXACT_COMM, "leave it out"),

@@ -23,7 +23,7 @@ class ExpertsConfig(Section):
     """How the router turns its logits into scores. softmax: over all experts, as in Mixtral. sigmoid: each expert by
     itself, as in DeepSeek-V3."""
     moe_router_pre_softmax: bool = False
-    """Weighs the chosen experts by their softmax scores over all experts, as in OLMoE (norm_topk_prob false in
+    """Uses the softmax scores over all experts as weights of the chosen experts, as in OLMoE (norm_topk_prob false in
     transformers). Otherwise the weights of a token's experts are divided by their sum, as in Mixtral (norm_topk_prob
     true)."""
     moe_router_num_groups: Annotated[int | None, Range(2, 100_000)] = None
@@ -38,8 +38,9 @@ class ExpertsConfig(Section):
     moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
     moe_router_enable_expert_bias: bool = False
-    """Balances the experts without a loss: each has a bias that is added to its scores where experts are chosen, and
-    not to the weights. After every step it rises if the expert had fewer tokens than the mean, and falls if more."""
+    """Balances the experts without a loss. Each expert has a bias, which is added to its scores for the choice of
+    experts, and not to the weights. After every step it rises if the expert got fewer tokens than average, and
+    falls if it got more."""
     moe_router_bias_update_rate: Annotated[float, Range(above=0)] = 1e-3
     """By how much --moe-router-enable-expert-bias raises or lowers a bias per step."""
     moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
@@ -57,23 +58,23 @@ class ExpertsConfig(Section):
     moe_first_dense_layers: Annotated[int, Range(0, 10_000)] = 0
     """Number of blocks at the start that keep the feed-forward layer."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "global_aux_loss"] = "seq_aux_loss"
-    """What --moe-aux-loss-coeff balances. seq_aux_loss: the experts within each sequence. global_aux_loss: those of the
-    whole batch, by how often each was chosen in the step before."""
+    """What --moe-aux-loss-coeff balances. seq_aux_loss: the experts within each sequence. global_aux_loss: the
+    experts over the whole batch, with the counts of the previous step."""
     moe_aux_loss_coeff: Annotated[float, Range(0)] = 0.0
     """Factor of the loss that balances the experts (--moe-router-load-balancing-type). It is added for every layer with
     experts, and is not part of the reported loss. 0: no such loss."""
     moe_z_loss_coeff: Annotated[float, Range(0)] = 0.0
-    """Factor of the mean square of the logarithm of the router's softmax sum, which keeps its logits small. 0: no such
-    loss."""
+    """Factor of the router's z-loss: the mean square of the log-sum-exp of its logits, which keeps them small. 0:
+    off."""
     moe_input_jitter_eps: Annotated[float, Range(0, below=1)] = 0.0
-    """In training the input of the router is multiplied by random numbers between 1 - N and 1 + N. The experts get it
-    as it is. 0: no such noise."""
+    """In training, multiplies the input of the router by random numbers between 1 - N and 1 + N. The experts get
+    the unchanged input. 0: off."""
     moe_expert_capacity_factor: Annotated[float | None, Range(above=0)] = None
-    """In training an expert takes at most N times as many tokens of a sequence as it would if all experts took as many.
-    The other tokens get nothing from it. Default: no limit, no token is dropped."""
+    """In training, limits each expert to N times the tokens of a sequence that it would get with equal loads. The
+    expert drops further tokens: they get nothing from it. Default: no limit, no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens an expert takes that has a capacity. probs: those with the largest weights. position: the first of
-    the sequence."""
+    """Which tokens an expert with a capacity keeps. probs: those with the largest weights. position: the first ones
+    of the sequence."""
 
     def holds(self, block: int) -> bool:
         """Whether a block has experts.

@@ -124,8 +124,8 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
             words[info.name] = word
             _read_value(word, info, given)
     for text, names in given.refused.items():
-        verb = "is" if len(names) == 1 else "are"
-        given.problems.append(f"{_all_of(names)} {verb} {text} (docs/guides/coming-from-megatron.md)")
+        said = f"is {text}" if len(names) == 1 else f"are {_of_several(text)}"
+        given.problems.append(f"{_all_of(names)} {said} (docs/guides/coming-from-megatron.md)")
     return given
 
 
@@ -271,7 +271,7 @@ def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
             value = _value(word, info)
             ours = SYNONYMS.get(info.name, {}).get(value, value) if info.kind is str else value
             if info.kind is str and (why := ELSEWHERE.get(info.name, {}).get(value)):
-                raise ValueError(f"{word.flag} {value} is Megatron-LM's, and not in megacore: {why}")
+                raise ValueError(f"{word.flag} {value} is a Megatron-LM value that megacore does not support: {why}")
         given.values[info.name] = ours
         if ours != value:
             of_megatron = given.translated.setdefault("Megatron-LM", {})
@@ -324,6 +324,14 @@ def _example(text: str, info: FieldInfo) -> str:
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _of_several(text: str) -> str:
+    """What `megatron_flags.advice` says of one flag, said of several."""
+    several = {"a Megatron-LM flag": "Megatron-LM flags", "without it,": "without them,", "leave it": "leave them"}
+    for one, more in several.items():
+        text = text.replace(one, more)
+    return text
 
 
 def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> None:

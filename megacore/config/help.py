@@ -173,11 +173,13 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
         raise UserError(f"{info.flag} {kind.unsupported[info.name]}")
     if name in FOREIGN:
         raise UserError(
-            f"{name} is Megatron-LM's, and becomes {FOREIGN[name].becomes} (docs/guides/coming-from-megatron.md)"
+            f"{name} is a Megatron-LM flag, and becomes {FOREIGN[name].becomes} (docs/guides/coming-from-megatron.md)"
         )
     if name in DEEPSPEED_FLAGS:
         becomes = DEEPSPEED_FLAGS[name].becomes
-        raise UserError(f"{name} is Megatron-DeepSpeed's, and becomes {becomes} (docs/guides/coming-from-deepspeed.md)")
+        raise UserError(
+            f"{name} is a Megatron-DeepSpeed flag, and becomes {becomes} (docs/guides/coming-from-deepspeed.md)"
+        )
     if advice := megatron_flags.advice(name):
         raise UserError(f"{name} is {advice} (docs/guides/coming-from-megatron.md)")
     sections = list(sections_of(kind))

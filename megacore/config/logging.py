@@ -19,8 +19,8 @@ class LoggingConfig(Section):
     log_interval: Annotated[int, Range(1)] = 10
     """Number of steps between log lines, and between lines of metrics.jsonl."""
     gradient_noise_interval: Annotated[int, Range(0)] = 0
-    """Measures the gradient noise scale at this interval of steps, by the gradient of one microbatch per replica, which
-    costs one more forward and backward of it (docs/reference/metrics.md). 0: off."""
+    """Measures the gradient noise scale at this interval of steps, with one more forward and backward of one
+    microbatch per replica (docs/reference/metrics.md). 0: off."""
     csv: bool = False
     """Also writes the metrics to OUTPUT_DIR/metrics.csv, one column per metric."""
     tensorboard_dir: Annotated[str | None, Flag(metavar="DIR")] = None

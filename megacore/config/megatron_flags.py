@@ -28,9 +28,9 @@ FOREIGN: Mapping[str, ForeignFlag] = {
 
 
 def advice(flag: str) -> str | None:
-    """Whose a flag of Megatron-LM is that is not accepted, and what to use instead; None for any other flag."""
+    """What a refused flag of Megatron-LM is, and what to use instead; None for any other flag."""
     if flag in REPLACED:
-        return f"Megatron-LM's: {REPLACED[flag]}"
+        return f"a Megatron-LM flag: {REPLACED[flag]}"
     if flag in NOT_YET:
-        return f"Megatron-LM's, and not in megacore: {NOT_YET[flag]}"
+        return f"a Megatron-LM flag that megacore does not support: {NOT_YET[flag]}"
     return None

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_CHOSEN = "the implementation of each operation is chosen and reported"
-_COMMUNICATED = "how ranks communicate is chosen, and changes no result"
+_CHOSEN = "megacore chooses the implementation of each operation, and reports it"
+_COMMUNICATED = "megacore chooses how ranks communicate; this does not change results"
 _DIVIDED = "--pipeline-balance divides the layers; the result does not depend on it"
-_NO_SERVICE = "there is no such service"
+_NO_SERVICE = "megacore has no such service"
 _SAVED = "every rank writes its part of a checkpoint, and reads what it needs"
-_LOGGED = "metrics.jsonl has what is measured at each --log-interval"
+_LOGGED = "metrics.jsonl has the metrics of each --log-interval"
 _PROFILED = "--profile-steps A:B profiles steps"
-_GENERATION = "it is about generation, which tools/generate.py does"
-_TOKENIZED = "the data are tokenized: tools/preprocess_data.py has done it"
-_WRITTEN = "such tensors are not written"
-_NO_FP8 = "nothing is computed in fp8 or fp4, and what asks for it is refused"
-_NO_MTP = "there is no multi-token prediction, and what asks for it is refused"
-_NO_CLIP = "attention's logits have no limit, and what asks for one is refused"
-_NO_TEACHER = "there is no teacher, and what asks for one is refused"
-_NO_UPCYCLING = "experts begin with weights of their own, and what asks for others is refused"
+_GENERATION = "tools/generate.py generates text; this program trains"
+_TOKENIZED = "tools/preprocess_data.py has already tokenized the data"
+_WRITTEN = "megacore does not write such tensors"
+_NO_FP8 = "megacore does not compute in fp8 or fp4; flags that turn it on are refused"
+_NO_MTP = "megacore has no multi-token prediction; flags that turn it on are refused"
+_NO_CLIP = "megacore has no QK-clip; flags that turn it on are refused"
+_NO_TEACHER = "megacore has no distillation; flags that turn it on are refused"
+_NO_UPCYCLING = "megacore has no upcycling in a run; flags that turn it on are refused"
 
 
 def by_flag(*reasons: tuple[str, str]) -> dict[str, str]:
@@ -39,7 +39,7 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
         _NO_FP8,
     ),
     ("--mtp-detach-heads --mtp-use-repeated-layer", _NO_MTP),
-    ("--moe-pad-expert-input-to-capacity", "only the tokens that there are are sent and computed"),
+    ("--moe-pad-expert-input-to-capacity", "megacore sends and computes only existing tokens, without padding"),
     (
         "--use-precision-aware-optimizer",
         "--moments-dtype is the format of moments, and --grad-reduce-dtype that of gradients; master weights are fp32",
@@ -161,7 +161,7 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
     ),
     (
         "--apply-layernorm-1p",
-        "weights of norms have no weight decay, so that what is added to them does not matter",
+        "norm weights have no weight decay, so the offset has no effect",
     ),
     ("--apply-query-key-layer-scaling --no-query-key-layer-scaling", "attention's softmax is computed in fp32"),
     ("--attention-softmax-in-fp32", "attention's softmax is always computed in fp32"),
@@ -169,7 +169,10 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
     ("--calculate-per-token-loss", "the loss is always divided by the tokens of the global batch"),
     ("--check-for-large-grads", "--on-spike warn, the default, judges the gradient norm"),
     ("--check-for-spiky-loss", "--on-spike warn, the default, judges the loss"),
-    ("--data-parallel-random-init", "replicas begin with the same weights, as there after the first broadcast"),
+    (
+        "--data-parallel-random-init",
+        "replicas start with the same weights, as in Megatron-LM after the first broadcast",
+    ),
     (
         "--dataloader-defer-npy-index-mmap --mmap-warmup --no-mmap-bin-files",
         "data files are always mapped into memory",
@@ -188,7 +191,7 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
     ),
     (
         "--disable-create-attention-mask-in-dataloader --no-create-attention-mask-in-dataloader",
-        "the data loader never makes attention masks",
+        "the data loader never creates attention masks",
     ),
     ("--disable-manual-gc-eval --manual-gc --no-manual-gc-eval", "the interpreter collects garbage by itself"),
     (
@@ -222,10 +225,10 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
     ),
     ("--load-main-params-from-ckpt", "checkpoints hold fp32 weights, from which a run always continues"),
     ("--log-progress", "events.jsonl has each start, save and end of the run"),
-    ("--no-barrier-with-level-1-timing", "--trace and --profile-steps measure what takes time"),
+    ("--no-barrier-with-level-1-timing", "use --trace or --profile-steps to measure times"),
     (
         "--no-check-for-nan-in-loss-and-grad",
-        "the check is part of the gradient norm; --max-bad-steps is its limit",
+        "the gradient norm includes this check; --max-bad-steps is the limit",
     ),
     ("--no-initialization", "weights of a checkpoint replace the initial ones"),
     ("--no-load-rng", "no generator has a state that could be loaded"),
@@ -234,13 +237,13 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
         "--override-lr-scheduler --override-opt-param-scheduler",
         "the flags of a resumed run decide its learning rate",
     ),
-    ("--rotary-interleaved", "a head is rotated by its halves: the same model, with its rows in another order"),
+    ("--rotary-interleaved", "megacore rotates the halves of a head: the same model with another order of rows"),
     ("--store-param-remainders", "master weights are fp32"),
     ("--sync-tp-duplicated-parameters", "replicated parameters have equal gradients on every rank"),
-    ("--use-checkpoint-args", "without a preset the shape of the model is that of the checkpoint of --load"),
-    ("--use-custom-fsdp --use-megatron-fsdp", "--zero-stage says what is divided"),
-    ("--use-legacy-models --use-mcore-models", "there is one kind of model"),
-    ("--use-tp-pp-dp-mapping", "which ranks are neighbours changes no result"),
+    ("--use-checkpoint-args", "without a preset, the checkpoint of --load gives the shape of the model"),
+    ("--use-custom-fsdp --use-megatron-fsdp", "--zero-stage sets what is sharded"),
+    ("--use-legacy-models --use-mcore-models", "megacore has one implementation of models"),
+    ("--use-tp-pp-dp-mapping", "the order of ranks does not change results"),
 )
 """Switches."""
 IDLE_VALUES: Mapping[str, str] = by_flag(
@@ -345,43 +348,43 @@ IDLE_VALUES: Mapping[str, str] = by_flag(
     ("--distributed-backend", "cuda communicates through NCCL, cpu through gloo"),
     (
         "--distributed-timeout-seconds-after-init",
-        "--distributed-timeout-minutes holds from the beginning to the end",
+        "--distributed-timeout-minutes applies during the whole run",
     ),
     ("--empty-unused-memory-level", "the allocator keeps its memory"),
     ("--error-injection-type", "no error is injected"),
-    ("--eval-micro-batch-size", "an evaluation has --micro-batch-size, which changes memory only"),
-    ("--fim-eod-token --null-tokenizer-eod-id", "documents are those of the dataset's index"),
+    ("--eval-micro-batch-size", "an evaluation uses --micro-batch-size, which affects only memory"),
+    ("--fim-eod-token --null-tokenizer-eod-id", "documents come from the index of the dataset"),
     (
         "--fim-pad-token --null-tokenizer-pad-id",
         "padding at the end of a sample has no loss, and no token attends to it",
     ),
     ("--kill-switch-file --kill-switch-path", "SIGTERM and SIGINT always save and end the run"),
-    ("--lazy-mpu-init", "groups of ranks are made at launch"),
+    ("--lazy-mpu-init", "process groups are created at launch"),
     ("--log-level --log-level-replica --logging-level", "messages have one level"),
     ("--manual-gc-interval", "the interpreter collects garbage by itself"),
-    ("--microbatch-group-size-per-virtual-pipeline-stage", "the order of microbatches is that of --schedule"),
+    ("--microbatch-group-size-per-virtual-pipeline-stage", "--schedule sets the order of microbatches"),
     ("--mid-level-dataset-surplus", "indexes hold as many samples as the run needs"),
     ("--moe-token-dispatcher-type", "tokens reach their experts by all-to-all"),
     (
         "--num-dataset-builder-threads --per-dataset-sequences-path",
         "indexes are built by one process per machine",
     ),
-    ("--object-storage-cache-path --s3-cache-path", "data of an object store is downloaded to --data-cache-path"),
+    ("--object-storage-cache-path --s3-cache-path", "data from an object store is downloaded to --data-cache-path"),
     (
         "--pad-vocab-size-to --padded-vocab-size",
         "padding of the vocabulary exists in memory only; see --make-vocab-size-divisible-by",
     ),
-    ("--start-eval-at-iter", "evaluations begin after --eval-interval steps, and change no weight"),
-    ("--tensorboard-log-interval", "--log-interval holds for every place that metrics go to"),
-    ("--tensorboard-queue-size", "events are written beside training"),
+    ("--start-eval-at-iter", "evaluations start after --eval-interval steps, and do not change weights"),
+    ("--tensorboard-log-interval", "--log-interval applies to all trackers"),
+    ("--tensorboard-queue-size", "a thread writes events, and training does not wait"),
     ("--test-weighted-split-paths-path", "no evaluation reads the test split"),
     (
         "--tiktoken-num-special-tokens --tiktoken-pattern --tokenizer-metadata",
-        "the file of --tokenizer PATH has it",
+        "the tokenizer file of --tokenizer PATH defines it",
     ),
-    ("--timing-log-level --timing-log-option", "--trace and --profile-steps measure what takes time"),
+    ("--timing-log-level --timing-log-option", "use --trace or --profile-steps to measure times"),
     ("--tokenizer-type", "the type follows from --tokenizer PATH; NullTokenizer adds one to --vocab-size"),
-    ("--train-sync-interval", "ranks wait for each other at every step"),
+    ("--train-sync-interval", "ranks synchronise at every step"),
     ("--wandb-save-dir", "the files of W&B are in OUTPUT_DIR/wandb"),
 )
 """Flags with one value."""

@@ -280,7 +280,7 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = {
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "position_embedding_type": {
         "mrope": "positions of images have several dimensions, and those of text have one: rope is another model",
-        "relative": "there are no relative positions, as in T5",
+        "relative": "megacore has no relative positions as in T5",
         "yarn": "use rope, with --rope-scaling yarn and --rope-scaling-factor",
     },
 }

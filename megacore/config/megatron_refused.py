@@ -44,7 +44,7 @@ REPLACED: Mapping[str, str] = by_flag(
         "--enable-full-sharding-in-hsdp",
         "use --zero-stage 3 without --zero-shard-size, which divides over all ranks",
     ),
-    ("--encoder-num-layers", "use --num-layers: there are no models of an encoder and a decoder"),
+    ("--encoder-num-layers", "use --num-layers: megacore has no encoder-decoder models"),
     ("--encoder-seq-length", "use --seq-length"),
     ("--fake-process-group", "leave it out: a full dry run takes a step without other ranks"),
     (
@@ -82,7 +82,7 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     ("--offload-optimizer-states", "use --offload-optimizer"),
     ("--onnx-safe", "leave it out: tools/convert_checkpoint.py exports models"),
-    ("--pipeline-model-parallel-split-rank", "leave it out: there are no models of an encoder and a decoder"),
+    ("--pipeline-model-parallel-split-rank", "leave it out: megacore has no encoder-decoder models"),
     (
         "--sft",
         (
@@ -102,13 +102,13 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     (
         "--trust-remote-code",
-        "leave it out, and use a --tokenizer with a tokenizer.json: no code of others is run",
+        "leave it out, and use a --tokenizer with a tokenizer.json: megacore does not run code from model directories",
     ),
     (
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt-param-scheduler",
-        "leave it out, and give the flags of the schedule that the run has: they decide",
+        "leave it out, and give the schedule flags of the run: the flags decide",
     ),
-    ("--use-layer-wise-distributed-optimizer", "use --zero-stage 1, which divides the state of every optimizer"),
+    ("--use-layer-wise-distributed-optimizer", "use --zero-stage 1, which shards the state of every optimizer"),
     ("--use-mp-args-from-checkpoint-args", "give --tp and --pp: a checkpoint is loaded on any layout"),
     (
         "--valid-weighted-split-paths --valid-weighted-split-paths-path --validation-set-names",
@@ -121,18 +121,18 @@ REPLACED: Mapping[str, str] = by_flag(
 NOT_YET: Mapping[str, str] = by_flag(
     (
         "--activation-func-clamp-value --quick-geglu",
-        "without it the activation, and so the model, is another one: use one of --activation",
+        "this activation changes the model: use one of --activation",
     ),
     (
         (
             "--adaptive-muon-beta2 --adaptive-muon-eps --adaptive-muon-moment2-method --soap-precondition-frequency "
             "--soap-shampoo-beta"
         ),
-        "there are neither SOAP nor adaptive Muon: use one of --optimizer",
+        "megacore has neither SOAP nor adaptive Muon: use one of --optimizer",
     ),
     (
         "--allow-ambiguous-pad-tokens",
-        "without it tokens that are also padding have a loss; the loss mask of a dataset can exclude them",
+        "without it, the loss includes tokens that also serve as padding; a loss mask of the dataset can exclude them",
     ),
     (
         (
@@ -146,12 +146,15 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--linear-key-head-dim --linear-num-key-heads --linear-num-value-heads --linear-value-head-dim "
             "--no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu --o-groups --o-lora-rank"
         ),
-        "without it attention, and so the model, is another one",
+        "this attention changes the model",
     ),
-    ("--apply-residual-connection-post-layernorm", "without it residuals begin before the norm: another model"),
+    (
+        "--apply-residual-connection-post-layernorm",
+        "without it, residuals start before the norm, which changes the model",
+    ),
     (
         "--attention-output-gate --head-wise-attn-gate",
-        "without it attention's output has no gate, and the model is another one",
+        "without it, attention's output has no gate, which changes the model",
     ),
     (
         (
@@ -160,7 +163,7 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--retro-no-verify-neighbor-count --retro-num-neighbors --retro-num-retrieved-chunks "
             "--retro-project-dir --retro-return-doc-ids --retro-workdir"
         ),
-        "without it nothing is retrieved, and the model is another one",
+        "megacore has no retrieval models",
     ),
     (
         (
@@ -169,7 +172,7 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--indexer-log-interval --query-in-block-prob --retriever-report-topk-accuracies "
             "--retriever-score-scaling --retriever-seq-length --titles-data-path --use-one-sent-docs"
         ),
-        "there are no models of a query and a context",
+        "megacore has no query-and-context (biencoder) models",
     ),
     (
         (
@@ -180,11 +183,11 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--num-classes --patch-dim --swin-backbone-type --vision-backbone-type --vision-pretraining "
             "--vision-pretraining-type"
         ),
-        "there are no models of images",
+        "megacore has no vision models",
     ),
     (
         "--cp-partition-mode --hybrid-context-parallel --max-seqlen-per-dp-cp-rank --thd-max-packed-sequences",
-        "without it every rank of --cp has an equal part of each sequence",
+        "without it, all --cp ranks get equal parts of each sequence",
     ),
     (
         (
@@ -192,24 +195,24 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--train-desc-path --train-doc-idx-path --train-idx-path --train-sample-idx-path "
             "--train-shuffle-idx-path"
         ),
-        "samples come in the order of --sample-order, so that training differs",
+        "samples come in the order of --sample-order, which changes training",
     ),
-    ("--decoder-num-layers --decoder-seq-length", "there are no models of an encoder and a decoder"),
+    ("--decoder-num-layers --decoder-seq-length", "megacore has no encoder-decoder models"),
     (
         "--disable-bf16-reduced-precision-matmul",
-        "without it bf16 products may be summed in bf16 where the device's library does so",
+        "without it, the device's library may accumulate bf16 matrix products in bf16",
     ),
     (
         (
             "--disable-mamba-mem-eff-path --hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model "
             "--mamba-head-dim --mamba-num-groups --mamba-num-heads --mamba-state-dim"
         ),
-        "there are no Mamba layers, so that no flags give that model",
+        "megacore has no Mamba layers",
     ),
     (
         "--num-experts-switch",
         (
-            "Megatron-DeepSpeed's gates choose and drop tokens otherwise, so that training differs; see "
+            "Megatron-DeepSpeed's gates choose and drop tokens differently, which changes training; see "
             "--moe-router-topk"
         ),
     ),
@@ -218,34 +221,34 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--disable-mok-use-mxfp8-weights --mok-bwd-num-comm-sms --mok-fwd-num-comm-sms "
             "--no-mok-use-mxfp8-weights --use-mok-megakernel"
         ),
-        "without it experts are not computed in mxfp8, which is more exact",
+        "without it, experts compute in the format of --precision, which is more accurate than mxfp8",
     ),
     ("--ds-inference --inference --use-dataset-only", "the program trains; tools/generate.py generates"),
     (
         ("--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size --ds-sequence-parallel-fpdt-offloading"),
-        "without it a rank of --cp attends to its sequence as a whole; --offload-activations saves memory",
+        "without it, attention computes the whole sequence of a --cp rank; --offload-activations saves memory",
     ),
     (
         "--embedding-init-method-std",
-        "without it embeddings begin with --init-method-std, so that training differs",
+        "without it, embeddings are initialised with --init-method-std, which changes training",
     ),
-    ("--embedding-weights-in-fp32", "without it the embedding is rounded to the format of --precision"),
+    ("--embedding-weights-in-fp32", "without it, the embedding has the format of --precision"),
     (
         (
             "--enable-hyper-connections --mhc-init-gating-factor --mhc-recompute-layer-num "
             "--mhc-sinkhorn-iterations --num-residual-streams --use-fused-mhc"
         ),
-        "without it there is one residual stream, and the model is another one",
+        "without it, there is one residual stream, which changes the model",
     ),
     (
         "--eval-global-batch-size",
         ("an evaluation reads --eval-iters batches of --global-batch-size: choose --eval-iters for as many samples"),
     ),
-    ("--fp16-lm-cross-entropy", "without it the loss is computed in fp32, which is more exact"),
-    ("--fp32-residual-connection", "without it sums of residuals are rounded to the format of --precision"),
+    ("--fp16-lm-cross-entropy", "without it, the loss is computed in fp32, which is more accurate"),
+    ("--fp32-residual-connection", "without it, residual sums have the format of --precision"),
     (
         "--full-validation",
-        "without it an evaluation reads --eval-iters batches: use as many as the validation data has",
+        "without it, an evaluation reads --eval-iters batches: choose --eval-iters to cover the validation data",
     ),
     (
         (
@@ -263,71 +266,74 @@ NOT_YET: Mapping[str, str] = by_flag(
             "--rl-sequence-packing-bin-size --rl-sequence-packing-max-sequences-per-bin --rl-skip-bos-token "
             "--rl-training-cuda-graphs --rl-use-sequence-packing --rl-verify-model-weights-swap"
         ),
-        "there is no reinforcement learning",
+        "megacore has no reinforcement learning",
     ),
     (
         "--heterogeneous-layers-config-encoded-json --heterogeneous-layers-config-path",
-        "without it all blocks have one shape, and the model is another one",
+        "without it, all blocks have the same shape, which changes the model",
     ),
     (
         "--kd --load-teacher --mos --reset-iteration",
-        "there is no teacher: without it a model learns from data alone",
+        "megacore has no distillation: the model learns from data only",
     ),
     (
         "--iterations-to-skip --result-rejected-tracker-filename --skip-train-iteration-range",
-        "without it the run trains on these batches too; --on-spike skip leaves spikes out",
+        "without it, the run trains on these batches too; --on-spike skip skips spikes",
     ),
-    ("--moe-apply-probs-on-input", "without it experts' outputs are weighted, not their inputs: another model"),
-    ("--moe-enable-routing-replay", "there is no reinforcement learning that could replay the choice of experts"),
+    (
+        "--moe-apply-probs-on-input",
+        "without it, router weights multiply the outputs of experts and not the inputs, which changes the model",
+    ),
+    ("--moe-enable-routing-replay", "megacore has no reinforcement learning, which would replay the choice of experts"),
     (
         "--moe-expert-rank-capacity-factor",
-        "without it a rank of --ep takes all tokens; --moe-expert-capacity-factor limits each expert",
+        "without it, an --ep rank accepts all tokens; --moe-expert-capacity-factor limits each expert",
     ),
-    ("--moe-latent-size", "without it experts compute with all of --hidden-size, and the model is another one"),
+    ("--moe-latent-size", "without it, experts have the full --hidden-size, which changes the model"),
     (
         "--moe-router-force-biased --moe-router-force-load-balancing",
-        "without it tokens go where the router sends them, and not to random experts",
+        "without it, the router chooses the experts, instead of at random",
     ),
     (
         "--moe-use-upcycling",
-        "without it experts begin with weights of their own, not with those of a dense model",
+        "without it, experts start from random weights; convert_checkpoint.py can upcycle a dense model first",
     ),
     (
         "--mrope-interleaved --mrope-section",
-        "without it positions have one dimension, and the model is another one",
+        "without it, positions have one dimension, which changes the model",
     ),
     (
         "--mtp-hybrid-override-pattern",
         (
-            "there is no multi-token prediction: without it the loss has no term for later tokens, so that training "
+            "megacore has no multi-token prediction: without it, the loss has no term for later tokens, so training "
             "differs"
         ),
     ),
-    ("--no-save-optim", "without it checkpoints hold the optimizer's state too, and take more room"),
+    ("--no-save-optim", "without it, checkpoints also hold the optimizer state, and need more disk space"),
     (
         "--phase-transition-iterations",
-        "without it the run is one phase; to begin another one, continue with --load and other flags of data",
+        "without it, the run has one phase; to start another phase, continue with --load and other data flags",
     ),
     (
         "--qk-clip",
-        "without it attention's logits have no limit, so that training differs; --qk-layernorm bounds them",
+        "without it, attention logits are not limited, which changes training; --qk-layernorm limits them",
     ),
-    ("--qk-l2-norm", "without it queries and keys have no norm, and the model is another one"),
-    ("--random-ltd", "without it all layers compute all tokens, so that training differs"),
+    ("--qk-l2-norm", "without it, queries and keys have no norm, which changes the model"),
+    ("--random-ltd", "without it, all layers compute all tokens, which changes training"),
     (
         "--relative-attention-max-distance --relative-attention-num-buckets",
-        "there are no relative positions, as in T5",
+        "megacore has no relative positions as in T5",
     ),
-    ("--reweight-loss-based-on-position-frequency", "without it every token's loss counts alike"),
+    ("--reweight-loss-based-on-position-frequency", "without it, the loss of every token has the same weight"),
     (
         "--rotary-base-per-layer",
-        "without it all blocks rotate alike; --window-rotary-base is for those with a window",
+        "without it, all blocks have the same rotary base; --window-rotary-base sets it for blocks with a window",
     ),
-    ("--spec", "leave it out if it names Megatron-LM's usual layers; no flags give others"),
+    ("--spec", "leave it out if it names Megatron-LM's default layers; others are not supported"),
     (
         "--step-batch-size-schedule",
-        "without it every step has --global-batch-size; --rampup-batch-size begins with less",
+        "without it, every step has --global-batch-size; --rampup-batch-size starts with a smaller batch",
     ),
-    ("--use-bnb-optimizer", "without it moments have 32 bits; --moments-dtype bf16 halves them"),
+    ("--use-bnb-optimizer", "without it, moments have 32 bits; --moments-dtype bf16 halves them"),
 )
 """Flags of features that megacore does not have, and what leaving them out changes or what comes nearest."""

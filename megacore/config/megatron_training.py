@@ -139,16 +139,16 @@ def _finetune(flag: str, text: str, shape: Shape) -> Translation:
 
 WITHOUT_FEATURE = {
     "--cpu-offloading-num-layers": ("0", "use --offload-activations"),
-    "--encoder-pipeline-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
-    "--encoder-tensor-model-parallel-size": ("0", "there are no models of an encoder and a decoder: leave it out"),
-    "--glu-linear-offset": ("0", "without it the model is another one: use one of --activation"),
-    "--head-lr-mult": ("1", "one learning rate holds for all parameters: leave it out"),
+    "--encoder-pipeline-model-parallel-size": ("0", "megacore has no encoder-decoder models: leave it out"),
+    "--encoder-tensor-model-parallel-size": ("0", "megacore has no encoder-decoder models: leave it out"),
+    "--glu-linear-offset": ("0", "it changes the model: use one of --activation"),
+    "--head-lr-mult": ("1", "all parameters have one learning rate: leave it out, or use --param-group"),
     "--hybrid-attention-ratio": ("0", "there are no Mamba layers: leave it out"),
     "--hybrid-mlp-ratio": ("0", "there are no Mamba layers: leave it out"),
     "--moe-n-hash-layers": ("0", "a router chooses the experts of every block: leave it out"),
     "--mtp-num-layers": (
         "0",
-        "there is no multi-token prediction, without which the loss has no term for later tokens: leave it out",
+        "megacore has no multi-token prediction: leave it out; the loss then has no term for later tokens",
     ),
     "--muon-coefficient-type": ("quintic", "--muon-num-ns-steps is the number of quintic iterations: leave it out"),
     "--muon-scalar-optimizer": ("adam", "--optimizer muon updates other parameters with AdamW: leave it out"),

@@ -88,13 +88,13 @@ class ModelConfig(Section):
     norm_bias: bool = True
     """Gives LayerNorm a bias."""
     multi_latent_attention: bool = False
-    """Multi-head latent attention, as in DeepSeek-V2 and V3: the keys and values of all heads are projections of one
-    short vector per token. Needs --position-embedding-type rope and --disable-bias-linear."""
+    """Multi-head latent attention, as in DeepSeek-V2 and V3: the keys and values of all heads are projections of
+    one latent vector per token. Needs --position-embedding-type rope and --disable-bias-linear."""
     q_lora_rank: Annotated[int | None, Range(1, 1_000_000)] = None
-    """--multi-latent-attention: size of the short vector that queries are projections of. Default: none; queries are
+    """--multi-latent-attention: size of the latent vector that queries are projections of. Default: none; queries are
     projections of the hidden state."""
     kv_lora_rank: Annotated[int, Range(1, 1_000_000)] = 512
-    """--multi-latent-attention: size of the short vector that keys and values are projections of."""
+    """--multi-latent-attention: size of the latent vector that keys and values are projections of."""
     qk_nope_head_dim: Annotated[int, Range(1, 1_000_000), Flag(("--qk-head-dim",))] = 128
     """--multi-latent-attention: dimensions of a head's query and key that are not rotated."""
     qk_rope_head_dim: Annotated[int, Range(2, 1_000_000), Flag(("--qk-pos-emb-head-dim",))] = 64
@@ -104,7 +104,7 @@ class ModelConfig(Section):
     """--multi-latent-attention: dimensions of a head's value."""
     qk_layernorm: bool = False
     """Normalises the query and the key of each head. All heads share the norm's weights. With --multi-latent-attention
-    it normalises the short vectors instead."""
+    it normalises the latent vectors instead."""
     qk_layernorm_all_heads: bool = False
     """Lets --qk-layernorm normalise the queries of all heads together, and the keys, with a weight for each of their
     dimensions, as in OLMoE and OLMo 2."""

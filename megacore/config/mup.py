@@ -27,7 +27,7 @@ class MupConfig(Section):
     this --hidden-size, and initial values, learning rates, logits and attention scores follow the width. Default: no
     muP."""
     mup_base_head_size: Annotated[int | None, Range(1)] = None
-    """Size of the heads of the model of --mup-base-width, if it is another one: attention scores are multiplied by
+    """Head size of the model of --mup-base-width, if it differs: attention scores are multiplied by
     sqrt(this) / --kv-channels. Default: that of this model."""
 
     def ratio(self, hidden_size: int) -> float:

@@ -22,11 +22,12 @@ class OptimizerConfig(Section):
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
     """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
-    stochastic gradient descent with --sgd-momentum. lion: Lion, steps along the sign of a momentum. lamb: LAMB, Adam
-    whose step has the norm of the matrix that it changes. onebitadam: 1-bit Adam, whose replicas send a bit of each
-    element of the momentum after --onebit-freeze-step updates. onebitlamb: 1-bit LAMB, likewise. muon: Muon,
-    orthogonalized momentum for the matrices of blocks, and AdamW for the rest. adafactor: Adafactor, with a number per
-    row and column of blocks' matrices. The section of the same name has its settings (docs/reference/optimizers.md)."""
+    stochastic gradient descent with --sgd-momentum. lion: Lion, updates with the sign of the momentum. lamb: LAMB,
+    Adam that scales the step of each matrix to the norm of the matrix. onebitadam: 1-bit Adam, whose replicas send
+    one bit per element of the momentum after --onebit-freeze-step updates. onebitlamb: 1-bit LAMB, likewise. muon:
+    Muon, orthogonalized momentum for the matrices of blocks, and AdamW for the rest. adafactor: Adafactor, with one
+    number per row and column of the matrices of blocks. The section of the same name has its settings
+    (docs/reference/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
@@ -83,8 +84,9 @@ class OptimizerConfig(Section):
     """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from --start-weight-decay to
     --end-weight-decay."""
     param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
-    """Parameters with other rates (docs/reference/optimizers.md). PATTERN is of global names, such as blocks.*.bias;
-    SETTINGS are lr=FACTOR, weight-decay=FACTOR, both with a comma between, or freeze. The first match counts."""
+    """Sets other rates for some parameters (docs/reference/optimizers.md). PATTERN matches global names, such as
+    blocks.*.bias. SETTINGS are lr=FACTOR and weight-decay=FACTOR, separated by a comma, or freeze. The first match
+    applies."""
     lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
     embedding at this times the rate of the first block. 1: off."""

@@ -224,8 +224,9 @@ class OneBitAdamConfig(OptimizerSettings):
     uncompressed: ClassVar[str | None] = "adamw"
 
     onebit_freeze_step: Annotated[int | None, Range(1)] = None
-    """Number of updates of the warm-up, in which --optimizer onebitadam is AdamW, and onebitlamb LAMB. Then the
-    variance stays as it is, and a bit of each element of the momentum is sent. Default: a fifth of --train-iters."""
+    """Number of updates of the warm-up, in which --optimizer onebitadam is AdamW, and onebitlamb LAMB. Afterwards
+    the variance is frozen, and replicas send one bit per element of the momentum. Default: a fifth of
+    --train-iters."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -290,8 +291,8 @@ class MuonConfig(OptimizerSettings):
     muon_extra_scale_factor: Annotated[float, Range(above=0)] = 0.2
     """Another factor of the learning rate of matrices. With spectral, 0.2 gives steps as large as AdamW's."""
     muon_split_qkv: Literal["none", "qkv", "heads"] = "qkv"
-    """What is one matrix in the projection to queries, keys and values. none: all of it. qkv: the queries of all heads,
-    their keys, and their values. heads: each head's queries, keys or values."""
+    """What counts as one matrix in the projection to queries, keys and values. none: all of it. qkv: the queries of all
+    heads, their keys, and their values. heads: each head's queries, keys or values."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:

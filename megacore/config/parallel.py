@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ulysses where it sends the least and --tp x --cp is at most 8, else ring; for pretrain_bert.py, whose
+    auto: ulysses if it sends the fewest bytes and --tp x --cp is at most 8, else ring; for pretrain_bert.py, whose
     attention is not causal, allgather."""
     ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
     """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
@@ -65,8 +65,8 @@ class ParallelConfig(Section):
     """ZeRO stage, 0 to 3: what the --dp x --cp ranks shard. 0: nothing. 1: optimizer state and master weights.
     2: gradients too. 3: parameters too. The results are the same for every stage."""
     zero_shard_size: Annotated[int | None, Range(2)] = None
-    """Number of neighbouring --dp x --cp ranks that shard with --zero-stage 1 and above, such as those of a node. Other
-    ranks hold copies of the shards, and gradients are summed over the copies once per step. Default: all of them."""
+    """Number of neighbouring --dp x --cp ranks that shard with --zero-stage 1 and above, such as those of a node.
+    Each such group is a replica, and gradients are all-reduced over the groups once per step. Default: all of them."""
     sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
     divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
@@ -75,7 +75,7 @@ class ParallelConfig(Section):
     parameters and gradients."""
     offload_params: bool = False
     """With --zero-stage 3 and --offload-optimizer, keeps parameters and gradients in host memory too, also with one
-    replica. The device gets the parameters of a layer while it computes with the one before."""
+    replica. The parameters of a layer are copied to the device while the previous layer computes."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced and parameters gathered over --dp. A bucket is never
     larger than a quarter of a stage. With more than 16 ranks buckets grow, so that each rank's share keeps 1 MiB, or

@@ -26,8 +26,8 @@ class PrecisionConfig(Section):
     each sum over microbatches and ranks to 8 bits."""
     grad_reduce_compression: Literal["none", "bf16", "int8"] = "none"
     """Number format in which gradients are sent to be reduced over the --dp x --cp ranks. int8: 8 bits, with a scale
-    for each block of 256 elements. What a rank's rounding leaves out is added to what it sends next: an fp32 number per
-    parameter on each rank. none: --grad-reduce-dtype."""
+    for each block of 256 elements. Each rank adds its rounding error to its next message, and keeps it as one fp32
+    number per parameter. none: --grad-reduce-dtype."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
     initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None

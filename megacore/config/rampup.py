@@ -37,9 +37,9 @@ class RampupConfig(Section):
     """The growth of the global batch size at the start."""
 
     rampup_batch_size: Annotated[tuple[str, ...], Flag(metavar="START INCREMENT SAMPLES")] = ()
-    """Begins with a global batch of START samples, which grows by INCREMENT at equal distances until it is
-    --global-batch-size after SAMPLES samples. START and INCREMENT are multiples of --micro-batch-size x --dp. Learning
-    rate, warm-up and decay follow the samples: their steps are steps of --global-batch-size."""
+    """Starts with a global batch of START samples, which grows in equal intervals by INCREMENT, and reaches
+    --global-batch-size after SAMPLES samples. START and INCREMENT are multiples of --micro-batch-size x --dp.
+    Learning rate, warm-up and decay follow the samples: their steps are steps of --global-batch-size."""
 
     def ramp(self) -> Ramp | None:
         """The ramp, if there is one.

@@ -21,8 +21,8 @@ class SpikeConfig(Section):
     deviation is 1.4826 x the median absolute deviation, and at least 1% of the median loss or 10% of the median
     norm."""
     spike_window: Annotated[int, Range(4, 100_000)] = 128
-    """Number of accepted values that the median and the deviation are taken over. The guard is active once half as many
-    are there and --lr-warmup-iters is over."""
+    """Number of accepted values for the median and the deviation. The guard becomes active when half as many exist
+    and --lr-warmup-iters is over."""
     spike_skip_batches: Annotated[int, Range(0, 1_000_000)] = 10
     """Number of global batches after the spike that --on-spike rollback skips too."""
     max_rollbacks: Annotated[int, Range(1, 1000)] = 3

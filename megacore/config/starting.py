@@ -17,5 +17,5 @@ class StartConfig(Section):
     optimizer state, at the beginning of the data. With --load auto only where --output-dir has no checkpoint yet.
     Default: weights drawn from --seed."""
     load_optim: bool = True
-    """Loads the optimizer's state with --load. Without it the run keeps its step and its position in the data, and the
-    optimizer starts anew."""
+    """Loads the optimizer's state with --load. Without it the run keeps its step and its position in the data, and
+    the optimizer starts from scratch."""

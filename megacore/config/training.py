@@ -27,10 +27,10 @@ class TrainingConfig(Section):
     CPUs; on cuda only with --reproducible."""
     reproducible: bool = False
     """Makes losses and weights bitwise equal for every --tp, --cp, --pp, --dp, --ep, --zero-stage and schedule, with
-    the same --micro-batch-size. Slower; a gradient takes 8 bytes while it is summed (docs/explain/numerics.md)."""
+    the same --micro-batch-size. Slower; a gradient takes 8 bytes during accumulation (docs/explain/numerics.md)."""
     reproducible_blocks: Annotated[int | None, Range(1)] = None
-    """Number of blocks in which --reproducible computes every sum that --tp or --cp would cut: a power of two that --tp
-    divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
+    """Number of blocks into which --reproducible divides every sum that --tp or --cp would split: a power of two
+    that --tp divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
     differently. Default: the largest of 8, 4, 2 and 1 into which the model can be divided."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Number of steps between evaluations on the validation split. 0: no evaluation."""
@@ -46,20 +46,20 @@ class TrainingConfig(Section):
     """Stops the run after this many consecutive bad steps. A step is bad if its loss or gradient is not finite; it
     leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
-    """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
-    between its projections. light: the outputs of norms and of the MLP's activation, but no matrix product; it has no
-    effect with --compile. full: whole transformer blocks; only their inputs are kept. The results are bitwise the
-    same."""
+    """Activation recomputation (activation checkpointing): what backward computes again instead of saving it in
+    memory. selective: attention between its projections. light: the outputs of norms and of the MLP's activation,
+    but no matrix product; it has no effect with --compile. full: whole transformer blocks; only their inputs are
+    saved. The results are bitwise the same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
     offload_activations: bool = False
-    """Copies what transformer blocks keep for backward to host memory, while the next block computes, and back in
-    backward. The device holds the activations of two blocks. On a CPU it does nothing, as they are in host memory. The
-    results are bitwise the same."""
+    """Copies the activations that transformer blocks save for backward to host memory, while the next block
+    computes, and back in backward. The device holds the activations of two blocks. On a CPU it does nothing,
+    because they already are in host memory. The results are bitwise the same."""
     distribute_saved_activations: bool = False
-    """Divides the inputs that --recompute full keeps over the --tp ranks, which gather them in backward. The results
-    are bitwise the same. --sequence-parallel divides them anyway."""
+    """Shards the block inputs that --recompute full saves over the --tp ranks, which all-gather them in backward. The
+    results are bitwise the same. --sequence-parallel already shards them."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
     """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
     (on a CPU) dropout run in blocks (docs/explain/kernels.md). fused-softmax: separate score, softmax and value
@@ -80,12 +80,11 @@ class TrainingConfig(Section):
     """Weight of the z-loss, the square of the softmax's log-normaliser, in the training loss. 0: off. Evaluations do
     not use it."""
     loss_chunks: Annotated[int | None, Range(1, 1024), Flag()] = None
-    """Number of chunks of the vocabulary in which the head computes its logits and the loss. The logits of one chunk
-    exist at a time. With more than one, backward computes them again. Default: the fewest with at most 2 GiB of
-    logits."""
+    """Number of chunks of the vocabulary in which the output head computes logits and loss, one chunk at a time.
+    With more than one chunk, backward computes the logits again. Default: the fewest with at most 2 GiB of logits."""
     memory_check: bool = True
-    """Refuses a run that by formula needs more memory than there is, before anything is allocated, and says what would
-    fit (docs/guides/memory.md)."""
+    """Refuses a run that needs more memory than is available, before it allocates anything, and says what would fit
+    (docs/guides/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         for name in ("eval_interval", "eval_iters") if self.skip_train else ():
@@ -100,8 +99,8 @@ class TrainingConfig(Section):
         if self.offload_activations and "offload_activations" not in wrong:
             if self.recompute == "light" and "recompute" not in wrong:
                 yield (
-                    "--offload-activations is not possible with --recompute light, which chooses for each tensor what "
-                    "is kept: use --recompute none, selective or full"
+                    "--offload-activations is not possible with --recompute light, which decides per tensor what to "
+                    "save: use --recompute none, selective or full"
                 )
             if self.compile and "compile" not in wrong:
                 yield (

@@ -81,9 +81,9 @@ def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
         fitting = [
             ranks for ranks, other in tried.items() if length % other.sequence_unit(sequence_parallel=split) == 0
         ]
-        over = f" with --sequence-parallel over --tp {tp}" if split and tp > 1 else ""
+        over = f", --sequence-parallel and --tp {tp}" if split and tp > 1 else ""
         yield (
-            f"--cp {cp}{over} needs a multiple of {unit} as --seq-length, not {length}: use --seq-length "
+            f"--seq-length {length} must be a multiple of {unit} with --cp {cp}{over}: use --seq-length "
             f"{one_of(nearest_multiples(length, unit))}" + (f", or --cp {one_of(fitting)}" if fitting else "")
         )
     elif split and length % tp:
@@ -99,8 +99,8 @@ def _attention_dropout_of_context(config: Config, world_size: int) -> Iterator[s
     cp, dropout = config.parallel.cp, config.model.attention_dropout
     if cp > 1 and dropout and not config.training.reproducible:  # whose masks belong to blocks of heads
         yield (
-            f"--attention-dropout {number(dropout)} is not possible with --cp {cp}, whose ranks would draw other masks "
-            "than one process: use --attention-dropout 0 (--hidden-dropout works), --reproducible, or --cp 1"
+            f"--attention-dropout {number(dropout)} is not possible with --cp {cp}, because its ranks would draw "
+            "other masks than one process: use --attention-dropout 0 (--hidden-dropout works), --reproducible or --cp 1"
         )
 
 

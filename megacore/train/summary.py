@@ -63,7 +63,10 @@ def launch_summary(
             f"{mesh.device.type}, {mesh.backend}, {counted(torch.get_num_threads(), 'thread')} per rank, "
             f"torch {torch.__version__}",
         ),
-        ("precision", f"{config.precision.precision}; sums of gradients in {config.precision.grad_reduce_dtype}"),
+        (
+            "precision",
+            f"{config.precision.precision}; gradients accumulated and reduced in {config.precision.grad_reduce_dtype}",
+        ),
         (
             "model",
             f"{total / 1e6:,.2f}M parameters, {model.num_layers} blocks of {model.hidden_size}, "

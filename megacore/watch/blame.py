@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who holds the run up.
+    """Who blocks the run.
 
     Attributes:
         kind: the evidence.

@@ -158,10 +158,10 @@ def headline(verdict: Verdict, records: Mapping[int, Record], degrees: Mapping[s
     named = ", ".join(_described(rank, records, degrees) for rank in verdict.ranks[:4])
     named += f" and {len(verdict.ranks) - 4} more" if len(verdict.ranks) > 4 else ""
     if verdict.kind == "cycle":
-        return f"cycle, no single culprit: {named}"
+        return f"cycle, no single blocking rank: {named}"
     if verdict.kind == "undetermined":
-        return "the culprit is undetermined"
-    held = "holds the run up" if len(verdict.ranks) == 1 else "hold the run up"
+        return "the blocking rank is unknown"
+    held = "blocks the run" if len(verdict.ranks) == 1 else "block the run"
     return f"{named} {held}" if verdict.is_certain else f"probably {named} {held}"
 
 

@@ -95,7 +95,7 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
         until(lambda: "megacore: " in job.said(), 60 * MINUTES + 2, "no report in time")
         assert time.monotonic() - stopped > 60 * minutes - 0.5
         said = reported(job)
-    who = rf"rank 2 \(pp 0, dp 1, tp 0; pid {victim} on \S+\) holds the run up"
+    who = rf"rank 2 \(pp 0, dp 1, tp 0; pid {victim} on \S+\) blocks the run"
     assert re.match(rf"megacore: hang at step \d+: {who}", said), said
     assert "did not answer" in said
     assert max(map(len, said.splitlines())) <= 120 + len(str(tmp_path))
@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named_where_the_run_hangs(
     given = flags(tmp_path / "out", dp=2, pp=2, log_interval=1000)
     with under_torchrun(tmp_path / "logs", 4, HANGING, *given) as job:
         said = reported(job)
-    who = r"rank 0 \(pp 0, dp 0, tp 0; pid \d+ on \S+\) holds the run up\n"
+    who = r"rank 0 \(pp 0, dp 0, tp 0; pid \d+ on \S+\) blocks the run\n"
     assert re.match(rf"megacore: hang at step \d+: {who}", said), said
     assert "left the order" in said, said
     verdict = json.loads(next((tmp_path / "out").glob("hang-*.json")).read_text())["verdict"]

@@ -69,7 +69,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     with rank_of(tmp_path, 0, free_port()) as one:
         assert one.wait(patience(START)) == -signal.SIGTERM
     said = (tmp_path / "0.err").read_text()
-    assert said.startswith("megacore: hang at step 0: probably rank 1 (pp 0, dp 1, tp 0) holds the run up"), said
+    assert said.startswith("megacore: hang at step 0: probably rank 1 (pp 0, dp 1, tp 0) blocks the run"), said
     assert "it has written nothing: never started, out of reach, or not watched" in said
     assert re.search(r"^  rank 0 +0 .* (connection to the master|meeting of the ranks)", said, re.MULTILINE), said
 
@@ -103,7 +103,7 @@ def test_a_rank_that_cannot_reach_the_master_is_named(tmp_path: Path) -> None:
     ):
         assert one.wait(patience(3 * START)) == -signal.SIGTERM
     said = (tmp_path / "0.err").read_text()
-    assert said.startswith("megacore: hang at step 0: probably rank 1 (pp 0, dp 1, tp 0) holds the run up"), said
+    assert said.startswith("megacore: hang at step 0: probably rank 1 (pp 0, dp 1, tp 0) blocks the run"), said
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_on_another_node_is_named(tmp_path: Path, victim: int)
             launchers.append(nodes.enter_context(started(TORCHRUN, tmp_path / f"{rank}.err", *flags, **fault)))
         assert [launcher.wait(patience(3 * START)) for launcher in launchers] == [1, 1]
     said = [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
-    who = rf"megacore: hang at step \d+: rank {victim} \(pp 0, dp {victim}, tp 0; pid \d+ on \S+\) holds the run up"
+    who = rf"megacore: hang at step \d+: rank {victim} \(pp 0, dp {victim}, tp 0; pid \d+ on \S+\) blocks the run"
     assert re.search(who, said[0]), said[0]
     assert f"rank {victim}    data (next batch)" in said[0]
     assert ("not asked: only those of the first node" in said[0]) == (victim == 1)

@@ -59,12 +59,12 @@ def test_beyond_a_node_keys_travel_while_attention_is_computed(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--cp 4 --seq-length 1028", "--cp 4 needs a multiple of 8 as --seq-length, not 1028"),
+        ("--cp 4 --seq-length 1028", "--seq-length 1028 must be a multiple of 8 with --cp 4"),
         ("--cp 4 --seq-length 1028", "use --seq-length 1024 or 1032, or --cp 1 or 2"),
-        ("--cp 2 --seq-length 33", "not 33: use --seq-length 32 or 36, or --cp 1"),
+        ("--cp 2 --seq-length 33", "--cp 2: use --seq-length 32 or 36, or --cp 1"),
         (
             "--cp 2 --tp 4 --sequence-parallel --seq-length 1028",
-            "--cp 2 with --sequence-parallel over --tp 4 needs a multiple of 8 as --seq-length",
+            "must be a multiple of 8 with --cp 2, --sequence-parallel and --tp 4",
         ),
         ("--cp 2 --attention-dropout 0.1", "--attention-dropout 0.1 is not possible with --cp 2"),
         ("--cp 2 --attention fused-softmax", "use --attention sdpa, or --cp 1"),

@@ -226,8 +226,8 @@ def test_a_vocabulary_without_the_tokens_is_refused(files: Path, coder: Tokenize
         ("--fim-rate 0.5", "--fim-rate 0.5 has no effect with --mock-data"),
         ("--fim-spm-rate 0.1", "--fim-spm-rate 0.1 has no effect with --fim-rate 0"),
         ("--fim-rate 0.5 --packing best-fit", "--packing best-fit fills samples exactly"),
-        ("--fim-data --fim-split-sample <file_sep>", "--fim-split-sample is Megatron-LM's"),
-        ("--fim-data --fim-no-prefix x", "--fim-no-prefix is Megatron-LM's"),
+        ("--fim-data --fim-split-sample <file_sep>", "--fim-split-sample is a Megatron-LM flag"),
+        ("--fim-data --fim-no-prefix x", "--fim-no-prefix is a Megatron-LM flag"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse) -> None:

@@ -201,8 +201,8 @@ def test_flags_of_dry_runs_have_help_although_they_are_no_settings(flag: str, ki
         ("paralel", Config, "(did you mean parallel?)"),
         ("learning-rate-warmup", Config, "--help learning-rate-warmup: there is no such section or flag"),
         ("bert", Config, "there is no such section or flag"),
-        ("swiglu", Config, "--swiglu is Megatron-LM's, and becomes --activation swiglu"),
-        ("use-flash-attn", Config, "--use-flash-attn is Megatron-LM's, and becomes --attention sdpa"),
+        ("swiglu", Config, "--swiglu is a Megatron-LM flag, and becomes --activation swiglu"),
+        ("use-flash-attn", Config, "--use-flash-attn is a Megatron-LM flag, and becomes --attention sdpa"),
         ("parallel-residual", BertConfig, "--parallel-residual is for the blocks of GPT-NeoX, not of BERT"),
     ],
 )

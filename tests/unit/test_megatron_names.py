@@ -56,7 +56,7 @@ def test_each_refusal_names_its_flag_and_another_way() -> None:
     for name in (*REPLACED, *NOT_YET):
         value = {"none": [], "one": ["1"], "any": ["1", "2"]}[THEIRS[name]]
         (problem,) = read_flags([name, *value]).problems
-        assert problem.startswith(f"{name} is Megatron-LM's")
+        assert problem.startswith(f"{name} is a Megatron-LM flag")
         assert "did you mean" not in problem
 
 

@@ -133,7 +133,7 @@ def test_a_script_for_bert_has_the_activation_of_megatron() -> None:
         ("--num-experts 8 --moe-layer-freq [0]*4", "has no block with experts: leave --num-experts out"),
         ("--moe-layer-freq [1]*3", "is for 3 blocks, and --num-layers is 4: use a list of 4"),
         ("--data-parallel-sharding-strategy all", "use no_shard, optim, optim_grads or optim_grads_params"),
-        ("--fp8-format hybrid --fp8-e4m3", "--fp8-format and --fp8-e4m3 are Megatron-LM's: leave it out"),
+        ("--fp8-format hybrid --fp8-e4m3", "--fp8-format and --fp8-e4m3 are Megatron-LM flags: leave them out"),
     ],
 )
 def test_what_megacore_does_otherwise_is_refused(given: str, said: str, refuse: Refuse) -> None:
@@ -150,4 +150,4 @@ def test_a_script_for_an_encoder_and_a_decoder_is_refused(refuse: Refuse) -> Non
     )
     found = problems(refuse(*argv))
     assert len(found) == 4
-    assert any("--decoder-num-layers and --decoder-seq-length are Megatron-LM's" in problem for problem in found)
+    assert any("--decoder-num-layers and --decoder-seq-length are Megatron-LM flags" in problem for problem in found)

@@ -366,7 +366,7 @@ def test_the_report_names_the_culprit_and_shows_its_main_thread() -> None:
     verdict = Verdict(kind="holds up", ranks=(1,), is_certain=True, why="rank 0 waits for it")
     about: dict[str, Any] = {"seconds": 20.0, "allowed": "10 s: 10 median steps", "world_size": 2}
     said = hang_report(ranks, verdict, stacks={1: DUMP}, **about)
-    assert said.startswith("hang at step 7: rank 1 (pp 0, dp 1, tp 0; pid 1001 on host) holds the run up\n")
+    assert said.startswith("hang at step 7: rank 1 (pp 0, dp 1, tp 0; pid 1001 on host) blocks the run\n")
     assert "\n  limit     10 s: 10 median steps\n" in said
     assert 'File "loader.py", line 5 in read' in said
     assert max(map(len, said.splitlines())) <= 120
