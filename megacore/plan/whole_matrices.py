@@ -17,7 +17,7 @@ from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
 from megacore.plan.packing import bucket_ends, pack
-from megacore.plan.state import PlannedLayer, held_by_layer
+from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
 
@@ -53,20 +53,9 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
         chunk: the layers of the stage.
         on_cpu: whether the ranks compute in host memory.
     """
-    (held,) = held_by_layer([chunk])
-    limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
-    matrices = [
-        (number, matrix)
-        for number in reversed(range(len(chunk)))
-        if (block := chunk[number].block) is not None
-        for matrix in _matrices(config, block, chunk[number].name, on_cpu=on_cpu)
-    ]
-    buckets: list[_Bucket] = []
     shards = shard_ranks(config.parallel) if config.parallel.zero_stage else 1
-    buckets += _buckets([(at, *one) for at, one in enumerate(matrices) if not one[1].of_expert], shards, limit)
     copies = expert_copies(config.parallel) if config.parallel.zero_stage else 1
-    if copies > 1:
-        buckets += _buckets([(at, *one) for at, one in enumerate(matrices) if one[1].of_expert], copies, limit)
+    buckets = list(_all_buckets(config, chunk, on_cpu=on_cpu, shards=shards, copies=copies))
     buckets.sort(key=lambda bucket: bucket.last)
     of_layer = [[n for n, bucket in enumerate(buckets) if number in bucket.layers] for number in range(len(chunk))]
     return WholeBuckets(
@@ -77,6 +66,61 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     )
 
 
+class Directions(NamedTuple):
+    """Elements of what the ranks of a stage send of the directions in which an update moves matrices.
+
+    Attributes:
+        gathered: by replicas on ZeRO's stage 0, each of which computes a part, with padding.
+        of_experts: the same of experts, by the ranks that hold copies of them.
+        joined: slices that a rank sends to be joined, and gets back; the mean over the ranks.
+    """
+
+    gathered: int = 0
+    of_experts: int = 0
+    joined: float = 0.0
+
+
+def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directions:
+    """What is sent of the layers of a pipeline stage; arguments as for `whole_buckets`."""
+    if not config.optimizer_settings.joins_slices:
+        return Directions()
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    is_cut, is_expert_cut = ranks_of_role("layer", config.parallel) > 1, config.parallel.expert_split > 1
+    matrices = [matrix for _, matrix in _of_chunk(config, chunk, on_cpu=False)]
+    joined = sum(m.size for m in matrices if is_cut and m.is_cut and not m.of_expert) / shards
+    joined += sum(m.size for m in matrices if is_expert_cut and m.of_expert) / copies
+    if zero_stage(config) > 0:
+        return Directions(joined=joined)
+    buckets = list(_all_buckets(config, chunk, on_cpu=False, shards=shards, copies=copies))
+    return Directions(
+        gathered=sum(bucket.size for bucket in buckets if not bucket.of_experts) if shards > 1 else 0,
+        of_experts=sum(bucket.size for bucket in buckets if bucket.of_experts) if copies > 1 else 0,
+        joined=joined,
+    )
+
+
+def _of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, _Matrix]]:
+    """The matrices of a stage, each with the number of its layer, the last used first."""
+    return [
+        (number, matrix)
+        for number in reversed(range(len(chunk)))
+        if (block := chunk[number].block) is not None
+        for matrix in _matrices(config, block, chunk[number].name, on_cpu=on_cpu)
+    ]
+
+
+def _all_buckets(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool, shards: int, copies: int
+) -> Iterator[_Bucket]:
+    """Those of matrices that all replicas hold, and those of experts that some of them hold."""
+    (held,) = held_by_layer([chunk])
+    limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
+    matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
+    yield from _buckets([(at, *one) for at, one in enumerate(matrices) if not one[1].of_expert], shards, limit)
+    if copies > 1:
+        yield from _buckets([(at, *one) for at, one in enumerate(matrices) if one[1].of_expert], copies, limit)
+
+
 class _Matrix(NamedTuple):
     """A matrix of a block on one rank.
 
@@ -84,11 +128,13 @@ class _Matrix(NamedTuple):
         size: elements.
         of_expert: whether it is of experts, which fewer ranks hold copies of.
         is_joined: whether it stays in one bucket with the next one.
+        is_cut: whether tensor-parallel ranks split it, where there are any.
     """
 
     size: int
     of_expert: bool = False
     is_joined: bool = False
+    is_cut: bool = True
 
 
 class _Bucket(NamedTuple):
@@ -130,9 +176,9 @@ def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu
     into = ["up", "gate"] if block.gated else ["up"]
     joins = block.activation == "swiglu" and not block.mlp_bias and share is None and not on_cpu
 
-    def add(part: str, shape: tuple[int, ...], held: int, *, of_expert: bool = False, is_joined: bool = False) -> None:
+    def add(part: str, shape: tuple[int, ...], held: int, **how: bool) -> None:
         if takes_whole(f"{name}.{part}.weight", shape):
-            found.append(_Matrix(held, of_expert, is_joined))
+            found.append(_Matrix(held, **how))
 
     if inner:
         add(f"{mlp}.down", (h, inner), h * inner // ranks)
@@ -143,10 +189,10 @@ def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu
         add("mlp.experts.down", (number, h, width), share.matrix, of_expert=True)
         for kind in into:
             add(f"mlp.experts.{kind}", (number, width, h), share.matrix, of_expert=True)
-        add("mlp.router", (number, h), number * h)
+        add("mlp.router", (number, h), number * h, is_cut=False)
     *projections, output = attention_matrices(block)
     for part, shape in [("attention.output", output), *(("attention.qkv", one) for one in reversed(projections))]:
         add(part, shape, math.prod(shape) // ranks)
     for shape in short_matrices(block):
-        add("attention", shape, math.prod(shape))
+        add("attention", shape, math.prod(shape), is_cut=False)
     return found
