@@ -199,17 +199,14 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 # Each with a number of matrices that the ranks share evenly.
 MUON: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    name: (layout, {"optimizer": "muon"} | changes)
-    for name, (layout, changes) in {
-        "dp 2, Muon": ((1, 1, 2), {}),
-        "dp 2, Muon in bf16": ((1, 1, 2), {"precision": "bf16"}),
-        "dp 2, Muon, ZeRO 1": ((1, 1, 2), {"zero_stage": 1}),
-        "dp 2, Muon, experts": ((1, 1, 2), EXPERTS),
-        "dp 2, Muon, ep 2": ((1, 1, 2), EXPERTS | {"ep": 2}),
-        "tp 2, Muon": ((2, 1, 1), {}),
-        "tp 2, dp 2, Muon": ((2, 1, 2), {}),
-        "dp 4, Muon, ep 2": ((1, 1, 4), EXPERTS | {"ep": 2, "micro_batch_size": 1}),
-    }.items()
+    "dp 2, Muon": ((1, 1, 2), {"optimizer": "muon"}),
+    "dp 2, Muon in bf16": ((1, 1, 2), {"optimizer": "muon", "precision": "bf16"}),
+    "dp 2, Muon, ZeRO 1": ((1, 1, 2), {"optimizer": "muon", "zero_stage": 1}),
+    "dp 2, Muon, experts": ((1, 1, 2), EXPERTS | {"optimizer": "muon"}),
+    "dp 2, Muon, ep 2": ((1, 1, 2), EXPERTS | {"optimizer": "muon", "ep": 2}),
+    "tp 2, Muon": ((2, 1, 1), {"optimizer": "muon"}),
+    "tp 2, dp 2, Muon": ((2, 1, 2), {"optimizer": "muon"}),
+    "dp 4, Muon, ep 2": ((1, 1, 4), EXPERTS | {"optimizer": "muon", "ep": 2, "micro_batch_size": 1}),
 }
 
 # Run by `make test-slow`.
