@@ -94,6 +94,10 @@ class OptimizerSettings(Section):
         """
         return False
 
+    def direction_bytes(self, precision: str) -> int:
+        """Bytes of an element of the direction in which `joins_slices` moves a matrix, by --precision."""
+        return 4
+
     def work_of(self, shape: tuple[int, ...]) -> float:
         """The work of updating a parameter that is taken whole, in any unit: ranks get equal parts of it.
 
@@ -302,6 +306,10 @@ class MuonConfig(OptimizerSettings):
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
         return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
+
+    def direction_bytes(self, precision: str) -> int:
+        narrow = self.muon_ns_dtype == "bf16" or (self.muon_ns_dtype == "auto" and precision != "fp32")
+        return 2 if narrow else 4
 
     def work_of(self, shape: tuple[int, ...]) -> float:
         """FLOPs of a Newton-Schulz step: X X^T, its square, and their product with X."""

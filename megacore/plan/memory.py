@@ -208,10 +208,11 @@ def _rank_memory(
     parameters = held_parameters(layers, on_rank)
     held = {"experts": held_experts(config, layers, on_rank), "blocks": held_blocks(layers, on_rank)}
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
-    padding = 0
+    padding = expert_padding = 0
     if config.optimizer_settings.takes_some_whole and 0 < zero_stage(config) < 3:
-        padding = sum(whole_buckets(config, chunk, on_cpu=on_cpu).padding for chunk in chunks)
-    state = state_bytes(parameters, config, padding=padding, **held)
+        buckets = [whole_buckets(config, chunk, on_cpu=on_cpu) for chunk in chunks]
+        padding, expert_padding = sum(one.padding for one in buckets), sum(one.expert_padding for one in buckets)
+    state = state_bytes(parameters, config, padding=padding, expert_padding=expert_padding, **held)
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu
     kept = [0.0 if offloads else sum(sizes) for sizes in in_blocks]

@@ -255,40 +255,49 @@ class _Evaluation:
         at_this_size = set[tuple[int, int, str]]()  # the same with more activations of a microbatch
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
+        as_by_time: dict[tuple[object, ...], bool] = {}  # what ZeRO's stages have in common
+        states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
         for choice in _variants(self._config, self._constraints, degrees, self._recomputed):
             candidate = _chosen(self._config, choice)
             if not self._is_valid(candidate):
                 continue
             layers = self._layers(candidate)
-            if _divides_as_by_time(candidate, layers, self._constraints):
+            parallel, training = candidate.parallel, candidate.training
+            stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
+            if (cut := (*stages, training.micro_batch_size, training.recompute)) not in as_by_time:
+                as_by_time[cut] = _divides_as_by_time(candidate, layers, self._constraints)
+            if as_by_time[cut]:
                 continue
             result.tried += 1
             even = even or _even_parameters(candidate, layers)
-            state = sum(state_bytes(even[0], candidate, experts=even[1]).values())
+            if parallel.zero_stage not in states:
+                states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
+            state = states[parallel.zero_stage]
             if state > self.capacity and not candidate.parallel.offload_optimizer:
                 result.least = min(result.least, state)
                 continue
-            parallel, kind, size = id(choice.parallel), choice.training.recompute, choice.training.micro_batch_size
-            if (parallel, kind) in slower:
+            kind, size = training.recompute, training.micro_batch_size
+            alike = id(choice.parallel)
+            if (alike, kind) in slower:
                 result.left_out += 1
                 continue
-            if (parallel, kind) in exceeding or (parallel, size, kind) in at_this_size:
+            if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
             on_cpu = self._cluster.on_cpu
             needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *_RECOMPUTED[kind]}
-                    at_this_size |= {(parallel, size, other) for other in more}
+                    at_this_size |= {(alike, size, other) for other in more}
                     if candidate.parallel.schedule == "1f1b":
-                        exceeding |= {(parallel, other) for other in more}
+                        exceeding |= {(alike, other) for other in more}
                 result.too_large.append(choice)
             else:
                 seconds = step_time(candidate, layers, self._cluster, simulated=False).seconds
                 result.fitting.append((choice, needed, seconds))
-                best = fastest[parallel, kind] = min(seconds, fastest.get((parallel, kind), math.inf))
+                best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
-                    slower.add((parallel, kind))
+                    slower.add((alike, kind))
         return result
 
     def _layers(self, config: ResolvedConfig) -> list[LayerOutline]:

@@ -32,7 +32,13 @@ class PlannedLayer(LayerCost, Protocol):
 
 
 def state_bytes(
-    parameters: int, config: ResolvedConfig, *, experts: int = 0, blocks: int = 0, padding: int = 0
+    parameters: int,
+    config: ResolvedConfig,
+    *,
+    experts: int = 0,
+    blocks: int = 0,
+    padding: int = 0,
+    expert_padding: int = 0,
 ) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
 
@@ -42,6 +48,7 @@ def state_bytes(
         experts: how many of them are of experts, which fewer ranks hold copies of.
         blocks: how many of them are of blocks, whose matrices some optimizers take whole and keep less for.
         padding: elements of the buckets of these matrices that belong to no parameter.
+        expert_padding: the same of the buckets of experts.
     """
     compute, stage = ELEMENT_BYTES[config.precision.precision], zero_stage(config)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
@@ -50,7 +57,9 @@ def state_bytes(
     copied = config.parallel.offload_optimizer and not config.parallel.offload_params
     master = 4 if copied or compute != 4 else 0
     shard = updated_parameters(parameters, config, experts=experts) + padding / shard_ranks(config.parallel)
-    held = parameters + padding
+    if expert_padding:
+        shard += expert_padding / expert_copies(config.parallel)
+    held = parameters + padding + expert_padding
     return {
         "params": (shard if stage >= 3 else held) * compute,
         "grads": (shard if stage >= 2 else held) * reduce,

@@ -17,6 +17,7 @@ from megacore.plan.state import (
     moment_bytes,
     updated_parameters,
 )
+from megacore.plan.traffic import update_traffic
 
 
 class StepEnd(NamedTuple):
@@ -80,6 +81,8 @@ def _step_end(
     gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
     reduce, gather = speed.transfers(sums), speed.transfers(gathered)
     across = speed.transfers(one.across for one in both if one.across is not None)  # nothing hides it
+    chunks = [[layers[i] for i in numbers] for numbers in held]
+    across += speed.transfers(update_traffic(config, chunks))
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
     backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
     forward = sum(stage.passes.forward.compute for stage in stages)
@@ -89,7 +92,6 @@ def _step_end(
     shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
     state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
-    chunks = [[layers[i] for i in numbers] for numbers in held]
     device, computing = speed.cluster.device, sum(stage.passes.sum.total for stage in stages)
     host = OffloadTime()
     if not speed.cluster.on_cpu:

@@ -31,6 +31,7 @@ from megacore.plan.experts import ExpertShare, expert_copies, expert_share
 from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters, term_bytes, zero_stage
+from megacore.plan.whole_matrices import directions
 
 Role = Literal["layer", "sequence", "experts", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]
@@ -428,7 +429,31 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
     of_experts = replica_traffic(config, routed, of_experts=True)
     transfers += [sent for traffic in (replicas, of_experts) for sent in traffic.in_order]
     transfers += _further_sums(config, layers, [i for numbers in on_rank for i in numbers])
+    transfers += update_traffic(config, [[layers[i] for i in numbers] for numbers in on_rank])
     return list(_joined(transfers))
+
+
+def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]]) -> list[Sent]:
+    """What an optimizer that takes matrices whole sends of the directions of their update: on ZeRO's stage 0 replicas
+    gather what each has computed a part of; tensor-parallel ranks send slices to the one that joins them, and back.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each of the rank's stages.
+    """
+    settings, parallel = config.optimizer_settings, config.parallel
+    if not settings.joins_slices:
+        return []
+    found = [directions(config, chunk) for chunk in chunks]
+    element = float(settings.direction_bytes(config.precision.precision))
+    t, split = ranks_of_role("layer", parallel), parallel.expert_split
+    gathered, of_experts, joined = (element * sum(numbers) for numbers in zip(*found, strict=True))
+    sent = _sent("replicas", "all-gather", "directions", gathered, shard_ranks(parallel), t) if gathered else ()
+    if of_experts:
+        sent += _sent("replicas", "all-gather", "directions", of_experts, expert_copies(parallel), parallel.ep * split)
+    if joined:
+        sent += _sent("layer", "all-to-all", "directions", joined, t, 1, count=2)
+    return list(sent)
 
 
 def tied_gradients(config: ResolvedConfig) -> Sent | None:

@@ -75,6 +75,9 @@ def test_shards_hold_equal_parts_of_the_matrices(stage: int, tmp_path: Path) -> 
         {},
         {"activation": "swiglu", "disable_bias_linear": True, "num_query_groups": 2},
         {"muon_parameters": "blocks.*.mlp.*"},
+        {"num_experts": 4, "ep": 2, "activation": "swiglu", "disable_bias_linear": True},
+        {"num_experts": 4, "moe_shared_expert_size": 96, "moe_shared_expert_gate": True, "moe_first_dense_layers": 1}
+        | {"activation": "swiglu", "disable_bias_linear": True},
     ],
     ids=str,
 )
@@ -84,9 +87,10 @@ def test_the_planner_has_the_same_buckets(replicas: int, changes: dict[str, Any]
     config = make_config((1, 1, replicas), tmp_path, **(MUON | shape | changes), micro_batch_size=1, zero_stage=1)
     planned = whole_buckets(config, outline(config), on_cpu=False)
     with fake_step(config) as step:
-        found = [bucket for bucket in step.model.data_parallel.buckets if bucket.unsplit]
+        # Experts that no other rank has a copy of are not divided among ranks.
+        found = [bucket for bucket in step.model.data_parallel.buckets if bucket.unsplit and bucket.group.size > 1]
         assert planned.size == [bucket.layout.size for bucket in found]
-        assert planned.padding == sum(bucket.layout.padding for bucket in found)
+        assert planned.padding + planned.expert_padding == sum(bucket.layout.padding for bucket in found)
         for number, bucket in enumerate(found):
             blocks = {int(parameter.spec.name.split(".")[1]) for parameter in bucket.parameters}
             assert blocks == {block - 1 for block, held in enumerate(planned.of_layer) if number in held}

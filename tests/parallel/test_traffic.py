@@ -103,7 +103,7 @@ def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) 
     """The rank's parameters, and what it sends in the second step, by case."""
     found = []
     for case in cases:
-        layout, changes = (CASES | MORE)[case]
+        layout, changes = (CASES | MUON | MORE)[case]
         config = make_config(layout, directory, **(SIZES | changes), train_iters=2)
         trainer = make_trainer(config, build_mesh(config.parallel))
         held = sum(parameter.numel() for parameter in trainer.model.data_parallel.parameters)
@@ -197,6 +197,18 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
 }
 
+# Each with a number of matrices that the ranks share evenly.
+MUON: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "dp 2, Muon": ((1, 1, 2), {"optimizer": "muon"}),
+    "dp 2, Muon in bf16": ((1, 1, 2), {"optimizer": "muon", "precision": "bf16"}),
+    "dp 2, Muon, ZeRO 1": ((1, 1, 2), {"optimizer": "muon", "zero_stage": 1}),
+    "dp 2, Muon, experts": ((1, 1, 2), EXPERTS | {"optimizer": "muon"}),
+    "dp 2, Muon, ep 2": ((1, 1, 2), EXPERTS | {"optimizer": "muon", "ep": 2}),
+    "tp 2, Muon": ((2, 1, 1), {"optimizer": "muon"}),
+    "tp 2, dp 2, Muon": ((2, 1, 2), {"optimizer": "muon"}),
+    "dp 4, Muon, ep 2": ((1, 1, 4), EXPERTS | {"optimizer": "muon", "ep": 2, "micro_batch_size": 1}),
+}
+
 # Run by `make test-slow`.
 MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tp 2, sequence parallel, parallel blocks, recomputed": (
@@ -252,7 +264,9 @@ MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("known", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "more"])
+@pytest.mark.parametrize(
+    "known", [CASES, MUON, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "Muon", "more"]
+)
 def test_bytes_sent(ranks: int, known: dict[str, Any], tmp_path: Any) -> None:
     cases = [name for name, ((tp, pp, dp), changes) in known.items() if tp * pp * dp * changes.get("cp", 1) == ranks]
     counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)

@@ -163,8 +163,12 @@ def test_a_step_on_many_nodes_takes_as_long_as_the_slowest(capsys: pytest.Captur
 LONG = "llama-3-8b-128k --seq-length 65536 --zero-stage 3 --recompute full --micro-batch-size 1 --global-batch-size 8"
 INTERLEAVED = "gpt2-xl --pp 4 --schedule interleaved --virtual-stages 3"
 DOES_NOT_FIT = {
-    "gpt2-xl --pp 4 --schedule gpipe --micro-batch-size 8 --global-batch-size 128 --cluster a100-40g": "--schedule 1f1b",
-    f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": "--schedule 1f1b --virtual-stages 1",
+    "gpt2-xl --pp 4 --schedule gpipe --micro-batch-size 8 --global-batch-size 128 --cluster a100-40g": (
+        "--schedule 1f1b"
+    ),
+    f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": (
+        "--schedule 1f1b --virtual-stages 1"
+    ),
     f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --pp 1 --dp 4",
     "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
@@ -175,7 +179,7 @@ DOES_NOT_FIT = {
 
 @pytest.mark.parametrize(("flags", "known"), DOES_NOT_FIT.items())
 def test_the_ways_out_fit_when_they_are_planned(flags: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each as flags in place of those that do not fit; more machines with CPUs are no cluster that could be planned for."""
+    """Each as flags in place of those that do not fit; more machines with CPUs are no cluster to plan for."""
     given = f"pretrain_gpt.py --preset {flags}"
     plan = planned(capsys, given)
     assert not plan["fits"]
