@@ -573,7 +573,8 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     left_out = f"; {found.left_out:,} with larger, slower microbatches are left out" if found.left_out else ""
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
-        f"{found.cluster.name}, software {found.cluster.software.name} (searched in {found.wall_seconds:.1f} s{left_out})",
+        f"{found.cluster.name}, software {found.cluster.software.name} "
+        f"(searched in {found.wall_seconds:.1f} s{left_out})",
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
