@@ -438,6 +438,46 @@ def test_pictures(tmp_path: Path) -> None:
     assert memory.read_text(encoding="utf-8").count("peak ") == 12
 
 
+def test_the_time_line_says_that_it_has_fewer_microbatches_and_which_bubble_is_whose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "line.svg"
+    plan = planned(capsys, f"{BLOOM} --timeline {path}")
+    text = path.read_text(encoding="utf-8")
+    assert "1f1b, 12 ranks, a100-80g: a step with 24 microbatches in place of 128" in text
+    drawn = float(re.search(r"bubble ([0-9.]+)% of what is drawn; with 128 microbatches: step", text).group(1))  # type: ignore[union-attr]
+    whole = float(re.search(r"step [0-9.]+ s, bubble ([0-9.]+)% of it", text).group(1))  # type: ignore[union-attr]
+    assert whole / 100 == pytest.approx(plan["step_parts"]["bubble"]["value"] / plan["step_seconds"]["value"], abs=1e-3)
+    assert 25 < drawn < 33  # of equal stages (p - 1) / (m + p - 1) = 31 %
+    assert whole < 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved --virtual-stages 2", "zero-bubble"])
+def test_every_box_of_a_time_line_has_its_number_and_no_transfer_crosses_one(schedule: str, tmp_path: Path) -> None:
+    path = tmp_path / "line.svg"
+    flags = BLOOM.replace("--schedule 1f1b", f"--schedule {schedule}")
+    assert main([*flags.split(), "--timeline", str(path)]) == 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    boxes = [number for number, line in enumerate(lines) if "of microbatch" in line]
+    numbers = [
+        line for line in lines if re.search(r'text-anchor="middle">[0-9]+</text>', line) and "#6b7280" not in line
+    ]
+    transfers = [number for number, line in enumerate(lines) if line.startswith("<line") and "#c2410c" in line]
+    assert len(numbers) == len(boxes) > 500
+    assert len(transfers) > 500
+    assert max(transfers[:-1]) < min(boxes)  # the last is that of the legend
+
+
+def test_activations_that_are_few_beside_the_state_are_drawn_by_a_scale_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "memory.svg"
+    assert main([*BLOOM.split(), "--memory-timeline", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "the dark strip is not to scale: the height of a row above it is" in text
+    heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
+    assert max(heights) == pytest.approx(36, abs=0.5)  # of a row of 46 pixels
+    assert sum(height > 4 for height in heights) > 0.9 * len(heights)
+
+
 def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
