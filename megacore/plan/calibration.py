@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import load_toml
 from megacore.config.dimensions import degrees_of
 from megacore.config.messages import counted
+from megacore.config.parallel import ScheduleName
 from megacore.errors import ConfigError, UserError
-from megacore.pipeline.schedule import SCHEDULES
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Device, Link, Range
 from megacore.plan.outline import outline
@@ -128,9 +128,11 @@ class _Fit:
         self.base, self.steps, self.transfers = base, steps, transfers
         passes = [] if transfers is None else [read_trace(trace, step) for step in transfers.passes]
         config = scheduled(config, base)
-        if passes and passes[0].schedule.name in SCHEDULES and config.parallel.schedule_csv is None:
+        if passes and config.parallel.schedule_csv is None:
             ran = passes[0].schedule  # which the run had chosen, where its flags leave it open
-            parallel = replace(config.parallel, schedule=ran.name, virtual_stages=ran.virtual_stages)
+            names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+            name = next((known for known in names if known == ran.name), config.parallel.schedule)
+            parallel = replace(config.parallel, schedule=name, virtual_stages=ran.virtual_stages)
             config = replace(config, parallel=parallel)
         self.config: ResolvedConfig = config
         self.layers: list[PlannedLayer] = list(outline(config))
@@ -164,6 +166,8 @@ class _Fit:
         report.append(f"speed of a device: x {speed:.3g}, from {source}")
         if links is None:
             report.append(f"speed of the links: that of {self.base.name}, as nothing here measures it")
+        elif self.transfers is not None and not self.transfers.sums:
+            report.append("not measured: sums over --tp ranks, which are assumed to be as fast as messages")
         after = self._step(cluster)
         unexplained = steps.median / after - 1
         cluster = replace(cluster, device=_widened(cluster.device, steps, after, links))

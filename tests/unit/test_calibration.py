@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import load_toml, save_toml
 from megacore.pipeline.schedule import Action, build_schedule, requirements, transfers_of
 from megacore.plan.calibration import Calibration, calibrate
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from megacore.plan.devices import Case
 from megacore.plan.outline import outline
 from megacore.plan.simulator import Costs, Span, simulate
 from megacore.plan.step_time import step_time
@@ -76,16 +78,21 @@ def calibrated(directory: Path, rows: list[float], costs: Costs | None = None) -
     return calibrate(directory, CPU)
 
 
+def resolved(directory: Path) -> ResolvedConfig:
+    config: ResolvedConfig = load_toml(directory / "config.toml", Config).resolve(2)
+    return config
+
+
 def message_seconds(directory: Path) -> float:
     """Of the base's links."""
-    config = load_toml(directory / "config.toml").resolve(2)
+    config = resolved(directory)
     return stage_message(config).seconds(CPU.device)
 
 
 def range_of(found: Calibration, directory: Path) -> list[float]:
-    config = load_toml(directory / "config.toml").resolve(2)
+    config = resolved(directory)
     layers = outline(config)
-    cases = ("fast", "expected", "slow")
+    cases: tuple[Case, ...] = ("fast", "expected", "slow")
     return [step_time(config, layers, found.cluster, case=case).seconds for case in cases]
 
 
@@ -107,6 +114,7 @@ def test_links_are_as_fast_as_messages_that_were_waited_for(tmp_path: Path) -> N
     end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
     found = calibrated(tmp_path, [end] * 8, costs)
     assert any(line.startswith("speed of the links: x 0.5, from") for line in found.report)
+    assert any(line.startswith("not measured: sums over --tp ranks") for line in found.report)
     link, base = found.cluster.device.node_link, CPU.device.node_link
     assert link.bandwidth == pytest.approx(base.bandwidth / 2, rel=0.02)
     assert link.latency == pytest.approx(base.latency * 2, rel=0.02)
