@@ -151,7 +151,8 @@ def _shortest_stage(panels: Sequence[Panel]) -> float:
     durations_of: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for span in _spans(panels):
         durations_of[span.action.op, span.action.stage].append(span.end - span.start)
-    return min(sum(durations) / len(durations) for durations in durations_of.values())
+    means = [sum(durations) / len(durations) for durations in durations_of.values()]
+    return min(mean for mean in means if mean > 0)  # a stage may have no weights
 
 
 def _least_box(panels: Sequence[Panel]) -> float:
