@@ -35,18 +35,30 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
 from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
-from benchmarks.comparison.job import KINDS, PEERS, Job, Layout, Sizes, is_combination, layouts, rank_counts  # noqa: E402
+from benchmarks.comparison.job import (  # noqa: E402
+    KINDS,
+    PEERS,
+    PRODUCTS_FLOPS,
+    Job,
+    Layout,
+    Sizes,
+    is_combination,
+    layouts,
+    rank_counts,
+)
 from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
 from benchmarks.comparison.picture import picture  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
-from benchmarks.comparison.sides.products import FLOPS  # noqa: E402
 from benchmarks.comparison.stages import cut  # noqa: E402
+from megacore.commands.tool import ToolParser  # noqa: E402
+from megacore.errors import EXIT_REFUSED  # noqa: E402
 from megacore.plan.canvas import save  # noqa: E402
 
 PRODUCTS = "products"
@@ -91,8 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if apart or failed or not results.rows else 0
 
 
+class _Parser(ToolParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line in one line."""
+        self.exit(EXIT_REFUSED, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=_positive, default=2, metavar="N", help="most ranks. Default: 2; combinations take 4")
     add("--peers", type=_names(PEERS), default=list(PEERS), help=f"from {','.join(PEERS)}. Default: all")
@@ -209,7 +227,7 @@ class Comparison:
             turns = self._turns(sides, layout, rounds=rounds, steps=steps)
             if PRODUCTS not in turns:
                 return  # without the machine's limit a row says little; `missing` has the reason
-            limits = [FLOPS * layout.ranks * steps / turn.seconds for turn in turns.pop(PRODUCTS)[1::2]]
+            limits = [PRODUCTS_FLOPS * layout.ranks * steps / turn.seconds for turn in turns.pop(PRODUCTS)[1::2]]
             for name, taken in turns.items():
                 last = taken[-1]
                 self.results.rows.append(

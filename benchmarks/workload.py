@@ -8,17 +8,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.comparison.job import Sizes
-from megacore.config import (
-    AdamWConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ResolvedConfig,
-    TrainingConfig,
-)
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.gpt.mock import MockDataset
 from megacore.freed_memory import keep_what_is_freed
@@ -46,38 +38,13 @@ def configuration(
     micro_batch: int,
     ranks: int | None = None,
 ) -> ResolvedConfig:
-    """The workload's configuration, resolved.
+    """The workload's configuration, resolved; arguments as for `resolved_configuration`.
 
     Args:
-        sizes: of the model and the batch.
-        directory: for what a run writes.
-        parallel: degrees, ZeRO stage, schedule.
-        micro_batch: samples of a forward.
         ranks: of the run; None: those that torchrun has started.
     """
-    model = ModelConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=sizes.heads,
-        vocab_size=sizes.vocab,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        untie_embeddings_and_output_weights=True,
-    )
-    training = TrainingConfig(
-        micro_batch_size=micro_batch, global_batch_size=sizes.batch, train_iters=100_000, output_dir=directory
-    )
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.0)
-    data = DataConfig(seq_length=sizes.seq, mock_data=True)
-    config = Config(
-        model=model,
-        parallel=parallel,
-        data=data,
-        optimizer=optimizer,
-        adamw=AdamWConfig(adam_beta2=0.95),
-        training=training,
-    )
-    return config.resolve(world_size() if ranks is None else ranks)
+    ranks = world_size() if ranks is None else ranks
+    return resolved_configuration(sizes, directory, parallel=parallel, micro_batch=micro_batch, ranks=ranks)
 
 
 def megacore_trainer(

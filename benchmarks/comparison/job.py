@@ -13,6 +13,9 @@ from typing import Literal
 Schedule = Literal["default", "1f1b", "interleaved", "zero-bubble"]
 SIDES = ("megacore", "torch", "deepspeed", "megatron-core")
 PEERS = SIDES[1:]
+# Products of square matrices that each rank computes in a step of the measurement of the machine's limit.
+PRODUCTS, PRODUCTS_SIZE = 20, 1024
+PRODUCTS_FLOPS = 2.0 * PRODUCTS_SIZE**3 * PRODUCTS
 # One training step. Returns the mean loss over what this rank has computed, or None where another pipeline rank has it.
 Step = Callable[[], float | None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.comparison.job import Layout, Sizes
-from benchmarks.workload import configuration
 from megacore.config import ParallelConfig
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.outline import outline
@@ -18,5 +18,6 @@ def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
     parallel = ParallelConfig(
         pp=layout.pp, dp=1, schedule="interleaved" if many else "1f1b", virtual_stages=2 if many else 1
     )
-    config = configuration(replace(sizes, batch=4), ".", parallel=parallel, micro_batch=1, ranks=layout.pp)
+    sizes = replace(sizes, batch=4)
+    config = resolved_configuration(sizes, ".", parallel=parallel, micro_batch=1, ranks=layout.pp)
     return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config))

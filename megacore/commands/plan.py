@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ParallelConfig, ResolvedConfig
@@ -86,6 +86,10 @@ class _Parser(ToolParser):
 
         return value
 
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise ConfigError([*self._problems, message])
+
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         known, rest = self.parse_known_args(argv, namespace)
         known.flags, known.problems = rest, self._problems
@@ -106,7 +110,8 @@ def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:
 def plan_tool(argv: Sequence[str] | None = None) -> int:
     """tools/plan.py; the exit status is 0 done, 2 refused."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser("plan.py", "plan.py pretrain_gpt.py --cluster NAME [flags of pretrain_gpt.py]")
+    named = next((word for word in given if Path(word).name in ENTRIES), ENTRIES[0])
+    parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
     parser.add_argument(
         "entry", nargs="?", metavar="ENTRY", help=f"entry point whose run is planned: {one_of(ENTRIES)}"
     )

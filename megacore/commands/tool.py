@@ -1,4 +1,5 @@
-"""What the command-line tools share: one clear line and exit status 2 for what a user can cause, and no traceback."""
+"""What the command-line tools share: exit status 2 and no traceback for what a user can cause. Problems of a
+configuration are listed as the trainer lists them, and any other mistake is one clear line."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megacore.config.cli import GRACE_SECONDS
+from megacore.config.cli import GRACE_SECONDS, refusal
 from megacore.config.numbers import parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed
@@ -66,29 +67,30 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         output_is_closed()
         return stop.code if isinstance(stop.code, int) else 0
     except ConfigError as error:
-        return _say(parser, "; ".join(error.problems), EXIT_REFUSED)
+        return _say(refusal(parser.prog, error.problems), EXIT_REFUSED)
     except (_Refusal, UserError) as error:
-        return _say(parser, str(error), EXIT_REFUSED)
+        return _say(f"{parser.prog}: error: {error}", EXIT_REFUSED)
     except KeyboardInterrupt:
-        return _say(parser, "interrupted; nothing was written", EXIT_INTERRUPTED)
+        return _say(f"{parser.prog}: error: interrupted; nothing was written", EXIT_INTERRUPTED)
     except BrokenProcessPool:
         # None of a parser without the flag.
         way_out = "fewer --workers" if parser.get_default("workers") is not None else "a machine with more free memory"
-        return _say(parser, f"a worker process died, perhaps for lack of memory: use {way_out}", EXIT_FAILED)
+        why = "a worker process died, perhaps for lack of memory"
+        return _say(f"{parser.prog}: error: {why}: use {way_out}", EXIT_FAILED)
     except BrokenPipeError:  # dead workers are a BrokenProcessPool
         output_is_closed()
         return EXIT_OUTPUT_CLOSED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         way_out = f"; {_NO_ROOM[error.errno]}" if error.errno in _NO_ROOM else ""
-        return _say(parser, f"{where}{error.strerror or error}{way_out}", EXIT_FAILED)
+        return _say(f"{parser.prog}: error: {where}{error.strerror or error}{way_out}", EXIT_FAILED)
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
     return EXIT_OUTPUT_CLOSED if output_is_closed() else 0
 
 
-def _say(parser: ToolParser, message: str, status: int) -> int:
+def _say(message: str, status: int) -> int:
     """Print why the tool ends.
 
     What all ranks of a node are refused, the first of them says for all. A launcher ends all ranks as soon as one
@@ -97,7 +99,7 @@ def _say(parser: ToolParser, message: str, status: int) -> int:
     if status == EXIT_REFUSED and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(GRACE_SECONDS)
         return status
-    print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)
     return status
 
 

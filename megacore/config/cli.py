@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -185,9 +186,12 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     alone = _Process(0, 0, 1)
     if help_topic(argv) is not None or "--version" in argv:
         return alone
-    parallel = _read(argv, alone, kind, shape, is_planned=True).config.parallel
-    given = (getattr(parallel, name) for name in degree_fields())
-    return _Process(0, 0, math.prod(degree for degree in given if isinstance(degree, int) and degree > 0))
+    return _Process(0, 0, _degrees_product(_read(argv, alone, kind, shape, is_planned=True).config))
+
+
+def _degrees_product(config: Config) -> int:
+    given = (getattr(config.parallel, name) for name in degree_fields())
+    return math.prod(degree for degree in given if isinstance(degree, int) and degree > 0)
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,14 @@ def _read(
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = [*flags.problems, *_idle_flags(flags, config)]
     if not process.problems:
-        problems = problems + validate(config, process.world_size, unread=unread)
+        found = validate(config, process.world_size, unread=unread)
+        for name, values in flags.contradictions.items():
+            kept = [build({**given, name: value}) for value in values]
+            # A planned run whose size is not given has as many processes as its degrees say.
+            follows = is_planned and process.world_size == _degrees_product(config)
+            sizes = [_degrees_product(one) if follows else process.world_size for one in kept]
+            found += _wrong_whichever_is_kept(list(zip(kept, sizes, strict=True)), unread - {name}, found)
+        problems = problems + found
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
     meeting = _unknown_address(process)
@@ -269,6 +280,18 @@ def _read(
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
     return _Reading(config, problems, local_problems, notes, source, flags.translated)
+
+
+def _wrong_whichever_is_kept(
+    kept: Sequence[tuple[Config, int]], unread: frozenset[str], known: Sequence[str]
+) -> list[str]:
+    """What is wrong with each value of a flag that is given twice, as configurations with their number of processes;
+    nothing where one of them is right."""
+    found = [
+        [problem for problem in validate(config, world_size, unread=unread) if problem not in known]
+        for config, world_size in kept
+    ]
+    return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
 
 
 def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -531,6 +554,16 @@ def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping
 def _printable(text: str) -> str:
     """The text without characters that would move a terminal's cursor or break a line."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def refusal(prog: str, problems: Sequence[str]) -> str:
+    """The text by which a program refuses what it is given.
+
+    Args:
+        prog: name of the program.
+        problems: what is wrong.
+    """
+    return _message(prog, problems, None)
 
 
 def leave_for_launcher(text: str) -> None:

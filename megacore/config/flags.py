@@ -7,6 +7,7 @@ message can name them together. Underscores count as dashes, and aliases as the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ class Given:
         refused: other trainers' flags that are not accepted, by what to use instead.
         translated: settings of other trainers and the flags that they became, by where they come from.
         idle: settings that change nothing here, by where they come from.
+        contradictions: fields that the source sets twice, with both values.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class Given:
     refused: dict[str, list[str]] = field(default_factory=dict)
     translated: dict[str, dict[str, str]] = field(default_factory=dict)
     idle: dict[str, list[str]] = field(default_factory=dict)
+    contradictions: dict[str, list[Any]] = field(default_factory=dict)
 
     def translation_notes(self) -> list[str]:
         """A note with the settings of each other trainer that were translated, and one with those that change
@@ -356,6 +359,9 @@ def _refuse_contradiction(first: _Word, second: _Word, info: FieldInfo, given: G
     both = " and as ".join(" ".join([w.flag, *w.values]) for w in (first, second))
     way_out = "give all of its values after one flag" if info.kind is tuple else "keep one of them"
     given.values.pop(info.name, None)
+    if info.name not in FILES:
+        with contextlib.suppress(ValueError):  # one that cannot be read is not tried
+            given.contradictions[info.name] = [_value(first, info), _value(second, info)]
     given.problems.append(f"{info.flag} is given twice, as {both}: {way_out}")
     given.unread.add(info.name)
 

@@ -7,14 +7,13 @@ Prices are assumed: common list prices of rented devices, which differ by provid
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.config.messages import one_of
+from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
 from megacore.plan.devices import DEVICES, Device, Link, Range
 from megacore.plan.peaks import Format
@@ -104,11 +103,9 @@ def cluster_named(name: str) -> Cluster:
         return CLUSTERS[name]
     if name.endswith(".toml"):
         return load_cluster(Path(name))
-    near = difflib.get_close_matches(name.lower(), CLUSTERS, n=1, cutoff=0.4)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    raise ConfigError(
-        [f"--cluster {name} is not known: use {one_of(list(CLUSTERS))}, or a file that ends in .toml{meant}"]
-    )
+    begins = [known for known in CLUSTERS if len(name) > 1 and known.startswith(name.lower())]
+    known = f"use {one_of(list(CLUSTERS))}, or a file that ends in .toml{did_you_mean(name, begins or CLUSTERS)}"
+    raise ConfigError([f"--cluster {name} is not known: {known}"])
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -135,7 +132,22 @@ _RANGES = {
     "host_us": "host_seconds",
 }
 _USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0}  # of a file that leaves them out
-_ZERO_ALLOWED = {"price_per_hour", "node_latency_us", "network_latency_us"}
+# From and to which a number is one of a machine, now or in some decades: beyond them a unit was mistaken.
+_BOUNDS = {
+    "memory_gb": (1e-3, 1e6),
+    "memory_bandwidth_gb_s": (1e-6, 1e6),
+    "gpus_per_node": (1, 1e5),
+    "node_bandwidth_gb_s": (1e-6, 1e6),
+    "node_latency_us": (0, 1e7),
+    "nics_per_node": (1, 1e5),
+    "nic_bandwidth_gb_s": (1e-6, 1e6),
+    "network_latency_us": (0, 1e7),
+    "host_link_gb_s": (1e-6, 1e6),
+    "host_memory_gb_s": (1e-6, 1e6),
+    "price_per_hour": (0, 1e6),
+}
+_LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e6
+_LEAST_SHARE = 1e-3
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -162,8 +174,8 @@ def load_cluster(path: Path) -> Cluster:
         problems.append(f"{path}: on_cpu = {on_cpu!r} must be true or false")
     known = {*_NUMBERS, "name", "based_on", "on_cpu", "source", "peak_tflops", "efficiency"}
     for name in sorted(table.keys() - known):
-        near = difflib.get_close_matches(name, known, n=1)
-        way_out = f"did you mean {near[0]}?" if near else f"use {', '.join(sorted(known))}"
+        near = nearest_name(name, known)
+        way_out = f"did you mean {near}?" if near else f"use {', '.join(sorted(known))}"
         problems.append(f"{path}: {name} is not a field ({way_out})")
     if problems:
         raise ConfigError(problems)
@@ -245,12 +257,12 @@ def _number(
         problems.append(f'{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = "a100-80g"')
         return None
     value = table[name]
-    low = 0 if name in _ZERO_ALLOWED else 1 if name in ("gpus_per_node", "nics_per_node") else None
+    low, high = _BOUNDS[name]
     whole = name in ("gpus_per_node", "nics_per_node")
     bad = isinstance(value, bool) or not isinstance(value, int if whole else (int, float))
-    if bad or not (value >= low if low is not None else value > 0) or value > 1e12:
-        kind = "a whole number from 1" if whole else "a number from 0" if low == 0 else "a number above 0"
-        problems.append(f"{path}: {name} = {value!r} must be {kind}")
+    if bad or not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        problems.append(f"{path}: {name} = {value!r} must be {kind} from {number(low)} to {high:,.0f}")
         return None
     return float(value)
 
@@ -265,11 +277,16 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
         form = next((form for form in _FORMATS if form == name), None)
         if form is None:
             problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-            problems.append(f"{path}: peak_tflops.{name} = {value!r} must be a number above 0")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_peak(value):
+            bounds = f"from {number(_LEAST_TFLOPS)} to {_MOST_TFLOPS:,.0f}"
+            problems.append(f"{path}: peak_tflops.{name} = {value!r} must be a number {bounds}")
         else:
             peaks[form] = value * 1e12
     return peaks
+
+
+def _is_peak(tflops: float) -> bool:
+    return _LEAST_TFLOPS <= tflops <= _MOST_TFLOPS
 
 
 def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Range]:
@@ -289,8 +306,8 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
             bounds = "microseconds" if is_time else "shares from 0 to 1"
             problems.append(f"{path}: efficiency.{name} = {values!r} must be [slow, expected, fast], {bounds}")
             continue
-        if not is_time and min(triple) <= 0:
-            problems.append(f"{path}: efficiency.{name} = {values!r} must be above 0")
+        if not is_time and min(triple) < _LEAST_SHARE:
+            problems.append(f"{path}: efficiency.{name} = {values!r} must be at least {_LEAST_SHARE}")
             continue
         if triple != sorted(triple, reverse=is_time):
             order = "fall" if is_time else "rise"

@@ -28,6 +28,8 @@ _BUBBLE, _BUBBLE_EDGE, _GREY, _WHITE, _INK = "#eef0f3", "#d5d9e0", "#6b7280", "#
 _MESSAGE = "#c2410c"
 _LEFT, _RIGHT, _TOP = 66.0, 22.0, 14.0
 _SMALLEST_BOX, _NARROWEST, _WIDEST = 24.0, 660.0, 1500.0  # pixels; the latter two of the time axis
+_WIDEST_FOR_NUMBERS = 3600.0  # where boxes would else have no room for them
+_GAP, _GAP_OF_MESSAGES = 4.0, 8.0  # between rows
 _LARGEST_NUMBER, _SMALLEST_NUMBER = 12.0, 6.5  # size of the numbers in boxes
 _DIGIT = 0.58  # width of a digit, of its size
 
@@ -61,6 +63,7 @@ def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
     end = max(panel.timeline.end for panel in panels)
     typical = _typical_durations(panels)
     width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)
+    width = max(width, min(end / _shortest_stage(panels) * _least_box(panels), _WIDEST_FOR_NUMBERS))
     drawing = Drawing(title="; ".join(f"{panel.title}: {panel.bubble}" for panel in panels), width=0, height=0)
     y = _TOP
     for panel in panels:
@@ -80,18 +83,24 @@ class _Painter:
         self.marks, self.panel, self.scale, self.number_size = drawing.marks, panel, scale, number_size
         self.ranks = len(panel.timeline.spans)
         self.row = 26.0 if self.ranks <= 8 else 22.0 if self.ranks <= 16 else 16.0
+        self.pitch = self.row + (_GAP if panel.transfer is None else _GAP_OF_MESSAGES)
 
     def paint(self, y: float) -> float:
         """Draw from a height on; returns where it ends."""
         self.marks.append(Words(x=_LEFT, y=y + 8, text=self.panel.title, size=15, bold=True))
         self.marks.append(Words(x=_LEFT, y=y + 27, text=self.panel.bubble, size=12.5, color=_GREY))
         y += 42
-        for rank, spans in enumerate(self.panel.timeline.spans):
-            self._row(y, rank, spans)
-            y += self.row + 4
+        rows = self.panel.timeline.spans
         if self.panel.transfer is not None:
-            self._messages(y - self.ranks * (self.row + 4))
-        return y
+            for rank in range(len(rows)):
+                self._row(y + rank * self.pitch, rank)
+            self._messages(y)  # below the boxes, whose numbers they would cross
+        for rank, spans in enumerate(rows):
+            if self.panel.transfer is None:
+                self._row(y + rank * self.pitch, rank)
+            for span in spans:
+                self._box(y + rank * self.pitch, span)
+        return y + self.ranks * self.pitch
 
     def _messages(self, top: float) -> None:
         """A line for each message, from the end of what made it to its arrival at the other rank."""
@@ -101,19 +110,17 @@ class _Painter:
             if transfer is None:
                 continue
             rank, other = (action.stage % self.ranks for action in transfer)
-            y1, y2 = (top + number * (self.row + 4) + self.row / 2 for number in (rank, other))
+            y1, y2 = (top + number * self.pitch + self.row / 2 for number in (rank, other))
             x = _LEFT + span.end * self.scale
             end = x + (self.panel.transfer or 0.0) * self.scale
             self.marks.append(Line(x1=x, y1=y1, x2=end, y2=y2, color=_MESSAGE))
 
-    def _row(self, y: float, rank: int, spans: Sequence[Span]) -> None:
+    def _row(self, y: float, rank: int) -> None:
         self.marks.append(Words(x=_LEFT - 10, y=y + self.row / 2, text=f"rank {rank}", anchor="end"))
         end = self.panel.timeline.end * self.scale
         self.marks.append(
             Box(x=_LEFT, y=y, width=end, height=self.row, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True, note="bubble")
         )
-        for span in spans:
-            self._box(y, span)
 
     def _box(self, y: float, span: Span) -> None:
         action, x, width = span.action, _LEFT + span.start * self.scale, (span.end - span.start) * self.scale
@@ -124,11 +131,10 @@ class _Painter:
         )
         edge = _WHITE if width >= 3 else None
         self.marks.append(Box(x=x, y=y, width=width, height=self.row, fill=fill, edge=edge, note=note))
-        digits = len(str(max(span.action.microbatch for span in self.panel.timeline.spans[0])))
-        if self.number_size and width >= digits * _DIGIT * self.number_size + 1:
+        number, middle = str(action.microbatch), x + width / 2
+        size = min(self.number_size, self.row * 0.6, (width - 1) / (len(number) * _DIGIT))
+        if size >= _SMALLEST_NUMBER:
             ink = _WHITE if _brightness(fill) < 0.6 else _INK
-            size = min(self.number_size, self.row * 0.6)
-            number, middle = str(action.microbatch), x + width / 2
             self.marks.append(Words(x=middle, y=y + self.row / 2, text=number, size=size, anchor="middle", color=ink))
 
 
@@ -138,6 +144,21 @@ def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
     for span in _spans(panels):
         durations_of[span.action.op].append(span.end - span.start)
     return {op: sum(durations) / len(durations) for op, durations in durations_of.items()}
+
+
+def _shortest_stage(panels: Sequence[Panel]) -> float:
+    """The mean duration of that kind of computation, at that stage, which takes least."""
+    durations_of: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for span in _spans(panels):
+        durations_of[span.action.op, span.action.stage].append(span.end - span.start)
+    means = [sum(durations) / len(durations) for durations in durations_of.values()]
+    return min(mean for mean in means if mean > 0)  # a stage may have no weights
+
+
+def _least_box(panels: Sequence[Panel]) -> float:
+    """The width of a box with a number of the smallest size."""
+    digits = max(len(str(span.action.microbatch)) for span in _spans(panels))
+    return digits * _DIGIT * _SMALLEST_NUMBER + 2
 
 
 def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float) -> float:

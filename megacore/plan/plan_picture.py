@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megacore.config.messages import counted
@@ -21,9 +22,10 @@ from megacore.plan.simulator import Timeline
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
-_GREY, _LIMIT, _DOT = "#6b7280", "#c2410c", "#b8bfca"
+_GREY, _LIMIT, _DOT, _WHITE = "#6b7280", "#c2410c", "#b8bfca", "#ffffff"
 _USED, _KEPT, _WAITING = "#2f66b0", "#9db7d9", "#e3b25f"  # memory: state, activations, kept for weight gradients
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
+_STRIP = 10.0  # height of a rank's state where it is not to scale
 _LETTER = 5.8  # width of a letter of the list under the picture of a search, at most
 _SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
 _MOST_ROUNDS = 2  # microbatches per rank that are drawn
@@ -33,14 +35,16 @@ class _Drawn(NamedTuple):
     """What is drawn of a step.
 
     Attributes:
-        timeline: of the first microbatches, in milliseconds.
+        timeline: of a step with fewer microbatches, in milliseconds.
         microbatches: their number.
         transfer: time of a transfer between two stages, in milliseconds.
+        bubble: as a share of the time line, as the plan has it of the step.
     """
 
     timeline: Timeline
     microbatches: int
     transfer: float
+    bubble: float
 
 
 def _drawn(plan: Plan) -> _Drawn:
@@ -51,19 +55,31 @@ def _drawn(plan: Plan) -> _Drawn:
     if config.parallel.schedule == "interleaved":
         count = max(count // p * p, min(p, m))
     costs = pipeline_costs(config, plan.time.stages, speed_of(config, plan.cluster, "expected")).times(1e3)
-    return _Drawn(timeline(config, costs, count), count, costs.transfer)
+    drawn = timeline(config, costs, count)
+    instant = timeline(config, replace(costs, transfer=0.0), count)
+    bubble = max(instant.end - max(instant.busy), 0.0) / drawn.end
+    return _Drawn(drawn, count, costs.transfer, bubble)
+
+
+def _microbatches(plan: Plan, drawn: int) -> str:
+    """What is drawn, in words."""
+    m = plan.config.microbatches
+    if drawn == m:
+        return counted(m, "microbatch", "microbatches")
+    return f"a step with {counted(drawn, 'microbatch', 'microbatches')} in place of {m}"
 
 
 def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
-    line, count, transfer = _drawn(plan)
-    config = plan.config
-    m = config.microbatches
-    shown = f"the first {count} of {m} microbatches" if count < m else f"{m} microbatches"
+    line, count, transfer, bubble = _drawn(plan)
+    config, whole = plan.config, plan.time.bubble / plan.time.seconds
+    said = f"step {plan.time.seconds:.4g} s, bubble {whole:.1%} of it"
+    if count < config.microbatches:
+        said = f"bubble {bubble:.1%} of what is drawn; with {config.microbatches} microbatches: {said}"
     panel = Panel(
-        title=f"predicted: {config.parallel.schedule}, {config.parallel.pp} ranks, {shown}, {plan.cluster.name}",
-        bubble=f"step {plan.time.seconds:.4g} s, bubble {plan.time.bubble / plan.time.seconds:.1%} of it; "
-        f"a transfer takes {transfer:.3g} ms",
+        title=f"predicted: {config.parallel.schedule}, {config.parallel.pp} ranks, {plan.cluster.name}: "
+        f"{_microbatches(plan, count)}",
+        bubble=f"{said}; a transfer takes {transfer:.3g} ms",
         timeline=line,
         virtual_stages=config.parallel.virtual_stages,
         transfer=transfer if config.parallel.pp > 1 else None,
@@ -76,7 +92,7 @@ def timeline_picture(plan: Plan) -> Drawing:
 
 def memory_picture(plan: Plan) -> Drawing:
     """Every rank's memory over the pass: state below, activations of the microbatches in flight above it."""
-    line, count, _ = _drawn(plan)
+    line, count, *_ = _drawn(plan)
     scale = _WIDTH / line.end
     top = max(plan.capacity, plan.fullest.expected)
     height_note = "red line: memory of the device"
@@ -84,16 +100,22 @@ def memory_picture(plan: Plan) -> Drawing:
         top = plan.fullest.expected
         height_note = f"the height of a row is {top / GIB:.2f} GiB"
     row = 46.0 if len(plan.memory) <= 16 else 30.0
+    changing = max(rank.expected - _constant(rank) for rank in plan.memory)
+    cut = 0 < changing < top / 4
+    if cut:  # what changes would be lines
+        top = changing
+        height_note = f"the dark strip is not to scale: the height of a row above it is {top / GIB:.2f} GiB"
     title = f"predicted memory per rank, of {plan.capacity / GIB:.1f} GiB ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
     kinds = ["dark: weights, gradients, optimizer and buffers", "light: activations"]
     kinds += ["yellow: kept for weight gradients"] if any(rank.waiting for rank in plan.memory) else []
-    note = "; ".join([f"the first {counted(count, 'microbatch', 'microbatches')}", *kinds, height_note])
+    note = "; ".join([_microbatches(plan, count), *kinds, height_note])
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 27, text=note, size=12.5, color=_GREY))
+    drawing.width = max(drawing.width, _LEFT + 7 * len(note))  # in any viewer's font
     y = _TOP + 46
     for rank in plan.memory:
-        _memory_row(drawing, plan, rank, line, y=y, height=row, scale=scale, top=top)
+        _memory_row(drawing, plan, rank, line, area=_Area(y, row, scale, top, cut))
         y += row + 8
     y = axis(drawing, y, end=line.end, scale=scale, unit="ms")
     drawing.height = y + 10
@@ -134,20 +156,55 @@ def held_over_time(rank: int, line: Timeline, ranks: int) -> list[Held]:
     return changes
 
 
-def _memory_row(
-    drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, *, y: float, height: float, scale: float, top: float
-) -> None:
-    bottom = y + height
+class _Area(NamedTuple):
+    """Where a rank's memory is drawn.
+
+    Attributes:
+        y, height: in pixels.
+        scale: pixels of a millisecond.
+        top: bytes of the height, or, if it is cut, of what is above the strip.
+        cut: whether the state is a strip that is not to scale.
+    """
+
+    y: float
+    height: float
+    scale: float
+    top: float
+    cut: bool
+
+    def span(self, base: float, low: float, size: float) -> tuple[float, float]:
+        """The upper edge and the height of bytes from `low` on, above a state of `base` bytes."""
+        bottom = self.y + self.height
+        if not self.cut:
+            return bottom - self.height * (low + size) / self.top, self.height * size / self.top
+        if low < base:
+            return bottom - _STRIP, _STRIP
+        tall = self.height - _STRIP
+        return bottom - _STRIP - tall * (low + size - base) / self.top, tall * size / self.top
+
+
+def _constant(rank: RankMemory) -> float:
+    """Bytes that a rank holds all the time."""
+    return rank.expected - rank.activations - rank.working - rank.waiting
+
+
+def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, *, area: _Area) -> None:
+    base, middle = _constant(rank), area.y + area.height / 2
 
     def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
         if size > 0 and end > start:
-            tall, x = height * size / top, _LEFT + start * scale
-            upper = bottom - height * low / top - tall
-            drawing.marks.append(Box(x=x, y=upper, width=(end - start) * scale, height=tall, fill=fill, note=note))
+            upper, tall = area.span(base, low, size)
+            x, width = _LEFT + start * area.scale, (end - start) * area.scale
+            drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
 
-    base = rank.expected - rank.activations - rank.working - rank.waiting
-    drawing.marks.append(Words(x=_LEFT - 10, y=y + height / 2, text=f"rank {rank.pp_rank}", anchor="end"))
+    drawing.marks.append(Words(x=_LEFT - 10, y=middle, text=f"rank {rank.pp_rank}", anchor="end"))
     layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {base / GIB:.2f} GiB")
+    right = _LEFT + line.end * area.scale
+    if area.cut:
+        state = Words(
+            x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=f"{base / GIB:.2f} GiB", size=8, color=_WHITE
+        )
+        drawing.marks.append(state)
     changes = held_over_time(rank.pp_rank, line, len(plan.memory))
     in_flight = max((change.microbatches for change in changes), key=sum)
     shared = rank.activations + rank.working - _product(in_flight, rank.microbatch)  # beside any number of microbatches
@@ -162,11 +219,10 @@ def _memory_row(
         layer(held.start, end, base, kept, _KEPT, note)
         note = f"{counted(sum(held.waiting), 'microbatch', 'microbatches')} kept for weight gradients: {whole}"
         layer(held.start, end, base + kept, waiting, _WAITING, note)
-    if top >= plan.capacity:
-        limit = bottom - height * plan.capacity / top
-        drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=_LEFT + line.end * scale, y2=limit, color=_LIMIT))
-    text = f"peak {rank.expected / GIB:.1f} GiB"
-    drawing.marks.append(Words(x=_LEFT + line.end * scale + 8, y=y + height / 2, text=text, size=12))
+    if not area.cut and area.top >= plan.capacity:
+        limit, _ = area.span(base, plan.capacity, 0.0)
+        drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=right, y2=limit, color=_LIMIT))
+    drawing.marks.append(Words(x=right + 8, y=middle, text=f"peak {rank.expected / GIB:.1f} GiB", size=12))
 
 
 def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:

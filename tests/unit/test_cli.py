@@ -245,6 +245,13 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], words: tuple[str, ...]
     assert all(word in problem for word in words), problem
 
 
+def test_a_flag_given_twice_hides_no_problem_that_either_value_has(refuse: Refuse) -> None:
+    found = problems(refuse(*GOOD, "--num-attention-heads", "12", "--hidden-size", "96", "--tp", "5", "--tp", "7"))
+    assert found[0].startswith("--tp is given twice")
+    assert any(problem.startswith("--tp 5 must divide --num-attention-heads 12") for problem in found)
+    assert any(problem.startswith("--tp 7 must divide --num-attention-heads 12") for problem in found)
+
+
 def test_a_required_whole_number_has_no_default_to_show(refuse: Refuse) -> None:
     assert problems(refuse(*GOOD[:-1], "2.5"))[0] == "--train-iters '2.5' is not a whole number: use 2 or 3"
     assert problems(refuse(*GOOD[:-1], "ten"))[0] == "--train-iters 'ten' is not a whole number: write INT in digits"

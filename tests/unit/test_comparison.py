@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from benchmarks.comparison.results import Largest, Results, Row, difference, mar
 from benchmarks.comparison.stages import cut
 from megacore.plan.canvas import to_svg
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)
 
 
@@ -163,3 +166,25 @@ def test_wrong_flags_are_refused(flags: str, capsys: pytest.CaptureFixture[str])
         main(flags.split())
     assert stop.value.code == 2
     assert flags.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("compare.py --ranks 0", "compare.py: error: argument --ranks: 0 must be a whole number from 1"),
+        ("many_ranks.py --tp 0 --pp 1 --dp 1", "many_ranks.py: error: argument --tp: 0 must be at least 1"),
+        ("many_ranks.py --tp 2 --pp 1", "--tp 1 time, --pp 1 time, --dp 0 times: give each once per layout"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_a_line_before_torch_is_loaded(command: str, said: str) -> None:
+    name, *flags = command.split()
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {[name, *flags]!r}\n"
+        f"try:\n    runpy.run_path('benchmarks/{name}', run_name='__main__')\n"
+        "finally:\n    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == "False\n"
+    assert said in done.stderr and done.stderr.count("\n") == 1

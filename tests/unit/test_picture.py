@@ -124,8 +124,7 @@ def test_numbers_are_the_microbatches_and_stay_in_their_boxes(case: Case, tmp_pa
         assert match is not None and match[2] == text.text
         assert size >= 6 and len(match[2]) * 0.55 * size < box.width  # a digit of Helvetica is 0.556 of its size
         kinds.add(match[1])
-    # 12 ranks with 64 microbatches: no room in a forward.
-    assert kinds == {"B"} if case[1] == 12 else {"F"} < kinds
+    assert {"F"} < kinds  # 12 ranks with 64 microbatches, too: the picture is then wider
 
 
 def title(path: Path) -> str:

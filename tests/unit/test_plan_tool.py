@@ -17,7 +17,7 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.errors import ConfigError
 from megacore.plan.canvas import Words
-from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from megacore.plan.cluster import CLUSTERS, cluster_named, load_cluster, to_toml
 from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.plan_picture import frontier_picture
@@ -584,6 +584,46 @@ def test_pictures(tmp_path: Path) -> None:
     assert memory.read_text(encoding="utf-8").count("peak ") == 12
 
 
+def test_the_time_line_says_that_it_has_fewer_microbatches_and_which_bubble_is_whose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "line.svg"
+    plan = planned(capsys, f"{BLOOM} --timeline {path}")
+    text = path.read_text(encoding="utf-8")
+    assert "1f1b, 12 ranks, a100-80g: a step with 24 microbatches in place of 128" in text
+    drawn = float(re.search(r"bubble ([0-9.]+)% of what is drawn; with 128 microbatches: step", text).group(1))  # type: ignore[union-attr]
+    whole = float(re.search(r"step [0-9.]+ s, bubble ([0-9.]+)% of it", text).group(1))  # type: ignore[union-attr]
+    assert whole / 100 == pytest.approx(plan["step_parts"]["bubble"]["value"] / plan["step_seconds"]["value"], abs=1e-3)
+    assert 25 < drawn < 33  # of equal stages (p - 1) / (m + p - 1) = 31 %
+    assert whole < 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved --virtual-stages 2", "zero-bubble"])
+def test_every_box_of_a_time_line_has_its_number_and_no_transfer_crosses_one(schedule: str, tmp_path: Path) -> None:
+    path = tmp_path / "line.svg"
+    flags = BLOOM.replace("--schedule 1f1b", f"--schedule {schedule}")
+    assert main([*flags.split(), "--timeline", str(path)]) == 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    boxes = [number for number, line in enumerate(lines) if "of microbatch" in line]
+    numbers = [
+        line for line in lines if re.search(r'text-anchor="middle">[0-9]+</text>', line) and "#6b7280" not in line
+    ]
+    transfers = [number for number, line in enumerate(lines) if line.startswith("<line") and "#c2410c" in line]
+    assert len(numbers) == len(boxes) > 500
+    assert len(transfers) > 500
+    assert max(transfers[:-1]) < min(boxes)  # the last is that of the legend
+
+
+def test_activations_that_are_few_beside_the_state_are_drawn_by_a_scale_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "memory.svg"
+    assert main([*BLOOM.split(), "--memory-timeline", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "the dark strip is not to scale: the height of a row above it is" in text
+    heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
+    assert max(heights) == pytest.approx(36, abs=0.5)  # of a row of 46 pixels
+    assert sum(height > 4 for height in heights) > 0.9 * len(heights)
+
+
 def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -658,6 +698,66 @@ def test_a_directory_without_a_run_is_refused(
     assert f"--calibrate {tmp_path / name}" in text
     assert f"{said}: give the --output-dir of a run" in text
     assert "--config" not in text
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("memory_gb = 1e300", "memory_gb = 1e+300 must be a number from 0.001 to 1,000,000"),
+        ("memory_gb = 1e-300", "memory_gb = 1e-300 must be a number from 0.001 to 1,000,000"),
+        ("node_latency_us = -1", "node_latency_us = -1 must be a number from 0 to 10,000,000"),
+        ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number from 1 to 100,000"),
+        ("[peak_tflops]\nbf16 = 1e-308", "peak_tflops.bf16 = 1e-308 must be a number from 1e-06 to 1,000,000"),
+        ("[efficiency]\nlinks = 1e-300", "efficiency.links = 1e-300 must be at least 0.001"),
+    ],
+)
+def test_a_number_that_no_machine_has_is_refused_with_its_bounds(field: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'based_on = "h100"\n{field}\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    assert refused.value.problems == (f"{path}: {said}",)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("nope", ""), ("a100", "(did you mean a100-80g?)"), ("h10", "(did you mean h100?)")]
+)
+def test_a_cluster_is_suggested_only_where_its_name_is_near(
+    name: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        cluster_named(name)
+    assert refused.value.problems[0].partition(" in .toml")[2].strip() == meant
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl cannot be read"]),
+        ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
+        ("--goodput", ["--goodput: expected one argument"]),
+        (
+            "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
+            ["--search: no layout of --world-size 4 fits h100"],
+        ),
+    ],
+)
+def test_every_refusal_is_a_list(
+    flags: str, problems: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags.replace("{tmp}", str(tmp_path)).split()) == 2
+    first, *listed, last = capsys.readouterr().err.splitlines()
+    assert first == f"megacore: refused: {len(problems)} problem{'s' * (len(problems) > 1)}"
+    assert last == "Flags and their defaults: plan.py --help"
+    for line, said in zip(listed, problems, strict=True):
+        assert line.startswith("  - ") and said.replace("{tmp}", str(tmp_path)) in line
+
+
+def test_the_help_is_that_of_the_named_entry_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain_bert.py", "--help"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "usage: plan.py pretrain_bert.py --cluster NAME [flags of pretrain_bert.py]"
+    )
 
 
 def test_dry_run_plans_in_place_of_training() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.commands.tool import ToolParser, run_tool
+from megacore.errors import ConfigError
 from tests.patience import patience
 
 TOOL = """
@@ -84,3 +86,13 @@ def test_a_node_of_several_ranks_is_refused_once() -> None:
     ranks[1].kill()  # as a launcher does
     assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")
     assert ranks[1].communicate()[1] == ""
+
+
+def test_problems_of_a_configuration_are_the_trainers_list(capsys: pytest.CaptureFixture[str]) -> None:
+    def action(args: object) -> None:
+        raise ConfigError(["--a 1 is wrong", "--b 2 is wrong"])
+
+    assert run_tool(ToolParser(prog="tool"), [], action) == 2
+    assert capsys.readouterr().err == (
+        "megacore: refused: 2 problems\n  - --a 1 is wrong\n  - --b 2 is wrong\nFlags and their defaults: tool --help\n"
+    )

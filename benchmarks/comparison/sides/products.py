@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.comparison.job import Job, Layout, Step
-
-_SIZE, _COUNT = 1024, 20
-FLOPS = 2.0 * _SIZE**3 * _COUNT  # of a step of one rank
+from benchmarks.comparison.job import PRODUCTS, PRODUCTS_SIZE, Job, Layout, Step
 
 
 def name(layout: Layout) -> str:
@@ -19,11 +16,11 @@ def build(job: Job) -> Step:
     """A step of products."""
     if job.layout.ranks > 1:
         torch.distributed.init_process_group("gloo")
-    a, b = torch.randn(2, _SIZE, _SIZE).unbind(0)
+    a, b = torch.randn(2, PRODUCTS_SIZE, PRODUCTS_SIZE).unbind(0)
     out = torch.empty_like(a)
 
     def step() -> None:
-        for _ in range(_COUNT):
+        for _ in range(PRODUCTS):
             torch.mm(a, b, out=out)
 
     return step

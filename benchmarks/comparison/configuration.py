@@ -1,0 +1,59 @@
+"""The configuration of the workload that benchmarks share; nothing here loads torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.comparison.job import Sizes
+from megacore.config import (
+    AdamWConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResolvedConfig,
+    TrainingConfig,
+)
+
+
+def resolved_configuration(
+    sizes: Sizes | argparse.Namespace,
+    directory: str,
+    *,
+    parallel: ParallelConfig,
+    micro_batch: int,
+    ranks: int,
+) -> ResolvedConfig:
+    """The workload's configuration, resolved.
+
+    Args:
+        sizes: of the model and the batch.
+        directory: for what a run writes.
+        parallel: degrees, ZeRO stage, schedule.
+        micro_batch: samples of a forward.
+        ranks: of the run.
+    """
+    model = ModelConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        vocab_size=sizes.vocab,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        untie_embeddings_and_output_weights=True,
+    )
+    training = TrainingConfig(
+        micro_batch_size=micro_batch, global_batch_size=sizes.batch, train_iters=100_000, output_dir=directory
+    )
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.0)
+    data = DataConfig(seq_length=sizes.seq, mock_data=True)
+    config = Config(
+        model=model,
+        parallel=parallel,
+        data=data,
+        optimizer=optimizer,
+        adamw=AdamWConfig(adam_beta2=0.95),
+        training=training,
+    )
+    return config.resolve(ranks)

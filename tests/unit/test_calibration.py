@@ -1,0 +1,176 @@
+"""--calibrate: what of a run's time becomes a speed, and what only widens the range."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import load_toml, save_toml
+from megacore.pipeline.schedule import Action, build_schedule, requirements, transfers_of
+from megacore.plan.calibration import Calibration, calibrate
+from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from megacore.plan.devices import Case
+from megacore.plan.outline import outline
+from megacore.plan.simulator import Costs, Span, simulate
+from megacore.plan.step_time import step_time
+from megacore.plan.trace import RankTrace, Timed, TracedStep, TracedTransfer, read_transfers, write_trace
+from megacore.plan.traffic import stage_message
+from tests.parity.runs import make_config
+
+CPU = CLUSTERS["cpu"]
+
+
+def trace_of_pipeline(path: Path, costs: Costs, microbatches: int, steps: int = 2) -> float:
+    """Write the trace of two ranks that compute and send as a simulation says; the seconds of a step."""
+    schedule = build_schedule("1f1b", 2, microbatches)
+    timeline = simulate(schedule, costs)
+    end = {span.action: span.end for row in timeline.spans for span in row}
+    ranks = []
+    for rank, row in enumerate(timeline.spans):
+        done: list[Timed] = []
+        before = 0.0
+        for span in row:
+            done += _around(span, before, end)
+            before = span.end
+        length = timeline.end + 1e-3
+        passes = tuple(
+            TracedStep(
+                number + 2,
+                number * length,
+                number * length + timeline.end,
+                tuple(one._replace(start=number * length + one.start, end=number * length + one.end) for one in done),
+                updated=number * length + timeline.end,
+            )
+            for number in range(steps)
+        )
+        ranks.append(RankTrace(coordinates={"pp": rank, "dp": 0, "tp": 0}, steps=passes))
+    write_trace(path, ranks, schedule)
+    return timeline.end
+
+
+def _around(span: Span, before: float, end: dict[Action, float]) -> list[Timed]:
+    """A computation, after the wait for what it needs and before the sending of its result."""
+    waits = [
+        Timed("wait", (pair[1],), before, max(span.start, before + 1e-7))
+        for other in end
+        if other.stage != span.action.stage and (pair := transfers_of(other, 2)) is not None
+        for key in requirements(span.action, 2)
+        if key[1:] == (other.stage, other.microbatch) and key[0] == ("output" if other.op.value == "F" else "gradient")
+    ]
+    sent = transfers_of(span.action, 2)
+    posts = [] if sent is None else [Timed("post", (sent[0],), span.end, span.end + 1e-6)]
+    return [*waits, Timed("compute", (span.action,), span.start, span.end), *posts]
+
+
+def calibrated(directory: Path, rows: list[float], costs: Costs | None = None) -> Calibration:
+    """The fit to a run of two stages with these logged steps, and a trace of these costs."""
+    config = make_config((1, 2, 1), directory)
+    config = replace(config, parallel=replace(config.parallel, schedule="1f1b"))
+    save_toml(config, directory / "config.toml")
+    records = [{"step": step, "perf/step_time_s": seconds} for step, seconds in enumerate(rows, start=1)]
+    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    if costs is not None:
+        trace_of_pipeline(directory / "trace.json", costs, config.resolve(2).microbatches)
+    return calibrate(directory, CPU)
+
+
+def resolved(directory: Path) -> ResolvedConfig:
+    config: ResolvedConfig = load_toml(directory / "config.toml", Config).resolve(2)
+    return config
+
+
+def message_seconds(directory: Path) -> float:
+    """Of the base's links."""
+    config = resolved(directory)
+    return stage_message(config).seconds(CPU.device)
+
+
+def range_of(found: Calibration, directory: Path) -> list[float]:
+    config = resolved(directory)
+    layers = outline(config)
+    cases: tuple[Case, ...] = ("fast", "expected", "slow")
+    return [step_time(config, layers, found.cluster, case=case).seconds for case in cases]
+
+
+def test_all_rows_without_the_first_are_used_and_their_spread_is_the_range(tmp_path: Path) -> None:
+    rows = [9.0, 5.0, 4.0, 0.50, 0.40, 0.60, 0.50, 0.50, 0.45, 0.55, 0.50, 0.50]
+    found = calibrated(tmp_path, rows)
+    fast, expected, slow = range_of(found, tmp_path)
+    assert expected == pytest.approx(0.5, rel=1e-3)
+    assert fast == pytest.approx(0.5 / 1.136, rel=0.03)  # a tenth of the nine rows is below 0.44 s
+    assert slow == pytest.approx(0.56, rel=0.03)  # and a tenth is above
+    assert not any(line.startswith("low confidence") for line in found.report)
+
+
+def test_links_are_as_fast_as_messages_that_were_waited_for(tmp_path: Path) -> None:
+    """The waits are for uneven stages, a hundred times the messages."""
+    calibrated(tmp_path, [0.3] * 8)
+    message = 2 * message_seconds(tmp_path)
+    costs = Costs(forward=[0.01, 0.002], input_grad=[0.01, 0.002], weight_grad=[0.01, 0.002], transfer=message)
+    end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
+    found = calibrated(tmp_path, [end] * 8, costs)
+    assert any(line.startswith("speed of the links: x 0.5, from") for line in found.report)
+    assert any(line.startswith("not measured: sums over --tp ranks") for line in found.report)
+    link, base = found.cluster.device.node_link, CPU.device.node_link
+    assert link.bandwidth == pytest.approx(base.bandwidth / 2, rel=0.02)
+    assert link.latency == pytest.approx(base.latency * 2, rel=0.02)
+
+
+def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) -> None:
+    """Stages that differ more than the planner thinks make a step longer, and no link slower."""
+    calibrated(tmp_path, [0.3] * 8)
+    message = message_seconds(tmp_path)
+    costs = Costs(forward=[0.03, 0.001], input_grad=[0.03, 0.001], weight_grad=[0.03, 0.001], transfer=message)
+    end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
+    found = calibrated(tmp_path, [end] * 8, costs)
+    assert found.cluster.device.node_link.bandwidth == pytest.approx(CPU.device.node_link.bandwidth, rel=0.02)
+    assert any(line.startswith("unexplained: +") for line in found.report)
+    assert "of the step are unexplained" in found.report[-1] and found.report[-1].startswith("low confidence")
+    assert "low confidence" in found.cluster.source
+    fast, expected, slow = range_of(found, tmp_path)
+    assert fast < expected < 0.8 * end
+    assert slow == pytest.approx(end, rel=0.1)
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(found.cluster), encoding="utf-8")
+    assert load_cluster(path).source == found.cluster.source
+
+
+def test_no_link_becomes_a_hundred_times_slower(tmp_path: Path) -> None:
+    calibrated(tmp_path, [0.3] * 8)
+    message = 300 * message_seconds(tmp_path)
+    costs = Costs(forward=[0.01, 0.01], input_grad=[0.01, 0.01], weight_grad=[0.01, 0.01], transfer=message)
+    end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
+    found = calibrated(tmp_path, [end] * 8, costs)
+    assert found.cluster.device.node_link.bandwidth == pytest.approx(CPU.device.node_link.bandwidth / 10)
+    assert any("speed of the links: x 0.1," in line and "measured x 0.003" in line for line in found.report)
+    assert found.report[-1].startswith("low confidence")
+
+
+def test_unsteady_and_few_rows_are_doubted(tmp_path: Path) -> None:
+    assert "steps differ by a factor of" in calibrated(tmp_path, [1.0, 0.3, 0.6, 0.3, 0.6, 0.3, 0.6]).report[-1]
+    assert "only 1 logged row" in calibrated(tmp_path, [1.0, 0.3]).report[-1]
+
+
+def test_a_sum_takes_what_follows_its_last_rank(tmp_path: Path) -> None:
+    """In a forward; in a backward sums run beside products."""
+    schedule = build_schedule("1f1b", 1, 1)
+    forward, backward = schedule.computations(0)
+    done = (Timed("compute", (forward,), 0.0, 1.0), Timed("compute", (backward,), 1.0, 3.0))
+    ranks = []
+    for rank, begins in enumerate((0.1, 0.4)):
+        sums = tuple(
+            TracedTransfer("all-reduce over all ranks", 4096, at + begins, at + 0.45) for at in (0.0, 0.5, 1.5)
+        )
+        step = TracedStep(2, 0.0, 3.0, done, updated=3.2, collectives=sums)
+        ranks.append(RankTrace(coordinates={"pp": 0, "dp": 0, "tp": rank}, steps=(step,)))
+    write_trace(tmp_path / "trace.json", ranks, schedule)
+    found = read_transfers(tmp_path / "trace.json")
+    (one,) = found.sums
+    assert (one.bytes, one.ranks) == (4096, 2)
+    assert one.seconds == pytest.approx([0.05, 0.05])
+    assert found.passes == {2: pytest.approx(3.2)}
+    assert found.messages == ()
