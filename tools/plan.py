@@ -1,4 +1,4 @@
-"""Plan a training run before paying for it: memory of every rank, time of a step, bytes sent, days and price.
+"""Predict what a training run needs before you pay for it: memory of every rank, step time, bytes sent, days, price.
 
     python tools/plan.py pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 \\
         --micro-batch-size 2 --recompute full --zero-stage 1 --cluster a100-80g --tokens 366e9

@@ -16,9 +16,9 @@ from megacore.plan.memory import GIB
 from megacore.train.dry_run import RankReport, run_ranks
 
 _HEADER = """\
-State after a step and peak during it in GiB: counted, and by the formulas of docs/guides/memory.md for a step of so
-many microbatches. The first and the last rank along tp and dp of each pipeline stage take it; stages that hold equal
-layers and take the same actions share a row, and the ranks in it are those of the first of these stages.
+State after a step and memory peak during it, in GiB: counted, and by the formulas of docs/guides/memory.md for this
+number of microbatches. The first and the last rank along tp and dp of each pipeline stage run. Stages that hold equal
+layers and take the same actions share a row, which names the ranks of the first of these stages.
 """
 _COLUMNS = ("stage", "ranks", "parameters", "state", "formula", "peak", "formula", "microbatches", "result")
 

@@ -112,10 +112,13 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in given if Path(word).name in ENTRIES), ENTRIES[0])
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
+    parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point of the planned run: {one_of(ENTRIES)}")
     parser.add_argument(
-        "entry", nargs="?", metavar="ENTRY", help=f"entry point whose run is planned: {one_of(ENTRIES)}"
+        "--calibrate",
+        type=Path,
+        metavar="DIR",
+        help="fit a cluster file to the run in this directory (its --output-dir)",
     )
-    parser.add_argument("--calibrate", type=Path, metavar="DIR", help="fit a cluster file to the run in this directory")
     parser.set_defaults(help_of=parser.prog)
     return run_tool(parser, given, _plan)
 
@@ -156,9 +159,9 @@ def _full_parser(entry: str) -> _Parser:
     parser = _Parser(
         prog=f"{entry} --dry-run=full",
         usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
-        description="Build every kind of rank of a job and take a train step of it, on tensors that have shapes, types "
-        "and devices but no values: no other rank, no device and no memory are needed. All other flags are those of "
-        "the entry point. See docs/guides/planner.md.",
+        description="Build every kind of rank of a job and run train steps of it, on tensors that have shapes, types and "
+        "devices but no values. This needs no other rank, no GPU and no memory for the model. All other flags are those "
+        "of the entry point. See docs/guides/planner.md.",
         allow_abbrev=False,
     )
     _add_common_flags(parser)
@@ -172,16 +175,16 @@ def _full_parser(entry: str) -> _Parser:
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
-    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
-    add("--json", action="store_true", help="print all figures as JSON")
+    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --cp x --pp x --dp")
+    add("--json", action="store_true", help="print JSON instead of a report")
 
 
 def _parser(prog: str, usage: str) -> _Parser:
     parser = _Parser(
         prog=prog,
         usage=usage,
-        description="Plan a training run before paying for it: memory of every rank, time of a step, bytes sent, days "
-        "and price. All other flags are those of the entry point, which its own --help lists. See "
+        description="Predict what a training run needs before you pay for it: memory of every rank, step time, bytes "
+        "sent, days and price. All other flags are those of the entry point: see its --help. Guide: "
         "docs/guides/planner.md.",
         allow_abbrev=False,
     )
@@ -190,22 +193,27 @@ def _parser(prog: str, usage: str) -> _Parser:
     add(
         "--software",
         metavar="NAME",
-        help=f"trainer whose program runs the step: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
+        help=f"predict the step time of this trainer: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
     )
-    add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
+    add("--tokens", type=_tokens, metavar="N", help="also print days and price of training on N tokens, as in 300e9")
     add(
         "--goodput",
         type=_share,
         default=0.9,
         metavar="SHARE",
-        help="share of the time that makes progress. Default: 0.9",
+        help="share of the time in which training makes progress. Default: 0.9",
     )
-    add("--price-per-hour", type=_price, metavar="USD", help="price of a device and hour. Default: the cluster's")
-    add("--timeline", type=Path, metavar="FILE", help="draw the predicted time line of the pipeline (.svg or .png)")
-    add("--memory-timeline", type=Path, metavar="FILE", help="draw every rank's memory over a step (.svg or .png)")
-    add("--search", action="store_true", help="rank all layouts of --world-size ranks instead of planning one")
-    add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
-    add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
+    add("--price-per-hour", type=_price, metavar="USD", help="price per device and hour. Default: that of the cluster")
+    add("--timeline", type=Path, metavar="FILE", help="draw the predicted timeline of the pipeline (.svg or .png)")
+    add("--memory-timeline", type=Path, metavar="FILE", help="draw the memory of every rank over a step (.svg or .png)")
+    add("--search", action="store_true", help="compare all layouts of --world-size ranks instead of planning one")
+    add("--top", type=positive, default=10, metavar="N", help="number of layouts that --search prints. Default: 10")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw time and memory of the layouts that --search finds (.svg or .png)",
+    )
     for name in _MOST:
         add(
             f"--max-{name}",
@@ -215,7 +223,12 @@ def _parser(prog: str, usage: str) -> _Parser:
         )
         if name in _LEAST:
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
-    add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")
+    add(
+        "--max-memory-gb",
+        type=_price,
+        metavar="GB",
+        help="--search: largest memory per device. Default: that of the cluster",
+    )
     parser.set_defaults(is_dry_run=False)
     return parser
 

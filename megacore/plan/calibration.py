@@ -155,19 +155,19 @@ class _Fit:
             cluster = _with_links(cluster, bounded)
             said = f"speed of the links: x {bounded:.3g}, from {counted(links.transfers, 'transfer')} in trace.json"
             if bounded != links.factor:
-                said += f" (measured x {links.factor:.3g}, which no link has: the ranks were kept from computing)"
-                doubts.append("transfers took longer or shorter than links explain")
+                said += f" (measured x {links.factor:.3g}, which is not realistic: something delayed the ranks)"
+                doubts.append("transfers were too slow or too fast for real links")
             report.append(said)
         wanted, predict = (steps.median, self._step) if self.computed is None else (self.computed, self._computed)
         speed, cluster = _fitted(cluster, _with_speed, predict, wanted)
-        source = "the steps (a run with --trace tells more, and with --pp or --tp 2 the speed of the links)"
+        source = "the step times (--trace gives more, and with --pp 2 or --tp 2 also the speed of the links)"
         if self.computed is not None:
             source = "the computations in trace.json"
         report.append(f"speed of a device: x {speed:.3g}, from {source}")
         if links is None:
-            report.append(f"speed of the links: that of {self.base.name}, as nothing here measures it")
+            report.append(f"speed of the links: that of {self.base.name}; this run does not measure it")
         elif self.transfers is not None and not self.transfers.sums:
-            report.append("not measured: sums over --tp ranks, which are assumed to be as fast as messages")
+            report.append("not measured: all-reduces over --tp ranks; assumed as fast as pipeline messages")
         after = self._step(cluster)
         unexplained = steps.median / after - 1
         cluster = replace(cluster, device=_widened(cluster.device, steps, after, links))
@@ -177,7 +177,7 @@ class _Fit:
         )
         if self.computed is not None:
             report.append(
-                f"unexplained: {steps.median - after:+.3g} s ({unexplained:+.1%}): waits, uneven stages, the program, "
+                f"unexplained: {steps.median - after:+.3g} s ({unexplained:+.1%}): waits, uneven stages, host overhead, "
                 "other programs; it widens the range"
             )
         if abs(unexplained) > _UNEXPLAINED:

@@ -44,7 +44,7 @@ class Cluster:
     price_per_hour: float = 0.0
     on_cpu: bool = False
     software: Software = MEGACORE
-    source: str = "data sheet; shares of it assumed"
+    source: str = "data sheet; efficiencies assumed"
 
     @property
     def name(self) -> str:

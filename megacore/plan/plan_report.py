@@ -16,18 +16,18 @@ from megacore.plan.traffic import ROLE_NAMES
 
 # The parts of a step's time, in the order in which they are told; they add up to it.
 PARTS = {
-    "gemm": "compute: matrix products",
+    "gemm": "compute: matrix multiplications (GEMM)",
     "attention": "compute: attention",
-    "memory": "compute: memory-bound operators, and waiting for the host",
-    "tensor": "tensor, sequence and context parallel, exposed",
-    "experts": "expert parallel, exposed",
-    "pipeline": "pipeline transfers, exposed",
-    "replicas": "data parallel, exposed",
-    "tied": "tied gradients",
+    "memory": "compute: memory-bound operators and host overhead",
+    "tensor": "tensor, sequence and context parallel communication, exposed",
+    "experts": "expert parallel communication, exposed",
+    "pipeline": "pipeline communication, exposed",
+    "replicas": "data parallel communication, exposed",
+    "tied": "sum of tied embedding gradients",
     "bubble": "pipeline bubble",
-    "slowest": "waiting for the slowest node",
-    "optimizer": "optimizer",
-    "host": "copies to and from host memory, exposed",
+    "slowest": "waiting for the slowest node (straggler)",
+    "optimizer": "optimizer update",
+    "host": "offload copies to and from host memory, exposed",
 }
 LINKS = {"node": "in a node", "network": "between nodes"}
 
@@ -79,11 +79,11 @@ def _head(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     kinds = list(rank_kinds(plan.memory))
     names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
-    yield f"## Memory per rank, GiB of {gib(plan.capacity):.1f} usable (parameters exact, bytes by formula)"
+    yield f"## Memory per rank in GiB, {gib(plan.capacity):.1f} GiB usable (parameters: exact; bytes: formula)"
     yield ""
     on_host = {STATE_NAMES[kind] for kind in plan.fullest.host_kinds}
     columns = [f"{name}, in host memory" if name in on_host else name for name in names]
-    yield f"| pipeline rank | parameters | {' | '.join(columns)} | in flight | peak |"
+    yield f"| pipeline rank | parameters | {' | '.join(columns)} | microbatches in flight | peak |"
     yield "|---" * (len(names) + 4) + "|"
     for ranks, rank in kinds:
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
@@ -93,22 +93,25 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield ""
     fullest = plan.fullest
     if fullest.on_host:
-        yield (f"Of the fullest rank {gib(fullest.on_host):.2f} GiB are in host memory. They do not count in its peak.")
+        yield (
+            f"{gib(fullest.on_host):.2f} GiB of pipeline rank {fullest.pp_rank} are in host memory. The peak does not include "
+            "them."
+        )
         yield ""
     low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
     term, size = largest_term(fullest)
     where = f"pipeline rank {fullest.pp_rank}, {gib(fullest.expected):.1f} GiB ({low:.1f} to {high:.1f})"
     if plan.fits:
-        yield f"Fits: the fullest is {where}; its largest term is {term}, {gib(size):.1f} GiB."
+        yield f"Fits: the highest peak is on {where}; its largest term is {term}, {gib(size):.1f} GiB."
         return
     yield f"DOES NOT FIT: {where} of {gib(plan.capacity):.1f} GiB; its largest term is {term}, {gib(size):.1f} GiB."
-    yield "Any of these fits, by the same formulas:"
+    yield "Each of these changes makes it fit, by the same formulas:"
     yield from (f"{number}. {text}" for number, text in enumerate(plan.ways_out(), start=1))
 
 
 def _time(plan: Plan) -> Iterator[str]:
     seconds = plan.time.seconds
-    yield f"## Time of a step ({plan.timed_origin}; the range is from the slow to the fast case)"
+    yield f"## Step time ({plan.timed_origin}; range: fast case to slow case)"
     yield ""
     yield "| part | s | share | range |"
     yield "|---|---|---|---|"
@@ -120,14 +123,14 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"| **step** | **{_number(seconds)}** | 100% | {_range(whole)} |"
     yield ""
     hidden = ", ".join(f"{role} {size:.3g} s" for role, size in plan.time.hidden.items() if size > 0)
-    yield f"- hidden beside computing: {hidden or 'nothing'}"
+    yield f"- communication overlapped with computation: {hidden or 'nothing'}"
     for label, figure in throughput(plan).items():
         is_share = figure.unit == "share"
         text = f"{figure.value:.1%}" if is_share else _number(figure.value)
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
-        yield "- low confidence: the model is small for this device, and launches take as long as operators"
+        yield "- low confidence: the model is small for this device; launching a kernel can take longer than running it"
 
 
 def throughput(plan: Plan) -> dict[str, Figure]:
@@ -146,7 +149,7 @@ def throughput(plan: Plan) -> dict[str, Figure]:
 
 
 def _links(plan: Plan) -> Iterator[str]:
-    yield "## Bytes sent per rank and step (exact but for sums of a few numbers and padding)"
+    yield "## Bytes sent per rank and step (exact; without scalar all-reduces and bucket padding)"
     yield ""
     yield "| transfers | links | MB |"
     yield "|---|---|---|"

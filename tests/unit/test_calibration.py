@@ -114,7 +114,7 @@ def test_links_are_as_fast_as_messages_that_were_waited_for(tmp_path: Path) -> N
     end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
     found = calibrated(tmp_path, [end] * 8, costs)
     assert any(line.startswith("speed of the links: x 0.5, from") for line in found.report)
-    assert any(line.startswith("not measured: sums over --tp ranks") for line in found.report)
+    assert any(line.startswith("not measured: all-reduces over --tp ranks") for line in found.report)
     link, base = found.cluster.device.node_link, CPU.device.node_link
     assert link.bandwidth == pytest.approx(base.bandwidth / 2, rel=0.02)
     assert link.latency == pytest.approx(base.latency * 2, rel=0.02)
