@@ -159,9 +159,9 @@ def _full_parser(entry: str) -> _Parser:
     parser = _Parser(
         prog=f"{entry} --dry-run=full",
         usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
-        description="Build every kind of rank of a job and run train steps of it, on tensors that have shapes, types and "
-        "devices but no values. This needs no other rank, no GPU and no memory for the model. All other flags are those "
-        "of the entry point. See docs/guides/planner.md.",
+        description="Build every kind of rank of a job and run train steps of it, on tensors that have shapes, types "
+        "and devices but no values. This needs no other rank, no GPU and no memory for the model. All other flags are "
+        "those of the entry point. See docs/guides/planner.md.",
         allow_abbrev=False,
     )
     _add_common_flags(parser)

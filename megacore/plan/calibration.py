@@ -177,8 +177,8 @@ class _Fit:
         )
         if self.computed is not None:
             report.append(
-                f"unexplained: {steps.median - after:+.3g} s ({unexplained:+.1%}): waits, uneven stages, host overhead, "
-                "other programs; it widens the range"
+                f"unexplained: {steps.median - after:+.3g} s ({unexplained:+.1%}): waits, uneven stages, host "
+                "overhead, other programs; it widens the range"
             )
         if abs(unexplained) > _UNEXPLAINED:
             doubts.append(f"{abs(unexplained):.0%} of the step are unexplained")

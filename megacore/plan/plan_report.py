@@ -94,8 +94,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     fullest = plan.fullest
     if fullest.on_host:
         yield (
-            f"{gib(fullest.on_host):.2f} GiB of pipeline rank {fullest.pp_rank} are in host memory. The peak does not include "
-            "them."
+            f"{gib(fullest.on_host):.2f} GiB of pipeline rank {fullest.pp_rank} are in host memory. The peak "
+            "does not include them."
         )
         yield ""
     low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
@@ -123,14 +123,14 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"| **step** | **{_number(seconds)}** | 100% | {_range(whole)} |"
     yield ""
     hidden = ", ".join(f"{role} {size:.3g} s" for role, size in plan.time.hidden.items() if size > 0)
-    yield f"- communication overlapped with computation: {hidden or 'nothing'}"
+    yield f"- overlapped with computation: {hidden or 'nothing'}"
     for label, figure in throughput(plan).items():
         is_share = figure.unit == "share"
         text = f"{figure.value:.1%}" if is_share else _number(figure.value)
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
-        yield "- low confidence: the model is small for this device; launching a kernel can take longer than running it"
+        yield "- low confidence: the model is small for this device; kernel launches can take as long as the kernels"
 
 
 def throughput(plan: Plan) -> dict[str, Figure]:
