@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megacore.errors import TrainingStopped
 from megacore.parallel.mesh import build_mesh
-from megacore.parallel.sharding import sharded_parameters
+from megacore.parallel.sharding import GradientSum, sharded_parameters
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, gather, make_config, make_trainer
@@ -180,9 +181,28 @@ def test_what_spreads_is_traced_to_where_it_began(ranks: int, tmp_path_factory: 
             assert f"the gradient of blocks.{last}.mlp.down.bias on rank {culprit}" in said, changes
 
 
+@dataclass(frozen=True)
+class PlantedSum:
+    """A sum of gradients that is multiplied by `value` whenever a look-up or a product has added to it."""
+
+    inner: GradientSum
+    value: float
+
+    def buffer(self) -> tuple[Tensor, bool]:
+        return self.inner.buffer()
+
+    def added(self) -> None:
+        self.inner.buffer()[0].mul_(self.value)
+        self.inner.added()
+
+
 def plant_in(trainer: Trainer, name: str, value: float) -> None:
-    """Make one parameter's gradient what it is times `value`."""
-    trainer.parameters[name].register_hook(lambda gradient: gradient * value)
+    """Make one parameter's gradient what it is times `value`, where autograd gets it or where it is added to a sum."""
+    parameter = trainer.parameters[name]
+    if parameter.gradient_sum is None:
+        parameter.register_hook(lambda gradient: gradient * value)
+    else:
+        parameter.gradient_sum = PlantedSum(parameter.gradient_sum, value)
 
 
 def planted(rank: int, world_size: int, directory: str, cases: list[tuple[Layout, dict[str, Any], str, int]]) -> Any:
