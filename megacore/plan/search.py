@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
 from megacore.config.fields import flag_and_value
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
+from megacore.plan.cut import Cut
 from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
@@ -245,7 +246,7 @@ class _Evaluation:
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = _worthwhile(config, on_cpu=cluster.on_cpu)
         self._outlines: dict[tuple[int, int], list[LayerOutline]] = {}
-        self._is_valid = _Validity(constraints.world_size)
+        self._is_valid = _Validity(config, constraints.world_size)
 
     def __call__(self, degrees: Mapping[str, Any]) -> _Result:
         """The layouts of these degrees."""
@@ -255,25 +256,25 @@ class _Evaluation:
         at_this_size = set[tuple[int, int, str]]()  # the same with more activations of a microbatch
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
-        as_by_time: dict[tuple[object, ...], bool] = {}  # what ZeRO's stages have in common
+        cuts = _Cuts(self._constraints)
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
         for choice in _variants(self._config, self._constraints, degrees, self._recomputed):
-            candidate = _chosen(self._config, choice)
-            if not self._is_valid(candidate):
+            if not self._is_valid(choice):
                 continue
-            layers = self._layers(candidate)
-            parallel, training = candidate.parallel, candidate.training
-            stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
-            if (cut := (*stages, training.micro_batch_size, training.recompute)) not in as_by_time:
-                as_by_time[cut] = _divides_as_by_time(candidate, layers, self._constraints)
-            if as_by_time[cut]:
+            candidate: ResolvedConfig | None = None
+            parallel, training = choice.parallel, choice.training
+            if (cut := cuts.of(choice)) is None:
+                candidate = _chosen(self._config, choice)
+                cut = cuts.make(candidate, self._layers(candidate))
+            if cut.is_as_by_time:
                 continue
             result.tried += 1
-            even = even or _even_parameters(candidate, layers)
             if parallel.zero_stage not in states:
+                candidate = candidate or _chosen(self._config, choice)
+                even = even or _even_parameters(candidate, self._layers(candidate))
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
-            if state > self.capacity and not candidate.parallel.offload_optimizer:
+            if state > self.capacity and not parallel.offload_optimizer:
                 result.least = min(result.least, state)
                 continue
             kind, size = training.recompute, training.micro_batch_size
@@ -283,17 +284,18 @@ class _Evaluation:
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
-            on_cpu = self._cluster.on_cpu
-            needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity).expected
+            candidate, on_cpu = candidate or _chosen(self._config, choice), self._cluster.on_cpu
+            layers = self._layers(candidate)
+            needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity, cut=cut.stages).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *_RECOMPUTED[kind]}
                     at_this_size |= {(alike, size, other) for other in more}
-                    if candidate.parallel.schedule == "1f1b":
+                    if parallel.schedule == "1f1b":
                         exceeding |= {(alike, other) for other in more}
                 result.too_large.append(choice)
             else:
-                seconds = step_time(candidate, layers, self._cluster, simulated=False).seconds
+                seconds = step_time(candidate, layers, self._cluster, simulated=False, cut=cut.stages).seconds
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
@@ -339,40 +341,74 @@ def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> 
     return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
 
 
-def _divides_as_by_time(config: ResolvedConfig, layers: Sequence[LayerOutline], constraints: Constraints) -> bool:
-    """Whether stages that are balanced otherwise are those that balancing by time, which is tried too, gives."""
-    if config.parallel.pipeline_balance == "time" or "pipeline_balance" in constraints.fixed:
-        return False
-    by_time = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time"))
-    return stage_ranges(layers, by_time) == stage_ranges(layers, config)
+class _CutOnce(NamedTuple):
+    """A cut, and whether it is the one that balancing by time, which is tried too, gives."""
+
+    stages: Cut
+    is_as_by_time: bool
+
+
+class _Cuts:
+    """How the model is cut into stages by the layouts of the same degrees; ZeRO's stages have them in common."""
+
+    def __init__(self, constraints: Constraints) -> None:
+        self._tries_time = "pipeline_balance" not in constraints.fixed
+        self._known: dict[tuple[object, ...], _CutOnce] = {}
+        self._by_stages: dict[tuple[object, ...], Cut] = {}
+
+    def of(self, choice: _Choice) -> _CutOnce | None:
+        """The cut of a choice, if it is known."""
+        return self._known.get(self._key(choice.parallel, choice.training))
+
+    def make(self, config: ResolvedConfig, layers: Sequence[LayerOutline]) -> _CutOnce:
+        """That of a layout."""
+        stages, as_by_time = tuple(stage_ranges(layers, config)), False
+        if config.parallel.pipeline_balance != "time" and self._tries_time:
+            by_time = dataclasses.replace(
+                config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time")
+            )
+            as_by_time = tuple(stage_ranges(layers, by_time)) == stages
+        if stages not in self._by_stages:
+            self._by_stages[stages] = Cut(config, layers, stages)
+        found = self._known[self._key(config.parallel, config.training)] = _CutOnce(self._by_stages[stages], as_by_time)
+        return found
+
+    @staticmethod
+    def _key(parallel: ResolvedParallel, training: ResolvedTraining) -> tuple[object, ...]:
+        stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
+        return *stages, training.micro_batch_size, training.recompute
 
 
 class _Validity:
-    """Whether layouts are valid. What a ZeRO stage and recomputation go with does not depend on the numbers of ranks,
-    nor these on it: each of the two halves of a layout is validated once."""
+    """Whether layouts are valid. The rules that bind them are about one of three: the degrees and the microbatch; the
+    schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated once."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, config: ResolvedConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
         self._known: dict[tuple[object, ...], bool] = {}
 
-    def __call__(self, config: ResolvedConfig) -> bool:
-        parallel, training = config.parallel, config.training
+    def __call__(self, choice: _Choice) -> bool:
+        parallel, training = choice.parallel, choice.training
         degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
-        shape = (*degrees, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
+        shape = (*degrees, training.micro_batch_size, parallel.sequence_parallel)
+        schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
         savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
 
-        def plain() -> ResolvedConfig:
-            return dataclasses.replace(
-                config,
-                parallel=dataclasses.replace(parallel, zero_stage=0),
+        def plain(**of_schedule: Any) -> _Choice:
+            return _Choice(
+                parallel=dataclasses.replace(parallel, zero_stage=0, **of_schedule),
                 training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
             )
 
-        return self._is_valid((*shape, parallel.sequence_parallel), plain) and self._is_valid(savings, lambda: config)
+        return (
+            self._is_valid(shape, lambda: plain(schedule="1f1b", virtual_stages=1))
+            and self._is_valid(schedule, plain)
+            and self._is_valid(savings, lambda: choice)
+        )
 
-    def _is_valid(self, key: tuple[object, ...], config: Callable[[], ResolvedConfig]) -> bool:
+    def _is_valid(self, key: tuple[object, ...], choice: Callable[[], _Choice]) -> bool:
         if key not in self._known:
-            self._known[key] = not validate(config(), self._world_size)
+            self._known[key] = not validate(_chosen(self._config, choice()), self._world_size)
         return self._known[key]
 
 
