@@ -50,8 +50,9 @@ class RankMemory:
         pp_rank: its number in the pipeline.
         parameters: how many it holds, padding included.
         state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
-        on_host: how much of the state lies in host memory while the rank computes on an accelerator.
-        activations: kept for backward by the microbatches in flight.
+        host: what lies in host memory while the rank computes on an accelerator: by kind of the state, and
+            `activations`, which are not among the rank's `activations`.
+        activations: kept for backward by the microbatches in flight, when they take most.
         in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
@@ -68,7 +69,6 @@ class RankMemory:
         overhead: of the process, certain and expected.
         microbatch: activations of one microbatch, by the rank's stages.
         output_gradients: of one microbatch that waits for the gradients of weights, by the rank's stages.
-        host_kinds: the kinds of state that lie there.
         gradients_on_host: whether the gradients among `state` lie in host memory, and `computing` and `completing` have
             none.
     """
@@ -76,7 +76,7 @@ class RankMemory:
     pp_rank: int
     parameters: int
     state: Mapping[str, float]
-    on_host: float
+    host: Mapping[str, float]
     activations: float
     in_flight: int
     working: float
@@ -90,7 +90,6 @@ class RankMemory:
     overhead: tuple[float, float]
     microbatch: Sequence[float] = ()
     output_gradients: Sequence[float] = ()
-    host_kinds: frozenset[str] = frozenset()
     gradients_on_host: bool = False
 
     @property
@@ -107,6 +106,16 @@ class RankMemory:
         return max(self.building, self._computing_state, in_backward)
 
     @property
+    def on_host(self) -> float:
+        """Bytes of all that lies in host memory while the rank computes on an accelerator."""
+        return sum(self.host.values())
+
+    @property
+    def is_fullest_in_backward(self) -> bool:
+        """Whether the peak is in forward and backward."""
+        return self.expected_tensors > max(self.building, self._computing_state)
+
+    @property
     def gradients_apart(self) -> bool:
         """Whether all gradients and all activations never exist at the same time."""
         return max(self.computing, self.completing) < self._computing_gradients + self.activations
@@ -114,7 +123,7 @@ class RankMemory:
     @property
     def _computing_state(self) -> float:
         """State in the memory in which the rank computes."""
-        return sum(self.state.values()) - self.on_host
+        return sum(size - self.host.get(kind, 0.0) for kind, size in self.state.items())
 
     @property
     def _computing_gradients(self) -> float:
@@ -184,6 +193,24 @@ def fullest_rank(
     return max(ranks, key=lambda rank: rank.expected)
 
 
+def least_expected(config: ResolvedConfig, cut: Cut, *, on_cpu: bool) -> float:
+    """Bytes that the first rank which `fullest_rank` computes is expected to take, at least: its state without
+    gradients and optimizer state that may be absent at the peak, and its activations in blocks."""
+    config = _for_device(config, on_cpu=on_cpu)
+    if config.parallel.schedule_csv is not None or config.parallel.offload_optimizer:
+        return 0.0
+    rank = cut.distinct_ranks(last=config.parallel.may_split_backward)[0]
+    held = cut.on_rank(config, rank)
+    state = state_bytes(held.parameters, config, experts=held.experts, blocks=held.blocks)
+    lasting = state["params"] + state["optimizer"] - late_bytes(config, state, on_cpu=on_cpu)
+    if not forgets_gradients(config) and not forgets_gradients(config, of_experts=True):
+        lasting += state["grads"]
+    if not (config.training.offload_activations and not on_cpu):
+        flying = in_flight(config.parallel, rank, config.microbatches)
+        lasting += _products(flying, [sum(kept_by_layer(chunk, config, on_cpu=on_cpu)) for chunk in held.chunks])
+    return lasting * (1 + _FRAGMENTATION)
+
+
 def _for_device(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
     """What a run does where its ranks compute: on a CPU parameters are in host memory anyway."""
     config = config.for_device(on_cpu=on_cpu)
@@ -236,6 +263,11 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
     splits, keeps_logits = config.parallel.may_split_backward, any(head_kept)
     kept_grads = [sum(kept_gradients(config, chunk)) if splits else 0.0 for chunk in chunks]
 
+    def held_bytes(microbatches: Sequence[int]) -> float:
+        """Of activations, by the rank's stages."""
+        logits = _products([max(n - 1, 0) for n in microbatches], head_kept) if keeps_logits else 0.0
+        return _products(microbatches, kept) + logits
+
     def most(*, computing: bool, split: bool, first: bool = False) -> float:
         """Of gradients and activations, at the moments in which a microbatch is computed, or else is done; or until
         each stage has had its first backward."""
@@ -243,10 +275,8 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
         for moment in schedule:
             if moment.computing is computing and moment.split is split and not (first and all(moment.begun)):
                 waiting = _products(moment.waiting, kept_grads) if splits else 0.0
-                held = _products(moment.held, kept)
-                if keeps_logits:
-                    held += _products([max(n - 1, 0) for n in moment.held], head_kept)
                 begun = _products(moment.begun, grads)
+                held = held_bytes(moment.held)
                 found = max(found, lasting + begun + held + waiting + (shared if computing else 0.0))
         return found
 
@@ -260,19 +290,20 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
     peak = kept_until_weights + backward.passing
     if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
         peak = max(peak, most(computing=True, split=splits, first=True) + working + passing(is_first=True).passing)
-    host_kinds = {"optimizer", "buffers"} if config.parallel.offload_optimizer and not on_cpu else set[str]()
+    host = dict[str, float]()
+    if config.parallel.offload_optimizer and not on_cpu:
+        host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
+    if params_on_host:
+        host |= {"params": state["params"], "grads": state["grads"]}
+    if offloads:
+        host["activations"] = _products(flying, map(sum, in_blocks))
     return RankMemory(
         pp_rank=rank,
         parameters=on_rank.parameters,
         state=state,
-        on_host=(
-            0.0
-            if on_cpu or not config.parallel.offload_optimizer
-            else state["optimizer"] - held_errors(config, state) + state["buffers"]
-        )
-        + (state["params"] + state["grads"] if params_on_host else 0.0)
-        + (_products(flying, map(sum, in_blocks)) if offloads else 0.0),
-        activations=_products(flying, kept) + _products([max(n - 1, 0) for n in flying], head_kept) + shared,
+        host=host,
+        activations=max(held_bytes(flying), *(held_bytes(moment.held) for moment in schedule if not moment.split))
+        + shared,
         in_flight=sum(flying),
         working=working,
         building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
@@ -285,7 +316,6 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
         microbatch=[size + logits for size, logits in zip(kept, head_kept, strict=True)],
         output_gradients=kept_grads,
-        host_kinds=frozenset(host_kinds | ({"params", "grads"} if params_on_host else set())),
         gradients_on_host=params_on_host,
     )
 
