@@ -320,6 +320,8 @@ class ResolvedConfig(Config):
             parallel = dataclasses.replace(parallel, sequence_parallel=splits)
         if bf16 is not None:
             precision = precision.for_device(bf16=bf16)
+        if parallel is self.parallel and precision is self.precision:
+            return self  # with what is known of it already
         return dataclasses.replace(self, parallel=parallel, precision=precision)
 
 

@@ -19,9 +19,10 @@ from megacore.plan.activations import (
     residual_bytes,
 )
 from megacore.plan.buckets import grown
+from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
-from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
+from megacore.plan.state import PlannedLayer, term_bytes
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
@@ -80,6 +81,14 @@ def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> li
     return [sizes.get(id(layer.block), residual_bytes(config)) for layer in layers]
 
 
+class _OfLayer(NamedTuple):
+    """What layers that are alike have in common: what `_beside` counts, `_largest_gradient`, and `inner_bytes`."""
+
+    beside: float
+    largest: int
+    inner: float
+
+
 class Backward(NamedTuple):
     """Attributes of a rank's memory by these names."""
 
@@ -89,7 +98,7 @@ class Backward(NamedTuple):
 
 def passing_bytes(
     config: ResolvedConfig,
-    chunks: Sequence[Sequence[PlannedLayer]],
+    on_rank: OnRank,
     *,
     head: float,
     again: float,
@@ -117,7 +126,7 @@ def passing_bytes(
 
     Args:
         config: a resolved configuration.
-        chunks: the layers of each of the rank's stages.
+        on_rank: the layers of the rank's stages.
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         working: as much of this as the rank's memory counts already.
@@ -130,7 +139,7 @@ def passing_bytes(
     on_host = config.parallel.offload_params
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
-    table, sizes_by_chunk = shared_table(chunks), held_by_layer(chunks)
+    chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
     has_copies = expert_copies(config.parallel) > 1
     if stage and not has_copies and not on_host:  # experts without copies are neither reduced nor gathered
         alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
@@ -139,7 +148,7 @@ def passing_bytes(
             for pair in zip(sizes_by_chunk, alone, strict=True)
         ]
     found = [(0.0, 0.0)]
-    beside: dict[int, float] = {}  # blocks that are alike are one object
+    known: dict[int, _OfLayer] = {}  # blocks that are alike are one object
     for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
@@ -152,17 +161,20 @@ def passing_bytes(
                 freed += kept_here[number] + waiting[number]
                 made += term * new
                 continue
-            if (key := id(layer.block or layer)) not in beside:
-                beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
-            matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
-            moment, reducing = beside[key], 0.0
-            inner = 0.0 if layer.block is None else inner_bytes(config, layer.block)
+            if (key := id(layer.block or layer)) not in known:
+                known[key] = _OfLayer(
+                    beside=_beside(config, layer, table, head=head, again=again, on_cpu=on_cpu),
+                    largest=_largest_gradient(config, layer),
+                    inner=0.0 if layer.block is None else inner_bytes(config, layer.block),
+                )
+            (moment, largest, inner), reducing = known[key], 0.0
+            matrix = min(largest, size)  # a shared table is in its first layer's bucket
             if stage == 3 and not splits:
                 moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
             if is_first:
                 has_replicas = ranks_of_role("replicas", config.parallel) > 1
                 new = routed_parameters(config, layer.block) if has_replicas else size
-                copied = 0 if _sums_take_rows(config, layer, table) else _largest_gradient(config, layer)
+                copied = 0 if _sums_take_rows(config, layer, table) else largest
                 moment += made + (0.0 if on_cpu else term * min(copied, new))
                 made += term * new
             if stage == 2 and whole.of_layer and whole.of_layer[number]:

@@ -10,25 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.plan.activations import head_bytes, head_kept_bytes, residual_bytes, shared_bytes
 from megacore.plan.backward_memory import computed_again, kept_by_layer, kept_gradients, passing_bytes
+from megacore.plan.cut import Cut
 from megacore.plan.in_flight import in_flight, moments
 from megacore.plan.state import (
     PlannedLayer,
     building_bytes,
     forgets_gradients,
-    held_blocks,
-    held_by_layer,
     held_errors,
     held_experts,
-    held_parameters,
     late_bytes,
     state_bytes,
     term_bytes,
@@ -53,8 +50,9 @@ class RankMemory:
         pp_rank: its number in the pipeline.
         parameters: how many it holds, padding included.
         state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
-        on_host: how much of the state lies in host memory while the rank computes on an accelerator.
-        activations: kept for backward by the microbatches in flight.
+        host: what lies in host memory while the rank computes on an accelerator: by kind of the state, and
+            `activations`, which are not among the rank's `activations`.
+        activations: kept for backward by the microbatches in flight, when they take most.
         in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
@@ -71,7 +69,6 @@ class RankMemory:
         overhead: of the process, certain and expected.
         microbatch: activations of one microbatch, by the rank's stages.
         output_gradients: of one microbatch that waits for the gradients of weights, by the rank's stages.
-        host_kinds: the kinds of state that lie there.
         gradients_on_host: whether the gradients among `state` lie in host memory, and `computing` and `completing` have
             none.
     """
@@ -79,7 +76,7 @@ class RankMemory:
     pp_rank: int
     parameters: int
     state: Mapping[str, float]
-    on_host: float
+    host: Mapping[str, float]
     activations: float
     in_flight: int
     working: float
@@ -93,7 +90,6 @@ class RankMemory:
     overhead: tuple[float, float]
     microbatch: Sequence[float] = ()
     output_gradients: Sequence[float] = ()
-    host_kinds: frozenset[str] = frozenset()
     gradients_on_host: bool = False
 
     @property
@@ -110,6 +106,16 @@ class RankMemory:
         return max(self.building, self._computing_state, in_backward)
 
     @property
+    def on_host(self) -> float:
+        """Bytes of all that lies in host memory while the rank computes on an accelerator."""
+        return sum(self.host.values())
+
+    @property
+    def is_fullest_in_backward(self) -> bool:
+        """Whether the peak is in forward and backward."""
+        return self.expected_tensors > max(self.building, self._computing_state)
+
+    @property
     def gradients_apart(self) -> bool:
         """Whether all gradients and all activations never exist at the same time."""
         return max(self.computing, self.completing) < self._computing_gradients + self.activations
@@ -117,7 +123,7 @@ class RankMemory:
     @property
     def _computing_state(self) -> float:
         """State in the memory in which the rank computes."""
-        return sum(self.state.values()) - self.on_host
+        return sum(size - self.host.get(kind, 0.0) for kind, size in self.state.items())
 
     @property
     def _computing_gradients(self) -> float:
@@ -148,9 +154,8 @@ def plan_memory(
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
     """
     config = _for_device(config, on_cpu=on_cpu)
-    stages = stage_ranges(layers, config)
-    count = ranks_of_role("pipeline", config.parallel)
-    ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(count)]
+    cut = Cut(config, layers)
+    ranks = [_rank_memory(config, cut, rank, on_cpu=on_cpu) for rank in range(cut.ranks)]
     if on_cpu and torch_is_loaded:
         overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
         return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
@@ -158,7 +163,12 @@ def plan_memory(
 
 
 def fullest_rank(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, limit: float = math.inf
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    *,
+    on_cpu: bool,
+    limit: float = math.inf,
+    cut: Cut | None = None,
 ) -> RankMemory:
     """The rank that is expected to take most: `plan_memory` of the ranks that may be it.
 
@@ -171,26 +181,40 @@ def fullest_rank(
         layers: the whole model.
         on_cpu: whether the ranks compute in host memory.
         limit: bytes; the first rank that takes more is returned in place of the fullest.
+        cut: the model in stages, if it is known.
     """
     config = _for_device(config, on_cpu=on_cpu)
-    stages, count = stage_ranges(layers, config), ranks_of_role("pipeline", config.parallel)
-    kinds = [layer_kind(layer) for layer in layers]
-    fullest: dict[Hashable, int] = {}  # of the ranks that are alike
-    for rank in range(count) if config.parallel.may_split_backward else reversed(range(count)):
-        alike = tuple(tuple(kinds[numbers.start : numbers.stop]) for numbers in stages[rank::count])
-        fullest[(rank, alike) if config.parallel.schedule_csv is not None else alike] = rank
-    ranks = []
-    for rank in fullest.values():
-        ranks.append(_rank_memory(config, layers, stages, rank, on_cpu=on_cpu))
+    cut = cut or Cut(config, layers)
+    ranks, last = [], config.parallel.may_split_backward
+    for rank in range(cut.ranks) if config.parallel.schedule_csv is not None else cut.distinct_ranks(last=last):
+        ranks.append(_rank_memory(config, cut, rank, on_cpu=on_cpu))
         if ranks[-1].expected > limit:
             return ranks[-1]
     return max(ranks, key=lambda rank: rank.expected)
 
 
+def least_expected(config: ResolvedConfig, cut: Cut, *, on_cpu: bool) -> float:
+    """Bytes that the first rank which `fullest_rank` computes is expected to take, at least: its state without
+    gradients and optimizer state that may be absent at the peak, and its activations in blocks."""
+    config = _for_device(config, on_cpu=on_cpu)
+    if config.parallel.schedule_csv is not None or config.parallel.offload_optimizer:
+        return 0.0
+    rank = cut.distinct_ranks(last=config.parallel.may_split_backward)[0]
+    held = cut.on_rank(config, rank)
+    state = state_bytes(held.parameters, config, experts=held.experts, blocks=held.blocks)
+    lasting = state["params"] + state["optimizer"] - late_bytes(config, state, on_cpu=on_cpu)
+    if not forgets_gradients(config) and not forgets_gradients(config, of_experts=True):
+        lasting += state["grads"]
+    if not (config.training.offload_activations and not on_cpu):
+        flying = in_flight(config.parallel, rank, config.microbatches)
+        lasting += _products(flying, [sum(kept_by_layer(chunk, config, on_cpu=on_cpu)) for chunk in held.chunks])
+    return lasting * (1 + _FRAGMENTATION)
+
+
 def _for_device(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
     """What a run does where its ranks compute: on a CPU parameters are in host memory anyway."""
     config = config.for_device(on_cpu=on_cpu)
-    if not on_cpu:
+    if not on_cpu or not config.parallel.offload_params:
         return config
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_params=False))
 
@@ -201,26 +225,24 @@ def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
     return {kind: max(state[kind] for state in states) for kind in states[0]}
 
 
-def _rank_memory(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range], rank: int, *, on_cpu: bool
-) -> RankMemory:
-    on_rank = stages[rank :: ranks_of_role("pipeline", config.parallel)]
-    parameters = held_parameters(layers, on_rank)
-    held = {"experts": held_experts(config, layers, on_rank), "blocks": held_blocks(layers, on_rank)}
-    chunks = [[layers[i] for i in numbers] for numbers in on_rank]
+def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> RankMemory:
+    on_rank = cut.on_rank(config, rank)
+    chunks = on_rank.chunks
     padding = expert_padding = 0
     if config.optimizer_settings.takes_some_whole and 0 < zero_stage(config) < 3:
         buckets = [whole_buckets(config, chunk, on_cpu=on_cpu) for chunk in chunks]
         padding, expert_padding = sum(one.padding for one in buckets), sum(one.expert_padding for one in buckets)
-    state = state_bytes(parameters, config, padding=padding, expert_padding=expert_padding, **held)
+    held = {"experts": on_rank.experts, "blocks": on_rank.blocks}
+    state = state_bytes(on_rank.parameters, config, padding=padding, expert_padding=expert_padding, **held)
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu
     kept = [0.0 if offloads else sum(sizes) for sizes in in_blocks]
-    blocks = [block for chunk in chunks for layer in chunk if (block := layer.block) is not None]
+    blocks = on_rank.distinct_blocks
     flying = in_flight(config.parallel, rank, config.microbatches)
-    has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
+    end = cut.layers[-1]
+    has_head = on_rank.is_last and end.block is None and bool(blocks)
     # A microbatch's logits are kept until its backward; those of one are part of `working`.
-    head_kept = [head_kept_bytes(config) if has_head and chunk[-1] is layers[-1] else 0.0 for chunk in chunks]
+    head_kept = [head_kept_bytes(config) if has_head and chunk[-1] is end else 0.0 for chunk in chunks]
     again = computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
@@ -230,15 +252,21 @@ def _rank_memory(
     working = max(head, again, sent)
     schedule = moments(config.parallel, rank, config.microbatches)
     forgets = forgets_gradients(config)
-    totals = [sum(sizes) for sizes in held_by_layer(chunks)]
+    totals = [sum(sizes) for sizes in on_rank.by_layer]
     grads = [state["grads"] * total / max(sum(totals), 1) if forgets else 0.0 for total in totals]
     forgets_experts = not forgets and forgets_gradients(config, of_experts=True)
     if forgets_experts:
-        grads = [float(term_bytes(config) * held_experts(config, layers, [numbers])) for numbers in on_rank]
+        grads = [float(term_bytes(config) * held_experts(config, cut.layers, [numbers])) for numbers in on_rank.stages]
     lasting = state["grads"] - sum(grads)
     if params_on_host := config.parallel.offload_params:
         grads, lasting, forgets, forgets_experts = [0.0 for _ in grads], 0.0, False, False
-    kept_grads = [sum(kept_gradients(config, chunk)) for chunk in chunks]
+    splits, keeps_logits = config.parallel.may_split_backward, any(head_kept)
+    kept_grads = [sum(kept_gradients(config, chunk)) if splits else 0.0 for chunk in chunks]
+
+    def held_bytes(microbatches: Sequence[int]) -> float:
+        """Of activations, by the rank's stages."""
+        logits = _products([max(n - 1, 0) for n in microbatches], head_kept) if keeps_logits else 0.0
+        return _products(microbatches, kept) + logits
 
     def most(*, computing: bool, split: bool, first: bool = False) -> float:
         """Of gradients and activations, at the moments in which a microbatch is computed, or else is done; or until
@@ -246,35 +274,36 @@ def _rank_memory(
         found = lasting
         for moment in schedule:
             if moment.computing is computing and moment.split is split and not (first and all(moment.begun)):
-                waiting = _products(moment.waiting, kept_grads)
-                held = _products(moment.held, kept) + _products([max(n - 1, 0) for n in moment.held], head_kept)
+                waiting = _products(moment.waiting, kept_grads) if splits else 0.0
                 begun = _products(moment.begun, grads)
+                held = held_bytes(moment.held)
                 found = max(found, lasting + begun + held + waiting + (shared if computing else 0.0))
         return found
 
     certain = [most(computing=computing, split=False) for computing in (True, False)]
-    expected = [most(computing=computing, split=True) for computing in (True, False)]
+    expected = [most(computing=computing, split=True) for computing in (True, False)] if splits else certain
     passing = partial(
-        passing_bytes, config, chunks, head=head, again=again, working=working, kept=in_blocks, on_cpu=on_cpu
+        passing_bytes, config, on_rank, head=head, again=again, working=working, kept=in_blocks, on_cpu=on_cpu
     )
     backward = passing()
     at_least, kept_until_weights = (max(computing + working, done) for computing, done in (certain, expected))
     peak = kept_until_weights + backward.passing
     if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
-        peak = max(peak, most(computing=True, split=True, first=True) + working + passing(is_first=True).passing)
-    host_kinds = {"optimizer", "buffers"} if config.parallel.offload_optimizer and not on_cpu else set[str]()
+        peak = max(peak, most(computing=True, split=splits, first=True) + working + passing(is_first=True).passing)
+    host = dict[str, float]()
+    if config.parallel.offload_optimizer and not on_cpu:
+        host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
+    if params_on_host:
+        host |= {"params": state["params"], "grads": state["grads"]}
+    if offloads:
+        host["activations"] = _products(flying, map(sum, in_blocks))
     return RankMemory(
         pp_rank=rank,
-        parameters=parameters,
+        parameters=on_rank.parameters,
         state=state,
-        on_host=(
-            0.0
-            if on_cpu or not config.parallel.offload_optimizer
-            else state["optimizer"] - held_errors(config, state) + state["buffers"]
-        )
-        + (state["params"] + state["grads"] if params_on_host else 0.0)
-        + (_products(flying, map(sum, in_blocks)) if offloads else 0.0),
-        activations=_products(flying, kept) + _products([max(n - 1, 0) for n in flying], head_kept) + shared,
+        host=host,
+        activations=max(held_bytes(flying), *(held_bytes(moment.held) for moment in schedule if not moment.split))
+        + shared,
         in_flight=sum(flying),
         working=working,
         building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
@@ -286,8 +315,7 @@ def _rank_memory(
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
         microbatch=[size + logits for size, logits in zip(kept, head_kept, strict=True)],
-        output_gradients=kept_grads if config.parallel.may_split_backward else [0.0 for _ in kept_grads],
-        host_kinds=frozenset(host_kinds | ({"params", "grads"} if params_on_host else set())),
+        output_gradients=kept_grads,
         gradients_on_host=params_on_host,
     )
 

@@ -24,7 +24,9 @@ def once_per_config(
 
     @functools.wraps(function)
     def kept(config: ResolvedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
-        results: dict[Any, Any] = config.__dict__.setdefault(_KEPT, {})
+        results: dict[Any, Any] | None = config.__dict__.get(_KEPT)
+        if results is None:
+            results = config.__dict__[_KEPT] = {}
         key: Any = name
         if args or kwargs:
             key = (name, *[id(arg) if isinstance(arg, ResolvedModel) else arg for arg in args], *kwargs.values())

@@ -242,7 +242,10 @@ def frontier_picture(found: Found) -> Drawing:
     drawing = Drawing(title=title, width=left + width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=left, y=22, text=title, size=15, bold=True))
-    marks.append(Words(x=left, y=42, text="seconds per step by GiB per rank; the frontier is marked", color=_GREY))
+    legend = "seconds per step by GiB per rank; the frontier is marked"
+    if not all(layout.is_simulated for layout in found.layouts):
+        legend += "; dark dots are simulated, light ones estimated"
+    marks.append(Words(x=left, y=42, text=legend, color=_GREY))
     frontier = found.frontier
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
@@ -261,9 +264,9 @@ def frontier_picture(found: Found) -> Drawing:
 
     for layout in shown:
         x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
-        marks.append(
-            Box(x=x - 2, y=y - 2, width=4, height=4, fill=_DOT, note=f"{layout.seconds:.4g} s: {layout.flags}")
-        )
+        fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
+        note = f"{layout.seconds:.4g} s{origin}: {layout.flags}"
+        marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
     marked = [layout for layout in frontier if layout.seconds <= _SLOWEST * fastest]
     for one, other in itertools.pairwise(marked):
         ends = [(x_of(layout.memory_bytes), y_of(layout.seconds)) for layout in (one, other)]

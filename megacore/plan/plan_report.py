@@ -11,8 +11,17 @@ from megacore.config.messages import counted
 from megacore.plan.flops import Attention
 from megacore.plan.memory import GIB
 from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
-from megacore.plan.planner import STATE_NAMES, Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
-from megacore.plan.traffic import ROLE_NAMES
+from megacore.plan.planner import (
+    Figure,
+    Plan,
+    exact,
+    gib,
+    host_terms,
+    largest_term,
+    memory_terms,
+    rank_kinds,
+    terms_apart,
+)
 
 # The parts of a step's time, in the order in which they are told; they add up to it.
 PARTS = {
@@ -81,17 +90,22 @@ def _memory(plan: Plan) -> Iterator[str]:
     names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
     yield f"## Memory per rank in GiB, {gib(plan.capacity):.1f} GiB usable (parameters: exact; bytes: formula)"
     yield ""
-    on_host = {STATE_NAMES[kind] for kind in plan.fullest.host_kinds}
-    columns = [f"{name}, in host memory" if name in on_host else name for name in names]
+    host_names = [name for name in host_terms(plan.fullest) if any(host_terms(rank)[name] for _, rank in kinds)]
+    columns = [*names, *(f"{name}, in host memory" for name in host_names)]
     yield f"| pipeline rank | parameters | {' | '.join(columns)} | microbatches in flight | peak |"
-    yield "|---" * (len(names) + 4) + "|"
+    yield "|---" * (len(columns) + 4) + "|"
     for ranks, rank in kinds:
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        terms = memory_terms(rank)
-        cells = " | ".join(f"{gib(terms[name]):.2f}" for name in names)
+        terms, on_host = memory_terms(rank), host_terms(rank)
+        sizes = [*(terms[name] for name in names), *(on_host[name] for name in host_names)]
+        cells = " | ".join(f"{gib(size):.2f}" for size in sizes)
         yield f"| {where} | {rank.parameters:,} | {cells} | {rank.in_flight} | **{gib(rank.expected):.2f}** |"
     yield ""
     fullest = plan.fullest
+    apart = {reason: None for _, rank in kinds if (reason := terms_apart(rank)) is not None}
+    if apart:
+        yield f"The columns add up to more than a peak where they do not exist together: {'; '.join(apart)}."
+        yield ""
     if fullest.on_host:
         yield (
             f"{gib(fullest.on_host):.2f} GiB of pipeline rank {fullest.pp_rank} are in host memory. The peak "
@@ -153,8 +167,8 @@ def _links(plan: Plan) -> Iterator[str]:
     yield ""
     yield "| transfers | links | MB |"
     yield "|---|---|---|"
-    for (role, link), size in plan.link_bytes().items():
-        yield f"| {ROLE_NAMES[role]} | {LINKS[link]} | {size / 1e6:,.3f} |"
+    for (kind, link), size in plan.link_bytes().items():
+        yield f"| {kind} | {LINKS[link]} | {size / 1e6:,.3f} |"
     if not plan.link_bytes():
         yield "| none | | 0 |"
 
@@ -214,8 +228,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         "hidden_seconds": plan.time.hidden,
         "throughput": {name: asdict(figure) for name, figure in throughput(plan).items()},
         "bytes_per_rank_and_step": {
-            f"{ROLE_NAMES[role]}, {LINKS[link]}": asdict(exact(size, "bytes"))
-            for (role, link), size in plan.link_bytes().items()
+            f"{kind}, {LINKS[link]}": asdict(exact(size, "bytes")) for (kind, link), size in plan.link_bytes().items()
         },
         "low_confidence": plan.is_small,
     }
@@ -236,6 +249,7 @@ def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
         "pp_rank": number,
         "parameters": asdict(exact(rank.parameters, "parameters")),
         "bytes": memory_terms(rank),
+        "host_bytes": host_terms(rank),
         "in_flight": rank.in_flight,
         "peak": asdict(peak),
         "largest_term": largest_term(rank)[0],

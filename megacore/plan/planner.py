@@ -23,7 +23,7 @@ from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
-from megacore.plan.traffic import LinkClass, Role, Sent, bytes_by_link, rank_traffic
+from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic
 from megacore.plan.ways_out import Limits, ways_out
 
 Origin = Literal["exact", "formula", "fitted", "assumed"]
@@ -148,9 +148,9 @@ class Plan:
         assert peak is not None
         return peak
 
-    def link_bytes(self) -> dict[tuple[Role, LinkClass], float]:
-        """Bytes that the rank which sends most of each kind sends in a step, by role and class of links."""
-        most: dict[tuple[Role, LinkClass], float] = {}
+    def link_bytes(self) -> dict[tuple[str, LinkClass], float]:
+        """Bytes that the rank which sends most of each kind sends in a step, by kind and class of links."""
+        most: dict[tuple[str, LinkClass], float] = {}
         for sent in self.traffic:
             for key, size in bytes_by_link(sent, self.cluster.device.node_ranks).items():
                 most[key] = max(size, most.get(key, 0.0))
@@ -239,26 +239,42 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
 
 # ---- memory in words -------------------------------------------------------------------------------------------------
 
+_ROUNDING = 0.02 * GIB  # of the terms that are shown with two decimals
 STATE_NAMES = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "buffers": "offload buffers"}
 
 
 def memory_terms(rank: RankMemory) -> dict[str, float]:
-    """Bytes of a rank by what takes them, on its device or in host memory."""
-    terms = {STATE_NAMES[kind]: size for kind, size in rank.state.items()}
+    """Bytes of a rank by what takes them, in the memory in which it computes."""
+    terms = {STATE_NAMES[kind]: size - rank.host.get(kind, 0.0) for kind, size in rank.state.items()}
     return {
         **terms,
         "activations": rank.activations,
         "loss head or recomputed block": rank.working,
         "kept for weight gradients": rank.waiting,
-        "communication and passing buffers": rank.passing,
+        "communication and passing buffers": rank.passing + rank.reducing,
         "process, allocator": rank.expected - rank.expected_tensors,
     }
 
 
+def host_terms(rank: RankMemory) -> dict[str, float]:
+    """Bytes of a rank by what takes them in host memory, while it computes on an accelerator."""
+    return {STATE_NAMES.get(kind, kind): size for kind, size in rank.host.items()}
+
+
 def largest_term(rank: RankMemory) -> tuple[str, float]:
     """What takes most of the memory in which a rank computes."""
-    elsewhere = {STATE_NAMES[kind] for kind in rank.host_kinds}
-    return max((item for item in memory_terms(rank).items() if item[0] not in elsewhere), key=lambda item: item[1])
+    return max(memory_terms(rank).items(), key=lambda item: item[1])
+
+
+def terms_apart(rank: RankMemory) -> str | None:
+    """Why the terms of a rank add up to more than its peak; None where they do not, but for rounding."""
+    if sum(memory_terms(rank).values()) < rank.expected + _ROUNDING:
+        return None
+    if rank.is_fullest_in_backward and rank.late:
+        return "a run of one step makes the optimizer state after its backward, which frees the activations"
+    if rank.is_fullest_in_backward:
+        return "not all gradients and all activations exist at the same time: backward makes those and frees these"
+    return "the peak is where there are no activations: while the model is built, or in the update"
 
 
 def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory]]:

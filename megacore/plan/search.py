@@ -1,6 +1,7 @@
 """Every layout of a run on a number of ranks: those that are valid and fit, ranked by the time of a step.
 
-The time is first estimated without simulating the pipeline; the best are simulated. Memory is computed for all.
+The time is first estimated without simulating the pipeline; the best and those of the frontier are simulated. Memory is
+computed for all.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
 from megacore.config.fields import flag_and_value
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, fullest_rank
+from megacore.plan.cut import Cut
+from megacore.plan.memory import GIB, fullest_rank, least_expected
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import Figure, Origin, usable_bytes
@@ -33,7 +35,10 @@ T = TypeVar("T")
 
 ALIKE = 0.005
 """Part of a time, or of memory, that tells two layouts of the frontier apart: less than the formulas know."""
+SAVING = 0.02
+"""Part of the memory of a layout that another recomputation must save to be listed beside it."""
 _SIMULATED = 48  # the best by the estimate
+_LISTED = 10  # the fastest, all simulated: as many as are listed unless more are asked for
 # Of the memory that a rank has. Larger microbatches need more, but for small terms; schedules other than 1F1B may keep
 # less with fewer and larger ones.
 _FAR = 1.1
@@ -103,6 +108,11 @@ class Layout:
     range: tuple[float, float] | None = None
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether `seconds` is simulated; otherwise it is an estimate by closed forms."""
+        return self.range is not None
+
+    @property
     def division(self) -> tuple[object, ...]:
         """What it has in common with layouts that differ only in how the pipeline's stages take turns and are cut."""
         parallel, training = self.config.parallel, self.config.training
@@ -120,7 +130,7 @@ class Found:
     """What a search found.
 
     Attributes:
-        layouts: that fit, the fastest first; the first ones are simulated.
+        layouts: that fit, the fastest first; the first ones and those of the frontier are simulated.
         tried: valid layouts.
         left_out: of these, those not evaluated, because with larger microbatches they take longer and need more memory.
         least_memory: of all of them, bytes, at least; None: some fit, or none is valid.
@@ -141,28 +151,42 @@ class Found:
 
     @property
     def frontier(self) -> list[Layout]:
-        """The layouts that no other one beats in both time and memory, the fastest first. Of those whose times differ
-        by less than `ALIKE` the one that needs least memory stands for all; and one that saves less than that of the
-        memory of a faster one is left out."""
-        best: list[Layout] = []
-        alike = 0.0  # times up to this one are that of the last of `best`
-        for layout in sorted(self.layouts, key=lambda one: (one.seconds, one.memory_bytes)):
-            if best and layout.memory_bytes > (1 - ALIKE) * best[-1].memory_bytes:
-                continue
-            if layout.seconds < alike:
-                best[-1] = layout
-            else:
-                best.append(layout)
-                alike = layout.seconds * (1 + ALIKE)
-        return best
+        """`frontier_of` the layouts."""
+        return frontier_of(self.layouts)
 
     @property
     def divisions(self) -> list[list[Layout]]:
-        """The layouts by `Layout.division`, the fastest first, as are those of each."""
+        """The layouts by `Layout.division`, the fastest first, as are those of each. A division that differs from a
+        faster one in recomputation alone, and saves less than `SAVING` of its memory or 0.1 GiB, is left out."""
         groups: dict[tuple[object, ...], list[Layout]] = {}
         for layout in self.layouts:
             groups.setdefault(layout.division, []).append(layout)
-        return list(groups.values())
+        found: dict[tuple[object, ...], list[list[Layout]]] = {}
+        for (*division, _), group in groups.items():
+            faster = found.setdefault(tuple(division), [])
+            saved = (one[0].memory_bytes - group[0].memory_bytes for one in faster)
+            least = max(SAVING * group[0].memory_bytes, 0.1 * GIB)
+            if all(size >= least for size in saved):
+                faster.append(group)
+        kept = {id(group) for groups_alike in found.values() for group in groups_alike}
+        return [group for group in groups.values() if id(group) in kept]
+
+
+def frontier_of(layouts: Iterable[Layout]) -> list[Layout]:
+    """The layouts that no other one beats in both time and memory, the fastest first. Of those whose times differ by
+    less than `ALIKE` the one that needs least memory stands for all; and one that saves less than that of the memory of
+    a faster one is left out."""
+    best: list[Layout] = []
+    alike = 0.0  # times up to this one are that of the last of `best`
+    for layout in sorted(layouts, key=lambda one: (one.seconds, one.memory_bytes)):
+        if best and layout.memory_bytes > (1 - ALIKE) * best[-1].memory_bytes:
+            continue
+        if layout.seconds < alike:
+            best[-1] = layout
+        else:
+            best.append(layout)
+            alike = layout.seconds * (1 + ALIKE)
+    return best
 
 
 def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Found:
@@ -187,11 +211,10 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         needs = (fullest_rank(one, outline(one), on_cpu=cluster.on_cpu).expected for one in too_large)
         least = min([least, *needs])
     fitting.sort(key=lambda layout: layout.seconds)
-    best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
-    best.sort(key=lambda layout: layout.seconds)
+    layouts = [*(_simulated(layout, cluster) for layout in fitting[:_SIMULATED]), *fitting[_SIMULATED:]]
     tried = sum(result.tried for result in results)
     return Found(
-        layouts=[*best, *fitting[_SIMULATED:]],
+        layouts=_with_simulated_frontier(layouts, cluster),
         tried=tried,
         left_out=sum(result.left_out for result in results),
         least_memory=least if tried and not fitting else None,
@@ -200,6 +223,17 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         wall_seconds=time.perf_counter() - start,
         fixed=constraints.fixed,
     )
+
+
+def _with_simulated_frontier(layouts: list[Layout], cluster: Cluster) -> list[Layout]:
+    """The layouts, the fastest first, of which those of the frontier and `_LISTED` are all simulated. Where simulating
+    one changes its time, others may take its place."""
+    while True:
+        layouts = sorted(layouts, key=lambda layout: layout.seconds)
+        shown = {id(layout) for layout in [*frontier_of(layouts), *layouts[:_LISTED]] if not layout.is_simulated}
+        if not shown:
+            return layouts
+        layouts = [_simulated(layout, cluster) if id(layout) in shown else layout for layout in layouts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +279,7 @@ class _Evaluation:
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = _worthwhile(config, on_cpu=cluster.on_cpu)
         self._outlines: dict[tuple[int, int], list[LayerOutline]] = {}
-        self._is_valid = _Validity(constraints.world_size)
+        self._is_valid = _Validity(config, constraints.world_size)
 
     def __call__(self, degrees: Mapping[str, Any]) -> _Result:
         """The layouts of these degrees."""
@@ -255,25 +289,21 @@ class _Evaluation:
         at_this_size = set[tuple[int, int, str]]()  # the same with more activations of a microbatch
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
-        as_by_time: dict[tuple[object, ...], bool] = {}  # what ZeRO's stages have in common
+        cuts = _Cuts(self._constraints)
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
         for choice in _variants(self._config, self._constraints, degrees, self._recomputed):
-            candidate = _chosen(self._config, choice)
-            if not self._is_valid(candidate):
+            if not self._is_valid(choice):
                 continue
-            layers = self._layers(candidate)
-            parallel, training = candidate.parallel, candidate.training
-            stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
-            if (cut := (*stages, training.micro_batch_size, training.recompute)) not in as_by_time:
-                as_by_time[cut] = _divides_as_by_time(candidate, layers, self._constraints)
-            if as_by_time[cut]:
+            parallel, training = choice.parallel, choice.training
+            if parallel.pipeline_balance != "time" and self._cut(cuts, choice).is_as_by_time:
                 continue
             result.tried += 1
-            even = even or _even_parameters(candidate, layers)
             if parallel.zero_stage not in states:
+                candidate = _chosen(self._config, choice)
+                even = even or _even_parameters(candidate, self._layers(candidate))
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
-            if state > self.capacity and not candidate.parallel.offload_optimizer:
+            if state > self.capacity and not parallel.offload_optimizer:
                 result.least = min(result.least, state)
                 continue
             kind, size = training.recompute, training.micro_batch_size
@@ -283,22 +313,31 @@ class _Evaluation:
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
-            on_cpu = self._cluster.on_cpu
-            needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity).expected
+            candidate, on_cpu, cut = _chosen(self._config, choice), self._cluster.on_cpu, self._cut(cuts, choice).stages
+            layers = self._layers(candidate)
+            needed = least_expected(candidate, cut, on_cpu=on_cpu)
+            if needed <= _FAR * self.capacity:
+                needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *_RECOMPUTED[kind]}
                     at_this_size |= {(alike, size, other) for other in more}
-                    if candidate.parallel.schedule == "1f1b":
+                    if parallel.schedule == "1f1b":
                         exceeding |= {(alike, other) for other in more}
                 result.too_large.append(choice)
             else:
-                seconds = step_time(candidate, layers, self._cluster, simulated=False).seconds
+                seconds = step_time(candidate, layers, self._cluster, simulated=False, cut=cut).seconds
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
                     slower.add((alike, kind))
         return result
+
+    def _cut(self, cuts: _Cuts, choice: _Choice) -> _CutOnce:
+        if (cut := cuts.of(choice)) is None:
+            candidate = _chosen(self._config, choice)
+            cut = cuts.make(candidate, self._layers(candidate))
+        return cut
 
     def _layers(self, config: ResolvedConfig) -> list[LayerOutline]:
         sizes = config.parallel.tp, config.parallel.ep * config.parallel.expert_split
@@ -339,40 +378,74 @@ def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> 
     return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
 
 
-def _divides_as_by_time(config: ResolvedConfig, layers: Sequence[LayerOutline], constraints: Constraints) -> bool:
-    """Whether stages that are balanced otherwise are those that balancing by time, which is tried too, gives."""
-    if config.parallel.pipeline_balance == "time" or "pipeline_balance" in constraints.fixed:
-        return False
-    by_time = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time"))
-    return stage_ranges(layers, by_time) == stage_ranges(layers, config)
+class _CutOnce(NamedTuple):
+    """A cut, and whether it is the one that balancing by time, which is tried too, gives."""
+
+    stages: Cut
+    is_as_by_time: bool
+
+
+class _Cuts:
+    """How the model is cut into stages by the layouts of the same degrees; ZeRO's stages have them in common."""
+
+    def __init__(self, constraints: Constraints) -> None:
+        self._tries_time = "pipeline_balance" not in constraints.fixed
+        self._known: dict[tuple[object, ...], _CutOnce] = {}
+        self._by_stages: dict[tuple[object, ...], Cut] = {}
+
+    def of(self, choice: _Choice) -> _CutOnce | None:
+        """The cut of a choice, if it is known."""
+        return self._known.get(self._key(choice.parallel, choice.training))
+
+    def make(self, config: ResolvedConfig, layers: Sequence[LayerOutline]) -> _CutOnce:
+        """That of a layout."""
+        stages, as_by_time = tuple(stage_ranges(layers, config)), False
+        if config.parallel.pipeline_balance != "time" and self._tries_time:
+            by_time = dataclasses.replace(
+                config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time")
+            )
+            as_by_time = tuple(stage_ranges(layers, by_time)) == stages
+        if stages not in self._by_stages:
+            self._by_stages[stages] = Cut(config, layers, stages)
+        found = self._known[self._key(config.parallel, config.training)] = _CutOnce(self._by_stages[stages], as_by_time)
+        return found
+
+    @staticmethod
+    def _key(parallel: ResolvedParallel, training: ResolvedTraining) -> tuple[object, ...]:
+        stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
+        return *stages, training.micro_batch_size, training.recompute
 
 
 class _Validity:
-    """Whether layouts are valid. What a ZeRO stage and recomputation go with does not depend on the numbers of ranks,
-    nor these on it: each of the two halves of a layout is validated once."""
+    """Whether layouts are valid. The rules that bind them are about one of three: the degrees and the microbatch; the
+    schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated once."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, config: ResolvedConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
         self._known: dict[tuple[object, ...], bool] = {}
 
-    def __call__(self, config: ResolvedConfig) -> bool:
-        parallel, training = config.parallel, config.training
+    def __call__(self, choice: _Choice) -> bool:
+        parallel, training = choice.parallel, choice.training
         degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
-        shape = (*degrees, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
+        shape = (*degrees, training.micro_batch_size, parallel.sequence_parallel)
+        schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
         savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
 
-        def plain() -> ResolvedConfig:
-            return dataclasses.replace(
-                config,
-                parallel=dataclasses.replace(parallel, zero_stage=0),
+        def plain(**of_schedule: Any) -> _Choice:
+            return _Choice(
+                parallel=dataclasses.replace(parallel, zero_stage=0, **of_schedule),
                 training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
             )
 
-        return self._is_valid((*shape, parallel.sequence_parallel), plain) and self._is_valid(savings, lambda: config)
+        return (
+            self._is_valid(shape, lambda: plain(schedule="1f1b", virtual_stages=1))
+            and self._is_valid(schedule, plain)
+            and self._is_valid(savings, lambda: choice)
+        )
 
-    def _is_valid(self, key: tuple[object, ...], config: Callable[[], ResolvedConfig]) -> bool:
+    def _is_valid(self, key: tuple[object, ...], choice: Callable[[], _Choice]) -> bool:
         if key not in self._known:
-            self._known[key] = not validate(config(), self._world_size)
+            self._known[key] = not validate(_chosen(self._config, choice()), self._world_size)
         return self._known[key]
 
 
@@ -583,7 +656,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     for number, (layout, *others) in enumerate(found.divisions[:top], start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
-        spread = "" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
+        spread = "estimated" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
         mark = " (frontier)" if id(layout) in frontier else ""
         if others:
             slowest = max(other.seconds for other in others)
@@ -623,7 +696,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "peak_bytes": layout.memory_bytes,
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
-            "simulated": layout.range is not None,
+            "simulated": layout.is_simulated,
         }
         if tokens is not None:
             days = tokens / rate / goodput / 86400

@@ -323,6 +323,11 @@ class StageTime:
     replicas_hidden: float = 0.0
     replicas_exposed: float = 0.0
 
+    @functools.cached_property
+    def sum(self) -> Parts:
+        """All passes together."""
+        return self.passes.sum
+
 
 def stage_time(
     config: ResolvedConfig,
@@ -356,19 +361,15 @@ def stage_time(
     return _with_replicas(config, layers, total, speed)
 
 
-def rank_replicas(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[range]
-) -> tuple[ReplicaTraffic, ReplicaTraffic]:
+def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
     """What replicas send of a rank's parameters, without those of experts and of those alone.
 
     Args:
         config: a resolved configuration.
-        layers: the whole model.
-        held: the layers of each of the rank's stages.
+        parameters: that the rank holds.
+        experts: how many of them are of experts.
     """
-    routed = held_experts(config, layers, held)
-    dense = replica_traffic(config, held_parameters(layers, held) - routed)
-    return dense, replica_traffic(config, routed, of_experts=True)
+    return replica_traffic(config, parameters - experts), replica_traffic(config, experts, of_experts=True)
 
 
 def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
@@ -376,7 +377,8 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
     stage = config.parallel.zero_stage
     if stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
         return StageTime(passes=total)
-    both = rank_replicas(config, layers, [range(len(layers))])
+    whole = [range(len(layers))]
+    both = rank_replicas(config, held_parameters(layers, whole), experts=held_experts(config, layers, whole))
     gather = 0.0
     if stage == 3:
         gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)

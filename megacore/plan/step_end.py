@@ -7,16 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
+from megacore.plan.cut import Cut, OnRank
 from megacore.plan.offload_time import OffloadTime, offload_time
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
-from megacore.plan.state import (
-    PlannedLayer,
-    held_blocks,
-    held_experts,
-    held_parameters,
-    moment_bytes,
-    updated_parameters,
-)
+from megacore.plan.state import moment_bytes, updated_parameters
 from megacore.plan.traffic import update_traffic
 
 
@@ -42,19 +36,12 @@ class StepEnd(NamedTuple):
         return self.exposed + self.optimizer + self.host
 
 
-def step_ends(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    ranges: Sequence[range],
-    stages: Sequence[StageTime],
-    speed: Speed,
-) -> Iterator[StepEnd]:
+def step_ends(config: ResolvedConfig, cut: Cut, stages: Sequence[StageTime], speed: Speed) -> Iterator[StepEnd]:
     """The end of a step on each pipeline rank, without ranks whose stages are those of one before.
 
     Args:
         config: a resolved configuration.
-        layers: the whole model.
-        ranges: the layers of each stage.
+        cut: the model in stages.
         stages: the times of each stage.
         speed: of the device.
     """
@@ -63,39 +50,32 @@ def step_ends(
         on_rank = stages[rank::pp]
         if (alike := tuple(map(id, on_rank))) not in seen:
             seen.add(alike)
-            yield _step_end(config, layers, ranges[rank::pp], on_rank, speed)
+            yield _step_end(config, cut.on_rank(config, rank), on_rank, speed)
 
 
-def _step_end(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    held: Sequence[range],
-    stages: Sequence[StageTime],
-    speed: Speed,
-) -> StepEnd:
+def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime], speed: Speed) -> StepEnd:
     """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
     parallel = config.parallel
-    parameters = held_parameters(layers, held)
-    both = rank_replicas(config, layers, held)
+    parameters = held.parameters
+    both = rank_replicas(config, parameters, experts=held.experts)
     sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
     gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
     reduce, gather = speed.transfers(sums), speed.transfers(gathered)
     across = speed.transfers(one.across for one in both if one.across is not None)  # nothing hides it
-    chunks = [[layers[i] for i in numbers] for numbers in held]
-    across += speed.transfers(update_traffic(config, chunks))
+    across += speed.transfers(update_traffic(config, held.chunks))
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
     backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
     forward = sum(stage.passes.forward.compute for stage in stages)
     beside = speed.software.overlaps_replicas
     hidden_reduce = min(0.75 * reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if beside and parallel.overlap_param_gather else 0.0
-    shard = updated_parameters(parameters, config, experts=held_experts(config, layers, held))
-    state = moment_bytes(parameters, config, blocks=held_blocks(layers, held))
+    shard = updated_parameters(parameters, config, experts=held.experts)
+    state = moment_bytes(parameters, config, blocks=held.blocks)
     moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
-    device, computing = speed.cluster.device, sum(stage.passes.sum.total for stage in stages)
+    device, computing = speed.cluster.device, sum(stage.sum.total for stage in stages)
     host = OffloadTime()
     if not speed.cluster.on_cpu:
-        host = offload_time(config, chunks, device, speed.case, shard=shard, moved=moved, computing=computing)
+        host = offload_time(config, held.chunks, device, speed.case, shard=shard, moved=moved, computing=computing)
     return StepEnd(
         exposed=reduce + gather + across - hidden_reduce - hidden_gather,
         hidden=hidden_reduce + hidden_gather,

@@ -17,6 +17,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.cluster import Cluster
+from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
@@ -73,6 +74,7 @@ def step_time(
     *,
     case: Case = "expected",
     simulated: bool = True,
+    cut: Cut | None = None,
 ) -> StepTime:
     """The time of a step.
 
@@ -82,15 +84,16 @@ def step_time(
         cluster: that computes it, with its software.
         case: which of the assumed values.
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
+        cut: the model in stages, if it is known.
     """
     config = _as_summed(config, cluster)
     speed = speed_of(config, cluster, case)
     parallel, m = config.parallel, config.microbatches
-    ranges = stage_ranges(layers, config)
-    stages = stage_times(config, layers, ranges, speed)
+    cut = cut or Cut(config, layers)
+    stages = stage_times(config, layers, cut.stages, speed)
     costs = pipeline_costs(config, stages, speed)
     busy = [
-        sum(stages[number].passes.sum.total for number in range(rank, len(stages), parallel.pp)) * m
+        sum(stages[number].sum.total for number in range(rank, len(stages), parallel.pp)) * m
         for rank in range(parallel.pp)
     ]
     busiest = max(range(parallel.pp), key=busy.__getitem__)
@@ -99,9 +102,9 @@ def step_time(
     if costs.transfer and simulated:
         without = pipeline_seconds(config, pipeline_costs(config, stages, speed, instant=True))
     on_rank = range(busiest, len(stages), parallel.pp)
-    parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
+    parts = functools.reduce(Parts.__add__, (stages[number].sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
-    end = max(step_ends(config, layers, ranges, stages, speed), key=lambda one: one.seconds)
+    end = max(step_ends(config, cut, stages, speed), key=lambda one: one.seconds)
     tied = tied_gradients(config)
     tied_seconds = 0.0 if tied is None else speed.transfers([tied])
     slowest = parts.compute * _lag_of_slowest(config, speed)

@@ -42,6 +42,8 @@ ROLE_NAMES: dict[Role, str] = {
     "pipeline": "pipeline",
     "replicas": "data parallel",
 }
+TIED = "tied gradients"
+"""What the first and the last stage send of the table that they share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ class Sent:
     count: int
     ranks: int
     stride: int
+
+    @property
+    def kind(self) -> str:
+        """What a report calls it: by its role, but tied gradients, which are sent once a step, by their name."""
+        return TIED if self.what == TIED else ROLE_NAMES[self.role]
 
     @property
     def sent_bytes(self) -> float:
@@ -464,7 +471,7 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
     t, d = ranks_of_role("layer", parallel), shard_ranks(parallel)
     size = float(term_bytes(config)) * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
     stride = (parallel.pp - 1) * parallel.ranks // parallel.pp
-    return Sent(role="pipeline", pattern="message", what="tied gradients", bytes=size, count=1, ranks=2, stride=stride)
+    return Sent(role="pipeline", pattern="message", what=TIED, bytes=size, count=1, ranks=2, stride=stride)
 
 
 def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[int]) -> list[Sent]:
@@ -513,10 +520,10 @@ def _joined(transfers: Iterable[Sent]) -> Iterator[Sent]:
     return (replace(sent, count=count) for sent, count in counts.items())
 
 
-def bytes_by_link(transfers: Iterable[Sent], node_ranks: int) -> dict[tuple[Role, LinkClass], float]:
-    """Bytes that a rank sends in a step, by role and class of links."""
-    total: dict[tuple[Role, LinkClass], float] = {}
+def bytes_by_link(transfers: Iterable[Sent], node_ranks: int) -> dict[tuple[str, LinkClass], float]:
+    """Bytes that a rank sends in a step, by `Sent.kind` and class of links."""
+    total: dict[tuple[str, LinkClass], float] = {}
     for sent in transfers:
-        key = sent.role, sent.link(node_ranks)
+        key = sent.kind, sent.link(node_ranks)
         total[key] = total.get(key, 0.0) + sent.sent_bytes
     return total

@@ -545,3 +545,12 @@ def test_a_million_positions_take_a_rank_what_its_share_of_them_takes(monkeypatc
     (rank,) = plan_memory(whole := parse(*words, *length), outline(whole), on_cpu=False)
     assert whole.context_comm == "ring" and whole.rank_positions == share.rank_positions
     assert rank.activations == pytest.approx(one.activations, rel=0.01)
+
+
+def test_offloaded_activations_do_not_count_against_the_state() -> None:
+    """The peak of the device holds the whole state, whatever lies in host memory beside it."""
+    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 8 --hidden-size 256 --num-attention-heads 4"
+    config = parse(*flags.split(), "--micro-batch-size", "16", "--offload-activations", "--precision", "bf16")
+    (rank,) = plan_memory(config, outline(config), on_cpu=False)
+    assert rank.on_host == rank.host["activations"] > 0
+    assert rank.certain >= sum(rank.state.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -473,6 +474,46 @@ def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
     assert none.least_memory == min(layout.memory_bytes for layout in found.layouts)
 
 
+def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every schedule. The times of the frontier are simulated, as those of a plan are."""
+    flags = "pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48 --world-size 16"
+    given = "--pp 4 --tp 1 --micro-batch-size 2 --recompute none"
+    found = planned(capsys, f"{flags} --search --top 100000 {given}")
+    assert all(row["simulated"] for row in found["frontier"])
+    rows = {
+        (row["layout"]["schedule"], row["layout"]["virtual_stages"], row["simulated"]): row for row in found["layouts"]
+    }
+    assert {schedule for schedule, *_ in rows} == {"1f1b", "interleaved", "zero-bubble"}
+    for row in [*found["frontier"], *rows.values()]:
+        plan = planned(capsys, f"{flags} {row['flags']}")
+        assert plan["peak_bytes"] == row["peak_bytes"], row["flags"]
+        if row["simulated"]:
+            assert plan["step_seconds"]["value"] == pytest.approx(row["step_seconds"]["value"]), row["flags"]
+
+
+def test_a_search_refuses_what_the_plan_says_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a split backward a rank in the middle of the pipeline takes most: 12.40 GiB, and 13 GB are 12.1."""
+    given = "--pp 4 --tp 1 --schedule zero-bubble --micro-batch-size 2 --zero-stage 1 --recompute none"
+    flags = f"pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48 --world-size 16 {given}"
+    peak = planned(capsys, flags)["peak_bytes"]
+    assert peak / GIB == pytest.approx(12.40, abs=0.005)
+    assert main([*flags.split(), "--search", "--max-memory-gb", "13"]) == 2
+    assert f"the smallest needs {peak / 1e9:.3g} GB per rank" in capsys.readouterr().err
+
+
+def test_a_search_lists_no_recomputation_that_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that differ in recomputation alone are rows of different memory."""
+    flags = "pretrain_gpt.py --preset gpt2-medium --cluster cpu --global-batch-size 32 --world-size 8 --search"
+    assert main([*flags.split(), "--top", "1000"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    memory: dict[str, list[float]] = {}
+    for row in rows:
+        layout = re.sub(r" --(schedule|virtual-stages|pipeline-balance|recompute) \S+", "", row[6].split("`")[1])
+        memory.setdefault(layout, []).append(float(row[5]))
+    several = [sizes for sizes in memory.values() if len(sizes) > 1]
+    assert several and all(a != b for sizes in several for a, b in itertools.combinations(sizes, 2))
+
+
 def test_a_search_tries_every_recomputation_that_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Fused attention keeps nothing that `selective` could drop; on a CPU it does, where dropout is."""
     flags = "--preset gpt2-large --global-batch-size 8 --world-size 8 --search --max-pp 1 --max-micro-batch-size 1"
@@ -765,3 +806,37 @@ def test_dry_run_plans_in_place_of_training() -> None:
     command = [sys.executable, "pretrain_gpt.py", *flags.split()]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "# Plan: gpt2-tiny on 4 x cpu" in run.stdout
+
+
+def test_the_terms_of_a_rank_add_up_to_its_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    """Or the report says which do not exist together; what lies in host memory is listed apart."""
+    flags = "pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48"
+    together = [
+        "--pp 4 --dp 4 --schedule zero-bubble --micro-batch-size 2",
+        "--dp 16 --zero-stage 2",
+        "--pp 4 --dp 4 --schedule interleaved --virtual-stages 4 --zero-stage 3",
+        "--pp 2 --dp 8 --optimizer muon --zero-stage 2",
+        "--dp 16 --zero-stage 2 --offload-optimizer",
+        "--dp 16 --offload-activations",
+    ]
+    apart = ["--dp 16 --zero-stage 1 --train-iters 1", "--dp 16 --zero-stage 2 --micro-batch-size 3"]
+    for layout in [*together, *apart]:
+        plan = planned(capsys, f"{flags} {layout}")
+        differ = [sum(rank["bytes"].values()) / rank["peak"]["value"] - 1 for rank in plan["memory"]]
+        assert min(differ) > -1e-9, layout
+        assert main([*flags.split(), *layout.split()]) == 0
+        says = "add up to more than a peak" in capsys.readouterr().out
+        assert says == (max(differ) > 0.01) == (layout not in together), layout
+        on_host = [sum(rank["host_bytes"].values()) for rank in plan["memory"]]
+        assert all(on_host) == ("offload" in layout), layout
+
+
+def test_a_plan_shows_what_is_sent_of_tied_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once a step, by the first and the last stage: a shard of the table in fp32. The ranks are in different nodes."""
+    flags = "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --cluster a100-80g"
+    table = 250880 // 4 * 14336 * 4
+    for zero, shards in (("0", 1), ("1", 8)):
+        sent = planned(capsys, f"{flags} --zero-stage {zero}")["bytes_per_rank_and_step"]
+        assert sent["tied gradients, between nodes"]["value"] == table / shards
+    assert main([*flags.split(), "--zero-stage", "0"]) == 0
+    assert f"| tied gradients | between nodes | {table / 1e6:,.3f} |" in capsys.readouterr().out
