@@ -35,7 +35,9 @@ from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
-from megacore.plan.search import Constraints, Found, impossible_limits, search, search_json, search_table
+from megacore.plan.search import Found, search
+from megacore.plan.search_report import search_json, search_table
+from megacore.plan.search_space import Constraints, impossible_limits
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")

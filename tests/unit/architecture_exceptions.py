@@ -39,8 +39,8 @@ FILE_REPLACERS = {
     "megacore/data/indexed/writer.py": "publishes files that were written over hours",
     "megacore/watch/ledger.py": "the file is mapped into memory before it gets its name",
 }
-# Who proposes flags such as --dp, and therefore names degrees.
-DEGREES_BY_NAME = {"megacore/plan/search.py", "megacore/plan/ways_out.py"}
+# Who proposes or prints flags such as --dp, and therefore names degrees.
+DEGREES_BY_NAME = {"megacore/plan/plan_json.py", "megacore/plan/search_space.py", "megacore/plan/ways_out.py"}
 # Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
 TORCH_IN_DATA = {"megacore/data/loading/loader.py"}
 

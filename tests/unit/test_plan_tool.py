@@ -23,7 +23,8 @@ from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import make_plan
-from megacore.plan.search import Constraints, Found, Layout, search
+from megacore.plan.search import Found, Layout, search
+from megacore.plan.search_space import Constraints
 from tests.parity.runs import make_config
 from tests.unit.refusals import parse
 from tools.plan import main

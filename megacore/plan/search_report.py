@@ -1,0 +1,90 @@
+"""What a search prints: its best layouts as a table, or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megacore.config.fields import flag_and_value
+from megacore.plan.memory import GIB
+from megacore.plan.outline import outline
+from megacore.plan.plan_json import layout_json, run_json, training_json
+from megacore.plan.planner import Figure, Origin
+from megacore.plan.search import Found, Layout
+
+
+def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
+    """The best layouts as a Markdown table: of each way to divide the model the fastest schedule."""
+    frontier = {id(layout) for layout in found.frontier}
+    given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
+    left_out = f"; {found.left_out:,} with larger, slower microbatches are left out" if found.left_out else ""
+    lines = [
+        f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
+        f"{found.cluster.name}, software {found.cluster.software.name} "
+        f"(searched in {found.wall_seconds:.1f} s{left_out})",
+        *(["", f"As given, and not searched for: {given}."] if given else []),
+        "",
+        f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
+        f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
+    ]
+    for number, (layout, *others) in enumerate(found.divisions[:top], start=1):
+        training, s = layout.config.training, layout.config.data.seq_length
+        rate = training.global_batch_size * s / layout.seconds
+        spread = "estimated" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
+        mark = " (frontier)" if id(layout) in frontier else ""
+        if others:
+            slowest = max(other.seconds for other in others)
+            mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {slowest:.4g} s"
+        row = (
+            f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {layout.memory_bytes / GIB:.1f} | "
+            f"`{layout.flags}`{mark} |"
+        )
+        if tokens:
+            days = tokens / rate / goodput / 86400
+            price = days * 24 * layout.config.parallel.ranks * found.cluster.price_per_hour
+            row += f" {days:,.2f} | {price:,.0f} |"
+        lines.append(row)
+    lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
+    return "\n".join(lines)
+
+
+def search_json(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
+    """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
+    config, cluster = found.layouts[0].config, found.cluster
+    ranks = config.parallel.ranks
+    origin: Origin = "fitted" if cluster.source.startswith("fitted") else "assumed"
+
+    def row(layout: Layout) -> dict[str, Any]:
+        low, high = layout.range or (None, None)
+
+        def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
+            ratios = [seconds / layout.seconds for seconds in (low or layout.seconds, high or layout.seconds)]
+            ends = sorted(value / ratio if is_rate else value * ratio for ratio in ratios)
+            return Figure(value=value, unit=unit, origin=origin, low=ends[0], high=ends[1])
+
+        rate = config.training.global_batch_size * config.data.seq_length / layout.seconds
+        fields = {
+            "flags": layout.flags,
+            "layout": layout_json(layout.config),
+            "fits": True,
+            "peak_bytes": layout.memory_bytes,
+            "step_seconds": asdict(timed(layout.seconds, "s")),
+            "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
+            "simulated": layout.is_simulated,
+        }
+        if tokens is not None:
+            days = tokens / rate / goodput / 86400
+            price = days * 24 * ranks * cluster.price_per_hour
+            fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
+        return fields
+
+    return {
+        **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
+        "fixed": dict(found.fixed),
+        "valid": found.tried,
+        "left_out": found.left_out,
+        "fit": len(found.layouts),
+        "wall_seconds": found.wall_seconds,
+        "layouts": [row(layout) for layout in found.layouts[:top]],
+        "frontier": [row(layout) for layout in found.frontier],
+    }

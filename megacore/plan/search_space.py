@@ -1,0 +1,246 @@
+"""Which layouts a search tries: the degrees of parallelism, and for each of them the schedules, microbatch sizes, ZeRO
+stages and types of recomputation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining
+from megacore.config.fields import flag_and_value
+from megacore.plan.activations import block_bytes
+from megacore.plan.cluster import Cluster
+from megacore.plan.outline import outline
+
+T = TypeVar("T")
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+Recomputed = Literal["none", "selective", "light", "full"]
+# Each with those that keep more activations: what does not fit with one of them does not fit with these.
+RECOMPUTED: Mapping[Recomputed, frozenset[Recomputed]] = {
+    "full": frozenset({"light", "selective", "none"}),
+    "light": frozenset({"none"}),
+    "selective": frozenset({"none"}),
+    "none": frozenset(),
+}
+_LEAST_SAVING = 0.01  # of activations; recomputation that saves less takes time for nothing
+_VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
+_LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What a layout may be.
+
+    Attributes:
+        world_size: number of ranks.
+        most: largest values, by field.
+        least: smallest values, by field.
+        fixed: values that the user has given, by field; they are not searched for.
+        memory_bytes: of a device; None: the cluster's.
+    """
+
+    world_size: int
+    most: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    memory_bytes: float | None = None
+
+    def allow(self, name: str, value: int) -> bool:
+        """Whether a field may have a value."""
+        return self.fixed.get(name, value) == value and (
+            self.least.get(name, value) <= value <= self.most.get(name, value)
+        )
+
+    def among(self, name: str, values: Iterable[T]) -> list[T]:
+        """What a field may be: its given value, or those of `values` that are within the limits."""
+        if name in self.fixed:
+            return [self.fixed[name]]
+        return [value for value in values if not isinstance(value, int) or self.allow(name, value)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The sections that make a layout of the configuration that is searched for."""
+
+    parallel: ResolvedParallel
+    training: ResolvedTraining
+
+
+def with_choice(config: ResolvedConfig, choice: Choice) -> ResolvedConfig:
+    return dataclasses.replace(config, parallel=choice.parallel, training=choice.training)
+
+
+def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Mapping[str, Any]]:
+    """Numbers of ranks by which the model and the batch may be divided."""
+    layers, world = config.model.num_layers, _ranks_to_divide(config, constraints)
+    most_tp = constraints.most.get("tp", cluster.device.node_ranks)
+    asked = constraints.fixed.get("tp", constraints.least.get("tp", 1))
+    if "tp" not in constraints.most and asked > most_tp:  # across nodes, as is asked for
+        most_tp = world
+    for tp, cp in itertools.product(_divisors(world), _context_degrees(config, constraints)):
+        if (
+            world % (tp * cp)
+            or tp > most_tp
+            or config.model.num_attention_heads % tp
+            or not constraints.allow("tp", tp)
+        ):
+            continue
+        for pp in _divisors(world // tp // cp):
+            dp = world // tp // cp // pp
+            if pp > layers or config.training.global_batch_size % dp:
+                continue
+            if constraints.allow("pp", pp) and constraints.allow("dp", dp):
+                degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+                for of_experts in _expert_degrees(config, constraints, degrees):
+                    yield {**degrees, **of_experts}
+
+
+def _expert_degrees(
+    config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]
+) -> Iterator[Mapping[str, int | None]]:
+    """How experts may be divided: each split by --tp ranks as long as that is the default, or by none."""
+    experts = config.model.experts
+    if experts is None:
+        yield {}
+        return
+    block = degrees["tp"] * degrees["cp"] * degrees["dp"]
+    splits = constraints.among("etp", (degrees["tp"], 1)) if degrees["tp"] > 1 else [1]
+    for split in splits:
+        for ep in _divisors(math.gcd(block // split, experts.num_experts)):
+            if constraints.allow("ep", ep):
+                yield {"ep": ep, "etp": None if split == degrees["tp"] else split}
+
+
+def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
+    """The product of the degrees that a search chooses."""
+    parallel = config.parallel
+    return constraints.world_size // (parallel.ranks // (parallel.tp * parallel.cp * parallel.pp * parallel.dp))
+
+
+def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[str]:
+    """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
+
+    Limits of which the smallest value is above the largest are left to the caller.
+    """
+    heads, layers = config.model.num_attention_heads, config.model.num_layers
+    batch, sequence = config.training.global_batch_size, config.data.seq_length
+    divisors, experts = _divisors(_ranks_to_divide(config, constraints)), config.model.experts
+    possible = {
+        "tp": ([d for d in divisors if heads % d == 0], f"divide --num-attention-heads {heads}"),
+        "cp": ([d for d in divisors if sequence % d == 0], f"divide --seq-length {sequence}"),
+        "pp": ([d for d in divisors if d <= layers], f"are at most --num-layers {layers}"),
+        "dp": ([d for d in divisors if batch % d == 0], f"divide --global-batch-size {batch}"),
+    }
+    problems = []
+    if experts is not None:
+        number = experts.num_experts
+        possible["ep"] = [d for d in divisors if number % d == 0], f"divide --num-experts {number}"
+    else:
+        of_experts = {flag_and_value(n, v) for n, v in constraints.fixed.items() if n in ("ep", "etp")}
+        for limit, values_of in (("min", constraints.least), ("max", constraints.most)):
+            of_experts |= {f"--{limit}-ep {value}" for name, value in values_of.items() if name == "ep"}
+        problems += [
+            f"{flag} has no effect without experts: leave it out, or use --num-experts" for flag in sorted(of_experts)
+        ]
+    for name, (values, reason) in possible.items():
+        least, most = constraints.least.get(name), constraints.most.get(name)
+        inverted = least is not None and most is not None and least > most
+        if inverted or any(constraints.allow(name, value) for value in values):
+            continue
+        flags = {f"--min-{name}": least, f"--max-{name}": most}
+        if name in constraints.fixed:
+            flags = {f"--{name}": constraints.fixed[name]}
+        texts = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+        said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
+        problems.append(
+            f"{' and '.join(texts)} {said}: those that divide --world-size {constraints.world_size} and {reason} are "
+            f"{', '.join(map(str, values))}"
+        )
+    return problems
+
+
+def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:
+    """The given --cp, or those that leave each rank `_LEAST_POSITIONS`; within the limits, which may ask for more."""
+    if config.parallel.cp > 1:
+        return [config.parallel.cp]
+    most = constraints.most.get("cp", max(config.data.seq_length // _LEAST_POSITIONS, constraints.least.get("cp", 1)))
+    return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
+
+
+def worthwhile_recomputation(config: ResolvedConfig, *, on_cpu: bool) -> list[Recomputed]:
+    """The kinds of recomputation that save activations, those that keep least first; and none. Fused attention keeps
+    little that `selective` could drop, and compiled code nothing that `light` could."""
+    config = config.for_device(on_cpu=on_cpu)
+    blocks = {id(layer.block): layer.block for layer in outline(config) if layer.block is not None}.values()
+
+    def kept(kind: Recomputed) -> float:
+        return sum(block_bytes(config, block, on_cpu=on_cpu, recompute=kind) for block in blocks)
+
+    whole = kept("none")
+    return [kind for kind in RECOMPUTED if kind == "none" or kept(kind) <= (1 - _LEAST_SAVING) * whole]
+
+
+def variants(
+    config: ResolvedConfig,
+    constraints: Constraints,
+    degrees: Mapping[str, Any],
+    recomputed: Sequence[Recomputed],
+) -> Iterator[Choice]:
+    """The layouts of these degrees, smaller microbatches first, and of equal ones those that keep least of them."""
+    parallel, training = config.parallel, config.training
+    per_replica = training.global_batch_size // degrees["dp"]
+    # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
+    tried = _MICRO_BATCHES if degrees["cp"] == parallel.cp else (1,)
+    sizes = [b for b in constraints.among("micro_batch_size", tried) if per_replica % b == 0]
+    # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
+    shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
+    stages = constraints.among("zero_stage", range(shards))
+    kinds = constraints.among("recompute", recomputed)
+    unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
+    may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
+    split = constraints.among("sequence_parallel", (False, True)) if may_split else [False]
+    shapes = _shapes(config, constraints, degrees["pp"])
+    layers = constraints.fixed.get("recompute_num_layers")
+    # Many layouts have these sections in common.
+    trainings = {
+        (size, kind): dataclasses.replace(
+            training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers if kind == "full" else None
+        )
+        for size, kind in itertools.product(sizes, kinds)
+    }
+    unset: dict[str, Any] = {"schedule_csv": None, "pipeline_layout": None}
+    parallels = {
+        (stage, sequence, number): dataclasses.replace(
+            parallel, **degrees, **shapes[number], **unset, zero_stage=stage, sequence_parallel=sequence
+        )
+        for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
+    }
+    for size, kind, stage, sequence, number in itertools.product(sizes, kinds, stages, split, range(len(shapes))):
+        yield Choice(parallel=parallels[stage, sequence, number], training=trainings[size, kind])
+
+
+def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
+    """Schedules, stages per rank and partitions."""
+    if pp == 1:
+        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}]
+    given = constraints.fixed.get("virtual_stages")
+    names = ("1f1b", "zero-bubble", "interleaved") if given in (None, 1) else ("interleaved",)
+    balances = constraints.among("pipeline_balance", ("time", "parameters"))
+    return [
+        {"schedule": name, "virtual_stages": v, "pipeline_balance": balance}
+        for balance in balances
+        for name in constraints.among("schedule", names)
+        if name != "interleaved" or balance == balances[0]
+        for v in (constraints.among("virtual_stages", _VIRTUAL_STAGES) if name == "interleaved" else [1])
+        if pp * v <= config.model.num_layers
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
