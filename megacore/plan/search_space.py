@@ -73,6 +73,7 @@ class Choice:
 
 
 def with_choice(config: ResolvedConfig, choice: Choice) -> ResolvedConfig:
+    """The configuration with the sections of a choice."""
     return dataclasses.replace(config, parallel=choice.parallel, training=choice.training)
 
 

@@ -159,7 +159,7 @@ def test_a_lock_or_an_atomic_write_elsewhere_is_found(text: str) -> None:
 
 def test_a_number_of_replicas_by_name_is_found() -> None:
     text = "x = config.parallel.dp"
-    sources = planted(megacore__train__metrics=text, megacore__plan__search=text, tests__unit__test_config=text)
+    sources = planted(megacore__train__metrics=text, megacore__plan__search_space=text, tests__unit__test_config=text)
     assert [line.split()[0] for line in rules.replicas_by_name(sources)] == ["megacore/train/metrics.py:1"]
 
 
