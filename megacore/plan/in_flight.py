@@ -27,8 +27,20 @@ def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: 
         return _peak(order, parallel.pp, parallel.virtual_stages, until)
     if parallel.schedule == "gpipe":
         return (microbatches,)
-    microbatches = min(microbatches, 4 * parallel.pp)  # the most are in flight after the first few
-    return _in_flight(parallel.schedule_name, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
+    few = _few(parallel, microbatches)
+    return _in_flight(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages, until)
+
+
+def _few(parallel: ParallelConfig, microbatches: int) -> int:
+    """As many microbatches as a step has, or fewer that fill the pipeline alike: no more are in flight later. In an
+    interleaved schedule that depends on the largest group of microbatches that go through the stages together."""
+    p, groups = parallel.pp, microbatches // parallel.pp
+    if parallel.virtual_stages == 1:
+        return min(microbatches, 2 * p)
+    if groups < 5:
+        return microbatches
+    larger = -(-(microbatches % p) // groups)  # than p, the largest group
+    return 4 * p + max(4 * larger - 3, 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,7 +85,7 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int) -> Sequence[
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
         return _fullest(order, parallel.pp, parallel.virtual_stages)
-    few = min(microbatches, 4 if parallel.schedule == "gpipe" else 4 * parallel.pp)
+    few = min(microbatches, 4) if parallel.schedule == "gpipe" else _few(parallel, microbatches)
     found = _moments_of(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages)
     if parallel.schedule != "gpipe":
         return found

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
-from megacore.pipeline.schedule import Op
+from megacore.pipeline.schedule import Op, rank_order
 from megacore.plan import fit
 from megacore.plan import in_flight as in_flight_module
 from megacore.plan.fit import check_memory, host_problem
@@ -420,6 +420,23 @@ def test_gpipe_keeps_every_microbatch_until_its_first_backward() -> None:
         moments = in_flight_module.moments(config.parallel, rank, microbatches)
         held = {computing: max(m.held[0] for m in moments if m.computing is computing) for computing in (True, False)}
         assert held == {True: microbatches, False: microbatches - 1}
+
+
+@pytest.mark.parametrize(
+    "schedule", [("1f1b",), ("zero-bubble",), ("interleaved", "--virtual-stages", "2")], ids=" ".join
+)
+def test_more_microbatches_than_fill_the_pipeline_change_nothing(schedule: Sequence[str]) -> None:
+    for ranks in (2, 3, 5):
+        layout = ("--pp", str(ranks), "--dp", "1", "--schedule", *schedule)
+        parallel = parse(*MOCK, "--preset", "gpt2-small", *layout, planned=True).parallel
+        name, virtual = parallel.schedule_name, parallel.virtual_stages
+        for rank, count in itertools.product(range(ranks), (1, 2, ranks, 2 * ranks, 7 * ranks + 1)):
+            order = rank_order(name, rank, ranks, count, virtual_stages=virtual)
+            held, most = 0, 0
+            for action in order:
+                held += (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
+                most = max(most, held)
+            assert sum(in_flight(parallel, rank, count, until=Op.WEIGHT_GRAD)) == most
 
 
 def test_microbatches_in_flight() -> None:
