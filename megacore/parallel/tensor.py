@@ -424,7 +424,7 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.look_up = blocks.looked_up if blocks.divide else looked_up
+        self.looked_up = blocks.looked_up if blocks.divide else looked_up
         self.weight = vocab_parallel_weight(
             num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
         )
@@ -433,11 +433,11 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
         if self.group.size == 1:
-            return self.look_up(tokens, self.weight)
+            return self.looked_up(tokens, self.weight)
         start, stop = self.weight.spec.slices[0]
         local = tokens - start
         outside = (local < 0) | (local >= stop - start)
-        rows = self.look_up(local.masked_fill(outside, 0), self.weight)
+        rows = self.looked_up(local.masked_fill(outside, 0), self.weight)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
 
