@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ def _moments_of(name: str, rank: int, ranks: int, microbatches: int, virtual_sta
 def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int) -> Sequence[Moment]:
     order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
     for split in (False, True):
-        for moment in _walk(order, ranks, virtual_stages, split=split):
+        for moment in dict.fromkeys(_walk(order, ranks, virtual_stages, split=split)):
             alike = kept.setdefault((moment.begun, moment.computing, split), [])
             if not any(_holds(other, moment) for other in alike):
                 alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
@@ -116,17 +117,18 @@ def _holds(one: Moment, other: Moment) -> bool:
     return all(a >= b for a, b in pairs)
 
 
-def _walk(order: Iterable[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
+def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
     held, waiting, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
 
     def now(*, computing: bool) -> Moment:
         return Moment(tuple(held), tuple(waiting), tuple(begun), computing, split)
 
-    for action in order:
+    for action, following in zip_longest(order, order[1:]):
         stage = action.stage // ranks
         if action.op is Op.FORWARD:
             held[stage] += 1
-        yield now(computing=True)
+        if not (following is not None and action.op is following.op is Op.FORWARD):  # else more is kept after the next
+            yield now(computing=True)
         if action.op is Op.INPUT_GRAD and split:
             waiting[stage] += 1
         if action.op is Op.WEIGHT_GRAD and split:
