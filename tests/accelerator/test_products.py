@@ -140,8 +140,9 @@ def test_gradients_of_weights_are_added_by_their_products(
     assert not direct.added
     assert len(apart.added) == MICROBATCHES * (2 * 5 + 1)  # gate and up have a gradient each; the embedding adds rows
     assert apart.products["aten.addmm.dtype_out"] == 0
-    assert direct.figures[::2] == pytest.approx(apart.figures[::2], rel=1e-4)
-    assert direct.figures[1::2] == pytest.approx(apart.figures[1::2], rel=1e-3)
+    # bf16 keeps 8 bits (4e-3), and a gradient of its own is rounded once more than one added by the product.
+    assert direct.figures[::2] == pytest.approx(apart.figures[::2], rel=5e-4)
+    assert direct.figures[1::2] == pytest.approx(apart.figures[1::2], rel=2e-3)
 
 
 @pytest.mark.parametrize(("sequence_parallel", "replicas"), [(False, 1), (True, 2)])
