@@ -1,0 +1,121 @@
+"""Pictures of tools/plan.py: the time line, memory over time and the frontier of a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megacore.plan.canvas import Words
+from megacore.plan.cluster import CLUSTERS
+from megacore.plan.memory import GIB
+from megacore.plan.plan_picture import frontier_picture
+from megacore.plan.search import Found, Layout
+from tests.parity.runs import make_config
+from tests.unit.planning import BLOOM, planned
+from tools.plan import main
+
+
+def test_the_picture_of_a_search_shows_its_list_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "found.svg"
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 8"
+    found = planned(capsys, f"{flags} --search --max-tp 2 --max-micro-batch-size 1 --picture {picture}")
+    text = picture.read_text(encoding="utf-8")
+    width = float(re.search(r'width="([0-9.]+)"', text).group(1))  # type: ignore[union-attr]
+    longest = max(len(row["flags"]) for row in found["frontier"][:12])
+    assert width > 74 + 5.3 * (longest + 20)  # of DejaVu Sans at 11.5, as measured in a PNG
+
+
+def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
+    """And the axes of its picture have round numbers, also for a single layout."""
+    config = make_config((1, 1, 1), "")
+    sizes = [(1.0, 9.0), (1.002, 8.0), (1.004, 6.0), (1.006, 5.99), (1.2, 5.0), (1.2, 7.0), (1.3, 4.99), (2.0, 3.0)]
+    layouts = [Layout(config=config, seconds=seconds, memory_bytes=size * GIB) for seconds, size in sizes]
+    found = Found(
+        layouts=layouts,
+        tried=8,
+        left_out=0,
+        least_memory=None,
+        capacity=10 * GIB,
+        cluster=CLUSTERS["h100"],
+        wall_seconds=1.0,
+    )
+    assert [layout.seconds for layout in found.frontier] == [1.004, 1.2, 2.0]
+    texts = [mark.text for mark in frontier_picture(found).marks if isinstance(mark, Words)]
+    assert [text for text in texts if re.fullmatch(r"[0-9.]+", text)][3:] == ["0", "2", "4", "6", "8", "10"]
+    assert [text for text in texts if re.fullmatch(r"[0-9.]+ s", text)] == [f"{n / 5:.1f} s" for n in range(5, 11)]
+    one = dataclasses.replace(found, layouts=layouts[:1])
+    texts = [mark.text for mark in frontier_picture(one).marks if isinstance(mark, Words)]
+    assert [text for text in texts if text.endswith(" s")] == [f"{n / 10:.1f} s" for n in range(10, 16)]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    line, memory = tmp_path / "line.svg", tmp_path / "memory.svg"
+    assert main([*BLOOM.split(), "--timeline", str(line), "--memory-timeline", str(memory)]) == 0
+    assert "transfer" in line.read_text(encoding="utf-8")
+    assert memory.read_text(encoding="utf-8").count("peak ") == 12
+
+
+def test_the_time_line_says_that_it_has_fewer_microbatches_and_which_bubble_is_whose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "line.svg"
+    plan = planned(capsys, f"{BLOOM} --timeline {path}")
+    text = path.read_text(encoding="utf-8")
+    assert "1f1b, 12 ranks, a100-80g: a step with 24 microbatches in place of 128" in text
+    drawn = float(re.search(r"bubble ([0-9.]+)% of what is drawn; with 128 microbatches: step", text).group(1))  # type: ignore[union-attr]
+    whole = float(re.search(r"step [0-9.]+ s, bubble ([0-9.]+)% of it", text).group(1))  # type: ignore[union-attr]
+    assert whole / 100 == pytest.approx(plan["step_parts"]["bubble"]["value"] / plan["step_seconds"]["value"], abs=1e-3)
+    assert 25 < drawn < 33  # of equal stages (p - 1) / (m + p - 1) = 31 %
+    assert whole < 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved --virtual-stages 2", "zero-bubble"])
+def test_every_box_of_a_time_line_has_its_number_and_no_transfer_crosses_one(schedule: str, tmp_path: Path) -> None:
+    path = tmp_path / "line.svg"
+    flags = BLOOM.replace("--schedule 1f1b", f"--schedule {schedule}")
+    assert main([*flags.split(), "--timeline", str(path)]) == 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    boxes = [number for number, line in enumerate(lines) if "of microbatch" in line]
+    numbers = [
+        line for line in lines if re.search(r'text-anchor="middle">[0-9]+</text>', line) and "#6b7280" not in line
+    ]
+    transfers = [number for number, line in enumerate(lines) if line.startswith("<line") and "#c2410c" in line]
+    assert len(numbers) == len(boxes) > 500
+    assert len(transfers) > 500
+    assert max(transfers[:-1]) < min(boxes)  # the last is that of the legend
+
+
+def test_activations_that_are_few_beside_the_state_are_drawn_by_a_scale_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "memory.svg"
+    assert main([*BLOOM.split(), "--memory-timeline", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "the dark strip is not to scale: the height of a row above it is" in text
+    heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
+    assert max(heights) == pytest.approx(36, abs=0.5)  # of a row of 46 pixels
+    assert sum(height > 4 for height in heights) > 0.9 * len(heights)
+
+
+def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-large --tp 2 --pp 4 --dp 2 --global-batch-size 64 --cluster h100"
+    name = "kept for weight gradients"
+    whole = planned(capsys, f"{flags} --schedule 1f1b")["memory"]
+    assert not any(rank["bytes"][name] for rank in whole)
+    picture = tmp_path / "memory.svg"
+    split = planned(capsys, f"{flags} --schedule zero-bubble --memory-timeline {picture}")["memory"]
+    for rank, other in zip(split, whole, strict=True):
+        assert rank["bytes"]["activations"] == pytest.approx(other["bytes"]["activations"], rel=0.15)
+        assert sum(rank["bytes"].values()) == pytest.approx(rank["peak"]["value"])
+        assert rank["bytes"][name] > 0
+    # The last rank has one microbatch in flight, and three more whose weights' gradients are still to be computed.
+    assert split[-1]["bytes"][name] > 3 * split[-1]["bytes"]["activations"]
+    text = picture.read_text(encoding="utf-8")
+    assert "yellow: kept for weight gradients" in text
+    assert "the height of a row is" in text  # a twentieth of the device's memory would be a line
+    drawn = re.findall(r"kept for weight gradients: ([0-9.]+) GiB", text)
+    fullest = max(rank["peak"]["value"] for rank in split) / GIB
+    assert max(map(float, drawn)) == pytest.approx(fullest, rel=0.02)

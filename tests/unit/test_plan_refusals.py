@@ -1,0 +1,232 @@
+"""tools/plan.py: what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megacore.config.cli import save_toml
+from megacore.errors import ConfigError
+from megacore.plan.cluster import CLUSTERS, cluster_named, load_cluster, to_toml
+from tests.parity.runs import make_config
+from tools.plan import main
+
+
+def test_wrong_files_are_refused_by_their_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "own.toml"
+    cluster.write_text("memory_gb = [", encoding="utf-8")
+    flags = (
+        f"pretrain_gpt.py --preset gpt2-small --cluster {cluster} --timeline line.gif --memory-timeline nowhere/m.svg"
+    )
+    assert main(flags.split()) == 2
+    text = capsys.readouterr().err
+    assert "--timeline line.gif must end in .svg or .png: use --timeline line.svg" in text
+    assert "--memory-timeline nowhere/m.svg: nowhere is not a directory" in text
+    assert f"--cluster {cluster} is not valid TOML: " in text
+
+
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gtp.py --preset gpt2-small --tp 5 --pp 13 --world-size 64 --cluster a100-80gb"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(flags.split()))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert "6 problems" in text
+    for part in ("did you mean a100-80g?", "did you mean pretrain_gpt.py?", "--num-attention-heads 12", "--pp 13"):
+        assert part in text
+
+
+def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(to_toml(CLUSTERS["h100"]), encoding="utf-8")
+    device, expected = load_cluster(path).device, CLUSTERS["h100"].device
+    assert device.memory_bytes == pytest.approx(expected.memory_bytes)
+    assert device.network.bandwidth == pytest.approx(expected.network.bandwidth)
+    assert device.product_efficiency == expected.product_efficiency
+    path.write_text("memory_gb = -3\nnic = 4\n[peak_tflops]\nbf17 = 3\n", encoding="utf-8")
+    assert main(["pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", str(path)]) == 2
+    text = capsys.readouterr().err
+    for part in ("memory_gb = -3 must be", "nics_per_node is missing", "peak_tflops.bf17", "nic is not a field"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--cluster moon --software megatron-ln --tp 5",
+            [
+                "--cluster moon",
+                "--software megatron-ln is not known",
+                "did you mean megatron-lm?",
+                "--tp 5 must divide",
+            ],
+        ),
+        ("--cluster moon --goodput 2 --tp 5", ["--cluster moon", "--goodput 2 must be", "--tp 5 must divide"]),
+        ("--tokens many --world-size x --search", ["--tokens many", "--world-size 'x' is not", "--cluster is missing"]),
+        ("--cluster h100 --search --world-size 8 --min-tp 4 --max-tp 2", ["--min-tp 4 must be at most --max-tp 2"]),
+        ("--cluster h100 --search --world-size 8 --tp 4 --max-tp 2", ["--tp 4 must be at most --max-tp 2"]),
+        ("--cluster h100 --search --world-size 8 --schedule 1f1p", ["--schedule 1f1p is not known"]),
+        ("--cluster h100 --search --world-size 8 --ep 2", ["--ep 2 has no effect without experts"]),
+        ("--cluster h100 --search --world-size 8 --pipeline-layout E|H", ["--pipeline-layout E|H is for one layout"]),
+        ("--cluster h100 --max-pp 2 --max-memory-gb 9", ["--max-pp 2 limits --search", "--max-memory-gb 9.0 limits"]),
+        ("--cluster h100 --pp 99 --nonsense 3 --top 0", ["--pp 99 must be at most", "--nonsense", "--top 0 must be"]),
+    ],
+)
+def test_wrong_values_of_the_plans_flags_are_reported_with_the_rest(
+    flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--preset", "gpt2-small", *flags.split()]))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in said), text
+    assert text.endswith("Flags and their defaults: plan.py --help\n")
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (
+            "--max-tp 0 --min-pp 200",
+            [
+                "--max-tp 0 must be at least 1",
+                "--min-pp 200 leaves no --pp: those that divide --world-size 64 and are at most --num-layers 12 are "
+                "1, 2, 4, 8",
+            ],
+        ),
+        (
+            "--min-tp 16 --min-cp 3 --max-cp 3 --min-dp 8",
+            [
+                "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64",
+                "--min-tp 16 leaves no --tp: those that divide --world-size 64 and divide --num-attention-heads 12 are "
+                "1, 2, 4",
+                "--min-cp 3 and --max-cp 3 leave no --cp",
+            ],
+        ),
+        ("--min-dp 3 --max-dp 3", ["--min-dp 3 and --max-dp 3 leave no --dp"]),
+    ],
+)
+def test_limits_that_no_layout_can_keep_are_all_named(
+    limits: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 16 --cluster h100 --world-size 64 --search"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*flags.split(), *limits.split()]))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in said), text
+    assert text.count("\n  - ") == len(said)
+
+
+def test_efficiencies_are_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'based_on = "h100"\n[efficiency]\nproducts = [0.8, 0.7, 0.6]\nhost_us = [1, 2, 3]', encoding="utf-8"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        load_cluster(path)
+    assert list(refusal.value.problems) == [
+        f"{path}: efficiency.products = [0.8, 0.7, 0.6] must rise: [slow, expected, fast]",
+        f"{path}: efficiency.host_us = [1, 2, 3] must fall: [slow, expected, fast]",
+    ]
+
+
+def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('based_on = "h900"\nmemory_gb = -1', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    assert len(refused.value.problems) == 2
+    assert "based_on = 'h900' is not known" in refused.value.problems[0]
+
+
+@pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
+def test_a_cluster_file_of_wrong_types_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", str(path)]))
+    assert stop.value.code == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_calibration_refuses_a_cluster_without_the_peak_and_flags_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_toml(make_config((1, 1, 1), tmp_path), tmp_path / "config.toml")
+    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time_s": 0.5}', encoding="utf-8")
+    cluster = tmp_path / "own.toml"
+    text = "\n".join(line for line in to_toml(CLUSTERS["h100"]).splitlines() if not line.startswith("fp32 ="))
+    cluster.write_text(text, encoding="utf-8")
+    assert main(["--calibrate", str(tmp_path), "--cluster", str(cluster)]) == 2
+    assert "has no peak for --precision fp32" in capsys.readouterr().err
+    assert main(["--calibrate", str(tmp_path), "--tp", "3"]) == 2
+    assert "--tp has no effect with --calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "said"), [("missing", "is not a directory"), (".", "config.toml is missing")])
+def test_a_directory_without_a_run_is_refused(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--calibrate", str(tmp_path / name)]) == 2
+    text = capsys.readouterr().err
+    assert f"--calibrate {tmp_path / name}" in text
+    assert f"{said}: give the --output-dir of a run" in text
+    assert "--config" not in text
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("memory_gb = 1e300", "memory_gb = 1e+300 must be a number from 0.001 to 1,000,000"),
+        ("memory_gb = 1e-300", "memory_gb = 1e-300 must be a number from 0.001 to 1,000,000"),
+        ("node_latency_us = -1", "node_latency_us = -1 must be a number from 0 to 10,000,000"),
+        ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number from 1 to 100,000"),
+        ("[peak_tflops]\nbf16 = 1e-308", "peak_tflops.bf16 = 1e-308 must be a number from 1e-06 to 1,000,000"),
+        ("[efficiency]\nlinks = 1e-300", "efficiency.links = 1e-300 must be at least 0.001"),
+    ],
+)
+def test_a_number_that_no_machine_has_is_refused_with_its_bounds(field: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'based_on = "h100"\n{field}\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    assert refused.value.problems == (f"{path}: {said}",)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("nope", ""), ("a100", "(did you mean a100-80g?)"), ("h10", "(did you mean h100?)")]
+)
+def test_a_cluster_is_suggested_only_where_its_name_is_near(
+    name: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        cluster_named(name)
+    assert refused.value.problems[0].partition(" in .toml")[2].strip() == meant
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl cannot be read"]),
+        ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
+        ("--goodput", ["--goodput: expected one argument"]),
+        (
+            "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
+            ["--search: no layout of --world-size 4 fits h100"],
+        ),
+    ],
+)
+def test_every_refusal_is_a_list(
+    flags: str, problems: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags.replace("{tmp}", str(tmp_path)).split()) == 2
+    first, *listed, last = capsys.readouterr().err.splitlines()
+    assert first == f"megacore: refused: {len(problems)} problem{'s' * (len(problems) > 1)}"
+    assert last == "Flags and their defaults: plan.py --help"
+    for line, said in zip(listed, problems, strict=True):
+        assert line.startswith("  - ") and said.replace("{tmp}", str(tmp_path)) in line

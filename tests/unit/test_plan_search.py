@@ -1,0 +1,247 @@
+"""tools/plan.py --search: which layouts it lists, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from megacore.config import validate
+from megacore.plan.cluster import CLUSTERS
+from megacore.plan.memory import GIB, fullest_rank, plan_memory
+from megacore.plan.outline import outline
+from megacore.plan.planner import make_plan
+from megacore.plan.search import Layout, search
+from megacore.plan.search_space import Constraints
+from tests.unit.planning import planned
+from tests.unit.refusals import parse
+from tools.plan import main
+
+
+def test_a_search_is_for_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --world-size 2 --global-batch-size 8 --cluster a100-80g --search"
+    own, theirs = planned(capsys, flags), planned(capsys, f"{flags} --software megatron-lm")
+    assert theirs["software"] == "megatron-lm"
+    assert theirs["layouts"][0]["step_seconds"]["value"] > own["layouts"][0]["step_seconds"]["value"]
+    assert main([*flags.split(), "--software", "megatron-lm"]) == 0
+    assert "software megatron-lm" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset bloom-176b --cluster h100 --world-size 32 --search --min-tp 9 --max-pp 1"
+    found = planned(capsys, f"{flags} --max-memory-gb 1000 --max-micro-batch-size 1 --global-batch-size 2")
+    assert {row["layout"]["tp"] for row in found["layouts"]} == {16}
+
+
+def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The first layout of a search is the fastest of all that it lists, and planning it gives the same time."""
+    picture = tmp_path / "found.svg"
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
+    found = planned(capsys, f"{flags} --search --top 5 --max-pp 2 --picture {picture}")
+    best = found["layouts"][0]
+    assert [row["step_seconds"]["value"] for row in found["layouts"]] == sorted(
+        row["step_seconds"]["value"] for row in found["layouts"]
+    )
+    assert all(
+        row["layout"]["pp"] <= 2 and row["layout"]["tp"] * row["layout"]["pp"] * row["layout"]["dp"] == 4
+        for row in found["layouts"]
+    )
+    assert all(row["peak_bytes"] <= found["capacity_bytes"] for row in found["layouts"])
+    plan = planned(capsys, f"{flags} {best['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_a_search_keeps_the_layout_flags_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
+    given = "--tensor_model_parallel_size 2 --pp 2 --dp 2 --micro-batch-size 3 --schedule interleaved --zero-stage 1"
+    found = planned(capsys, f"{flags} {given} --recompute light --sequence-parallel --top 100000")
+    assert {
+        (row["layout"]["tp"], row["layout"]["pp"], row["layout"]["dp"], row["layout"]["micro_batch_size"])
+        for row in found["layouts"]
+    } == {(2, 2, 2, 3)}
+    assert all("--schedule interleaved" in row["flags"] for row in found["layouts"])
+    assert all(
+        row["flags"].endswith("--zero-stage 1 --sequence-parallel --recompute light") for row in found["layouts"]
+    )
+    assert main([*flags.split(), "--tp", "2", "--max-pp", "1"]) == 0
+    assert "As given, and not searched for: `--tp 2`." in capsys.readouterr().out
+
+
+def test_a_search_has_no_two_equal_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages that are balanced by time and by parameters are listed once where they hold the same layers."""
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
+    found = planned(capsys, f"{flags} --search --min-pp 2 --max-micro-batch-size 1 --top 100000")
+    said = [
+        (row["step_seconds"]["value"], row["peak_bytes"], row["flags"].split("--schedule")[1][:9])
+        for row in found["layouts"]
+    ]
+    assert len(set(said)) == len(said)
+
+
+def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layouts that differ only in their schedule take one row, which says how many there are; JSON lists them all."""
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
+    flags += " --tp 1 --pp 4 --zero-stage 1 --recompute none --micro-batch-size 1 --top 100"
+    layouts = planned(capsys, flags)["layouts"]
+    schedules = {re.sub(r" --micro-batch-size.*", "", layout["flags"]) for layout in layouts}
+    assert len(schedules) == len(layouts) > 3
+    assert main(flags.split()) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1 ") or line.startswith("| 2 ")]
+    assert len(rows) == 1
+    assert layouts[0]["flags"] in rows[0]
+    slowest = max(layout["step_seconds"]["value"] for layout in layouts)
+    assert f"; {len(layouts) - 1} other schedules, up to {slowest:.4g} s" in rows[0]
+
+
+def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
+    found = planned(capsys, f"{flags} --search --tp 2 --max-pp 1 --max-micro-batch-size 1 --top 100000")
+    assert {(row["layout"]["ep"], row["layout"]["etp"]) for row in found["layouts"]} >= {
+        (1, 2),
+        (2, 2),
+        (4, 2),
+        (2, 1),
+        (8, 1),
+    }
+    best = found["layouts"][0]
+    plan = planned(capsys, f"{flags} {best['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
+    assert plan["active_parameters"]["value"] < plan["parameters"]["value"]
+    assert plan["step_parts"]["experts"]["value"] > 0 or best["layout"]["ep"] == 1
+
+
+def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "pretrain_gpt.py --preset llama-3-8b-128k --cluster h100 --world-size 8 --global-batch-size 8 --num-layers 4"
+    )
+    found = planned(capsys, f"{flags} --search --top 100000 --max-pp 1")
+    tried = {row["layout"]["cp"] for row in found["layouts"]}
+    assert {1, 2, 4, 8} >= tried > {1} and found["layouts"][0]["layout"]["cp"] > 1
+    plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"]["value"])
+    limited = planned(capsys, f"{flags} --search --top 100000 --max-pp 1 --max-cp 1")
+    assert {row["layout"]["cp"] for row in limited["layouts"]} <= {1}
+
+
+def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
+    """Of ranks with equal layers only the first is computed: every rank of every layout takes no more."""
+    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 7 --hidden-size 256 --num-attention-heads 4"
+    config = parse(*flags.split(), "--global-batch-size", "24", "--precision", "bf16")
+    limits = {"micro_batch_size": 2, "tp": 2}
+    found = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits))
+    assert {layout.config.parallel.schedule for layout in found.layouts} == {"1f1b", "interleaved", "zero-bubble"}
+    assert {layout.config.parallel.pp for layout in found.layouts} == {1, 2, 3, 6}
+    for layout in found.layouts:
+        ranks = plan_memory(layout.config, outline(layout.config), on_cpu=False)
+        assert layout.memory_bytes == max(rank.expected for rank in ranks)
+    # What fits into less is the same.
+    half = sorted(layout.memory_bytes for layout in found.layouts)[len(found.layouts) // 2]
+    some = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits, memory_bytes=half))
+    assert {layout.flags for layout in some.layouts} == {
+        layout.flags for layout in found.layouts if layout.memory_bytes <= half
+    }
+    none = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits, memory_bytes=GIB))
+    assert not none.layouts
+    assert none.least_memory == min(layout.memory_bytes for layout in found.layouts)
+
+
+def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every schedule. The times of the frontier are simulated, as those of a plan are."""
+    flags = "pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48 --world-size 16"
+    given = "--pp 4 --tp 1 --micro-batch-size 2 --recompute none"
+    found = planned(capsys, f"{flags} --search --top 100000 {given}")
+    assert all(row["simulated"] for row in found["frontier"])
+    rows = {
+        (row["layout"]["schedule"], row["layout"]["virtual_stages"], row["simulated"]): row for row in found["layouts"]
+    }
+    assert {schedule for schedule, *_ in rows} == {"1f1b", "interleaved", "zero-bubble"}
+    for row in [*found["frontier"], *rows.values()]:
+        plan = planned(capsys, f"{flags} {row['flags']}")
+        assert plan["peak_bytes"] == row["peak_bytes"], row["flags"]
+        if row["simulated"]:
+            assert plan["step_seconds"]["value"] == pytest.approx(row["step_seconds"]["value"]), row["flags"]
+
+
+def test_a_search_refuses_what_the_plan_says_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a split backward a rank in the middle of the pipeline takes most: 12.40 GiB, and 13 GB are 12.1."""
+    given = "--pp 4 --tp 1 --schedule zero-bubble --micro-batch-size 2 --zero-stage 1 --recompute none"
+    flags = f"pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48 --world-size 16 {given}"
+    peak = planned(capsys, flags)["peak_bytes"]
+    assert peak / GIB == pytest.approx(12.40, abs=0.005)
+    assert main([*flags.split(), "--search", "--max-memory-gb", "13"]) == 2
+    assert f"the smallest needs {peak / 1e9:.3g} GB per rank" in capsys.readouterr().err
+
+
+def test_a_search_lists_no_recomputation_that_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that differ in recomputation alone are rows of different memory."""
+    flags = "pretrain_gpt.py --preset gpt2-medium --cluster cpu --global-batch-size 32 --world-size 8 --search"
+    assert main([*flags.split(), "--top", "1000"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    memory: dict[str, list[float]] = {}
+    for row in rows:
+        layout = re.sub(r" --(schedule|virtual-stages|pipeline-balance|recompute) \S+", "", row[6].split("`")[1])
+        memory.setdefault(layout, []).append(float(row[5]))
+    several = [sizes for sizes in memory.values() if len(sizes) > 1]
+    assert several and all(a != b for sizes in several for a, b in itertools.combinations(sizes, 2))
+
+
+def test_a_search_tries_every_recomputation_that_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fused attention keeps nothing that `selective` could drop; on a CPU it does, where dropout is."""
+    flags = "--preset gpt2-large --global-batch-size 8 --world-size 8 --search --max-pp 1 --max-micro-batch-size 1"
+    gpu = planned(capsys, f"pretrain_gpt.py {flags} --cluster a100-40g --top 100000")
+    cpu = planned(capsys, f"pretrain_gpt.py {flags} --cluster cpu --top 100000")
+    kinds = [{row["flags"].split("--recompute ")[1] for row in found["layouts"]} for found in (gpu, cpu)]
+    assert kinds == [{"none", "light", "full"}, {"none", "light", "selective", "full"}]
+
+
+def test_what_a_search_leaves_out_is_worse_in_time_and_memory() -> None:
+    """Larger microbatches than the fastest of a layout, each planned."""
+    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 8 --hidden-size 1024 --num-attention-heads 8"
+    config = parse(*flags.split(), "--global-batch-size", "64", "--precision", "bf16", "--zero-stage", "0")
+    fixed = {"recompute": "none", "zero_stage": 0, "tp": 1, "dp": 1}
+    found = search(config, CLUSTERS["h100"], Constraints(world_size=8, fixed=fixed))
+    shapes: dict[str, list[Layout]] = {}
+    for layout in found.layouts:
+        shapes.setdefault(layout.flags.split(" --micro-batch-size")[0], []).append(layout)
+    left_out = 0
+    for layouts in shapes.values():
+        tried = {layout.config.training.micro_batch_size for layout in layouts}
+        best = min(layouts, key=lambda layout: layout.seconds)
+        for size in {1, 2, 4, 8, 16, 32, 64} - tried:
+            training = dataclasses.replace(best.config.training, micro_batch_size=size)
+            larger = dataclasses.replace(best.config, training=training)
+            if validate(larger, 8):
+                continue
+            left_out += 1
+            assert make_plan(larger, CLUSTERS["h100"]).time.seconds > best.seconds
+            assert fullest_rank(larger, outline(larger), on_cpu=False).expected > best.memory_bytes
+    assert left_out == found.left_out > 0
+
+
+def test_a_plan_and_a_search_name_the_same_things_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
+    found = planned(capsys, f"{flags} --search --top 3 --tokens 1e9")
+    plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']} --tokens 1e9")
+    run = {"model", "precision", "seq_length", "global_batch_size", "cluster", "world_size", "capacity_bytes"}
+    assert {key: found[key] for key in run} == {key: plan[key] for key in run}
+    assert plan["model"]["preset"] == "mixtral-8x7b" and plan["model"]["num_layers"] == 4
+    assert plan["model"]["parameters"] == plan["parameters"]["value"]
+    assert plan["model"]["active_parameters"] == plan["active_parameters"]["value"]
+    assert (plan["precision"], plan["seq_length"], plan["global_batch_size"]) == ("bf16", 4096, 16)
+    assert plan["fits"] and all(row["fits"] for row in found["layouts"])
+    best = found["layouts"][0]
+    assert best["layout"] == plan["layout"]
+    assert best["flags"] == plan["flags"]
+    assert best["peak_bytes"] == pytest.approx(plan["peak_bytes"])
+    assert best["throughput"]["tokens/s"]["value"] == pytest.approx(plan["throughput"]["tokens/s"]["value"])
+    assert best["training"]["days"]["value"] == pytest.approx(plan["training"]["days"]["value"])
+
+
+def test_a_search_has_layouts_for_fewer_samples_than_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 2 --cluster a100-40g --world-size 8 --search"
+    found = planned(capsys, f"{flags} --max-pp 1 --max-micro-batch-size 1")
+    assert {row["layout"]["dp"] for row in found["layouts"]} == {2}
