@@ -98,8 +98,10 @@ def agree(found: Outcome, expected: Outcome) -> None:
     assert found.norms == pytest.approx(expected.norms, rel=1e-5)
     for name, gradient in expected.gradients.items():
         # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
+        # A router's is a sum of larger terms, which cancel where the loss asks for equal loads: their rounding stays.
+        rounding = 1e-7 if name.endswith("router.weight") else 1e-8
         error = (found.gradients[name] - gradient).abs().max()
-        assert error <= 1e-6 * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
+        assert error <= 1e-6 * gradient.abs().max() + rounding, f"gradient of {name}: {error}"
 
 
 def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradients", "initial", "final")) -> None:
