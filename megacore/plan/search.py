@@ -7,21 +7,24 @@ computed for all.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import multiprocessing
+import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
+from megacore.config import ResolvedConfig, validate
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut
-from megacore.plan.memory import GIB, fullest_rank, least_expected
+from megacore.plan.cut import Cut, Parts
+from megacore.plan.memory import GIB, fullest_rank
+from megacore.plan.once import seen_by_layers, share_results
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import usable_bytes
@@ -227,8 +230,9 @@ class _Evaluation:
         self.capacity = make_capacity(cluster, constraints)
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
-        self._outlines: dict[tuple[int, int], list[LayerOutline]] = {}
         self._is_valid = _Validity(config, constraints.world_size)
+        self._cuts = _Cuts(constraints)
+        self._results = _Results()
 
     def __call__(self, degrees: Mapping[str, Any]) -> _Result:
         """The layouts of these degrees."""
@@ -238,18 +242,17 @@ class _Evaluation:
         at_this_size = set[tuple[int, int, str]]()  # the same with more activations of a microbatch
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
-        cuts = _Cuts(self._constraints)
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
             if not self._is_valid(choice):
                 continue
             parallel, training = choice.parallel, choice.training
-            if parallel.pipeline_balance != "time" and self._cut(cuts, choice).is_as_by_time:
+            candidate, on_cpu = self._results.shared_by(with_choice(self._config, choice)), self._cluster.on_cpu
+            if self._cuts.is_as_by_time(candidate):
                 continue
             result.tried += 1
             if parallel.zero_stage not in states:
-                candidate = with_choice(self._config, choice)
-                even = even or _even_parameters(candidate, self._layers(candidate))
+                even = even or _even_parameters(candidate, self._cuts.parts(candidate).layers)
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
             if state > self.capacity and not parallel.offload_optimizer:
@@ -262,15 +265,8 @@ class _Evaluation:
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
-            candidate, on_cpu, cut = (
-                with_choice(self._config, choice),
-                self._cluster.on_cpu,
-                self._cut(cuts, choice).stages,
-            )
-            layers = self._layers(candidate)
-            needed = least_expected(candidate, cut, on_cpu=on_cpu)
-            if needed <= _FAR * self.capacity:
-                needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
+            cut = self._cuts.of(candidate)
+            needed = fullest_rank(candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *RECOMPUTED[kind]}
@@ -279,24 +275,72 @@ class _Evaluation:
                         exceeding |= {(alike, other) for other in more}
                 result.too_large.append(choice)
             else:
-                seconds = step_time(candidate, layers, self._cluster, simulated=False, cut=cut).seconds
+                seconds = step_time(candidate, cut.layers, self._cluster, simulated=False, cut=cut).seconds
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
                     slower.add((alike, kind))
         return result
 
-    def _cut(self, cuts: _Cuts, choice: Choice) -> _CutOnce:
-        if (cut := cuts.of(choice)) is None:
-            candidate = with_choice(self._config, choice)
-            cut = cuts.make(candidate, self._layers(candidate))
-        return cut
 
-    def _layers(self, config: ResolvedConfig) -> list[LayerOutline]:
-        sizes = config.parallel.tp, config.parallel.ep * config.parallel.expert_split
-        if sizes not in self._outlines:
-            self._outlines[sizes] = outline(config)
-        return self._outlines[sizes]
+class _Results:
+    """What is known of the layers of a rank. Layouts in which they are alike share it (once.py), as long as they divide
+    them in the same way: other ones come later and need none of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, dict[Any, Any]] = {}
+        self._division: Hashable = None
+
+    def shared_by(self, config: ResolvedConfig) -> ResolvedConfig:
+        """The configuration of a layout, which shares them from now on."""
+        parallel = config.parallel
+        division = parallel.tp, parallel.cp, parallel.ep, parallel.expert_split
+        if division != self._division:
+            self._known, self._division = {}, division
+        share_results(config, self._known.setdefault(seen_by_layers(config), {}))
+        return config
+
+
+class _Cuts:
+    """How layouts cut the model into stages, of which many have the same."""
+
+    def __init__(self, constraints: Constraints) -> None:
+        self._tries_time = "pipeline_balance" not in constraints.fixed
+        self._parts: dict[Hashable, Parts] = {}
+        self._ranges: dict[Hashable, tuple[range, ...]] = {}
+        self._cuts: dict[Hashable, Cut] = {}
+
+    def parts(self, config: ResolvedConfig) -> Parts:
+        """The parts into which these degrees may cut the model."""
+        key = config.parallel.tp, config.parallel.ep, config.parallel.expert_split
+        if key not in self._parts:
+            self._parts[key] = Parts(config, outline(config))
+        return self._parts[key]
+
+    def of(self, config: ResolvedConfig) -> Cut:
+        """The cut of a layout."""
+        parts, ranges = self.parts(config), self._stages(config, config.parallel.pipeline_balance)
+        key = id(parts), config.parallel.pp, ranges
+        if key not in self._cuts:
+            self._cuts[key] = Cut(config, parts, ranges)
+        return self._cuts[key]
+
+    def is_as_by_time(self, config: ResolvedConfig) -> bool:
+        """Whether balancing by time, which is tried too, cuts the model in the same way."""
+        balance = config.parallel.pipeline_balance
+        if balance == "time" or not self._tries_time:
+            return False
+        return self._stages(config, balance) == self._stages(config, "time")
+
+    def _stages(self, config: ResolvedConfig, balance: str) -> tuple[range, ...]:
+        parallel, training = config.parallel, config.training
+        key: tuple[Hashable, ...] = balance, parallel.pp * parallel.virtual_stages
+        if balance == "time":  # that of layers
+            key += parallel.tp, parallel.cp, parallel.sequence_parallel, training.micro_batch_size, training.recompute
+        if key not in self._ranges:
+            balanced = dataclasses.replace(config, parallel=dataclasses.replace(parallel, pipeline_balance=balance))
+            self._ranges[key] = tuple(stage_ranges(self.parts(config).layers, balanced))
+        return self._ranges[key]
 
 
 _evaluation: _Evaluation | None = None  # in a process that shares a search
@@ -304,12 +348,19 @@ _evaluation: _Evaluation | None = None  # in a process that shares a search
 
 def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) -> list[_Result]:
     """The results of all divisions, in order; the processor's cores share a large search."""
+    groups: dict[Hashable, list[int]] = {}  # of those which have results in common
+    for number, degrees in enumerate(divisions):
+        groups.setdefault(tuple(degrees.get(name) for name in ("tp", "cp", "ep", "etp")), []).append(number)
+    work = [[divisions[number] for number in numbers] for numbers in groups.values()]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # where processes may be forked
     if cores == 1 or len(divisions) < _MANY_DIVISIONS:
-        return [evaluation(degrees) for degrees in divisions]
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
-        return list(pool.map(_evaluate, divisions))
+        found = [[evaluation(degrees) for degrees in group] for group in work]
+    else:
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
+            found = list(pool.map(_evaluate, work))
+    results = zip(itertools.chain(*groups.values()), itertools.chain(*found), strict=True)
+    return [result for _, result in sorted(results, key=operator.itemgetter(0))]
 
 
 def _share(evaluation: _Evaluation) -> None:
@@ -317,9 +368,9 @@ def _share(evaluation: _Evaluation) -> None:
     _evaluation = evaluation
 
 
-def _evaluate(degrees: Mapping[str, Any]) -> _Result:
+def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:
     assert _evaluation is not None
-    return _evaluation(degrees)
+    return [_evaluation(degrees) for degrees in group]
 
 
 def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> tuple[int, int]:
@@ -329,44 +380,6 @@ def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> 
     held = held_experts(config, layers, [range(len(layers))])
     dense = whole_parameters(config, layers) - held * parallel.ep * parallel.expert_split
     return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
-
-
-class _CutOnce(NamedTuple):
-    """A cut, and whether it is the one that balancing by time, which is tried too, gives."""
-
-    stages: Cut
-    is_as_by_time: bool
-
-
-class _Cuts:
-    """How the model is cut into stages by the layouts of the same degrees; ZeRO's stages have them in common."""
-
-    def __init__(self, constraints: Constraints) -> None:
-        self._tries_time = "pipeline_balance" not in constraints.fixed
-        self._known: dict[tuple[object, ...], _CutOnce] = {}
-        self._by_stages: dict[tuple[object, ...], Cut] = {}
-
-    def of(self, choice: Choice) -> _CutOnce | None:
-        """The cut of a choice, if it is known."""
-        return self._known.get(self._key(choice.parallel, choice.training))
-
-    def make(self, config: ResolvedConfig, layers: Sequence[LayerOutline]) -> _CutOnce:
-        """That of a layout."""
-        stages, as_by_time = tuple(stage_ranges(layers, config)), False
-        if config.parallel.pipeline_balance != "time" and self._tries_time:
-            by_time = dataclasses.replace(
-                config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time")
-            )
-            as_by_time = tuple(stage_ranges(layers, by_time)) == stages
-        if stages not in self._by_stages:
-            self._by_stages[stages] = Cut(config, layers, stages)
-        found = self._known[self._key(config.parallel, config.training)] = _CutOnce(self._by_stages[stages], as_by_time)
-        return found
-
-    @staticmethod
-    def _key(parallel: ResolvedParallel, training: ResolvedTraining) -> tuple[object, ...]:
-        stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
-        return *stages, training.micro_batch_size, training.recompute
 
 
 class _Validity:

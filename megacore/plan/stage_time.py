@@ -14,19 +14,19 @@ import functools
 import operator
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import layer_kind
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.plan.once import once_per_config
 from megacore.plan.software import Software
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
@@ -146,6 +146,7 @@ class Speed:
         return self.transfers(one for one in sent if one.role == "experts")
 
 
+@once_per_config
 def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
     """Speeds in the configuration's number format."""
     given = config.logging.peak_tflops
@@ -245,6 +246,7 @@ def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
     return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
+@once_per_config
 def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
     """One microbatch through one block."""
     block = layer.block
@@ -293,6 +295,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     return Passes(forward, backward, weight_grad)
 
 
+@once_per_config
 def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
     """One microbatch through the embedding or the head."""
     t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
@@ -329,22 +332,20 @@ class StageTime:
         return self.passes.sum
 
 
-def stage_time(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    speed: Speed,
-    *,
-    of_blocks: dict[tuple[int, bool], Passes] | None = None,
-) -> StageTime:
+def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
     """What the layers of one stage take for one microbatch.
 
     Args:
         config: a resolved configuration.
         layers: of the stage.
         speed: of the device.
-        of_blocks: of blocks that other stages have as well; receives those of this one.
     """
-    known = {} if of_blocks is None else of_blocks
+    return _with_replicas(config, layers, _stage_passes(config, layers, speed), speed)
+
+
+@once_per_config
+def _stage_passes(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> Passes:
+    """One microbatch through the layers of a stage, without transfers between replicas."""
     counts: Counter[tuple[int, bool]] = Counter()
     blocks: dict[tuple[int, bool], PlannedLayer] = {}
     total = Passes()
@@ -355,10 +356,8 @@ def stage_time(
         counts[key := (id(layer.block), again)] += 1
         blocks[key] = layer
     for key, count in counts.items():
-        if key not in known:
-            known[key] = block_passes(config, blocks[key], speed, again=key[1])
-        total += known[key].times(count)
-    return _with_replicas(config, layers, total, speed)
+        total += block_passes(config, blocks[key], speed, again=key[1]).times(count)
+    return total
 
 
 def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
@@ -397,23 +396,15 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
 
 
 def stage_times(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
+    config: ResolvedConfig, stages: Sequence[Sequence[PlannedLayer]], speed: Speed
 ) -> tuple[StageTime, ...]:
-    """Each stage's time; stages of equal blocks take the same.
+    """Each stage's time; stages that are one and the same, as those of a `Cut` may be, take the same.
 
     Args:
         config: a resolved configuration.
-        layers: the whole model.
-        ranges: the layers of each stage.
+        stages: the layers of each.
         speed: of the device.
     """
-    known: dict[Hashable, StageTime] = {}
-    of_blocks: dict[tuple[int, bool], Passes] = {}
-    times = []
-    for numbers in ranges:
-        held = layers[numbers.start : numbers.stop]
-        kinds = tuple(map(layer_kind, held))
-        if kinds not in known:
-            known[kinds] = stage_time(config, held, speed, of_blocks=of_blocks)
-        times.append(known[kinds])
-    return tuple(times)
+    known = {id(layers): layers for layers in stages}
+    times = {key: stage_time(config, layers, speed) for key, layers in known.items()}
+    return tuple(times[id(layers)] for layers in stages)

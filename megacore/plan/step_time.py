@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.config import ParallelConfig, ResolvedConfig
-from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.cluster import Cluster
@@ -90,7 +89,7 @@ def step_time(
     speed = speed_of(config, cluster, case)
     parallel, m = config.parallel, config.microbatches
     cut = cut or Cut(config, layers)
-    stages = stage_times(config, layers, cut.stages, speed)
+    stages = stage_times(config, cut.chunks, speed)
     costs = pipeline_costs(config, stages, speed)
     busy = [
         sum(stages[number].sum.total for number in range(rank, len(stages), parallel.pp)) * m
@@ -163,7 +162,7 @@ def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluste
         cluster: that computes it.
     """
     speed = speed_of(config, cluster, "expected")
-    stages = stage_times(config, layers, stage_ranges(layers, config), speed)
+    stages = stage_times(config, Cut(config, layers).chunks, speed)
     return pipeline_seconds(config, pipeline_costs(config, stages, speed))
 
 

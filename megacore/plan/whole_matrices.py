@@ -166,6 +166,13 @@ def _buckets(matrices: Sequence[tuple[int, int, _Matrix]], shards: int, limit: i
         )
 
 
+def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_Matrix, ...]:
+    """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
+    if layer.block is None or not config.optimizer_settings.takes_some_whole:
+        return ()
+    return tuple(_matrices(config, layer.block, layer.name, on_cpu=False))
+
+
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     ranks, takes_whole = ranks_of_role("layer", config.parallel), config.optimizer_settings.takes_whole
