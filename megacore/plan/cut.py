@@ -129,9 +129,20 @@ class Cut:
         return self._on_rank[rank]
 
     def distinct_ranks(self, *, last: bool) -> list[int]:
-        """The first, or the last, of the pipeline ranks whose layers are alike."""
+        """Pipeline ranks without those that hold no more than an earlier one, or than a later one.
+
+        Args:
+            last: leave out ranks that hold no more than a later one.
+        """
         if last not in self._distinct:
-            ranks = range(self.ranks) if last else reversed(range(self.ranks))
-            alike = {tuple(map(id, self.chunks[rank :: self.ranks])): rank for rank in ranks}
-            self._distinct[last] = list(alike.values())
+            found: list[int] = []
+            for rank in reversed(range(self.ranks)) if last else range(self.ranks):
+                if not any(self._is_in(rank, other) for other in found):
+                    found.append(rank)
+            self._distinct[last] = found
         return self._distinct[last]
+
+    def _is_in(self, rank: int, other: int) -> bool:
+        """Whether each stage of a rank has the last layers of that of another one, or all of them."""
+        pairs = zip(self.chunks[rank :: self.ranks], self.chunks[other :: self.ranks], strict=True)
+        return all(one is larger or larger[-len(one) :] == one for one, larger in pairs)

@@ -20,7 +20,7 @@ from megacore.plan.activations import head_bytes, head_kept_bytes, residual_byte
 from megacore.plan.backward_memory import Backward, computed_again, kept_by_layer, kept_gradients, passing_bytes
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.in_flight import Moment, in_flight, moments
-from megacore.plan.once import once_per_config
+from megacore.plan.once import once_per_layers, once_per_state
 from megacore.plan.state import (
     PlannedLayer,
     building_bytes,
@@ -96,14 +96,16 @@ class RankMemory:
     def certain(self) -> float:
         """Bytes without which the run cannot proceed, of the memory in which the rank computes: a run that does not
         have them is refused."""
-        return max(self.building, self._computing_state, self._backward) + self.overhead[0]
+        state = self._computing_state
+        return max(self.building, state, self._in_backward(state)) + self.overhead[0]
 
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
         that are certain, and in backward `waiting`, `passing` and `reducing` as well."""
-        in_backward = self._backward + self.waiting + self.passing + self.reducing
-        return max(self.building, self._computing_state, in_backward)
+        state = self._computing_state
+        in_backward = self._in_backward(state) + self.waiting + self.passing + self.reducing
+        return max(self.building, state, in_backward)
 
     @property
     def on_host(self) -> float:
@@ -130,10 +132,13 @@ class RankMemory:
         """Gradients in the memory in which the rank computes, from step to step."""
         return 0.0 if self.gradients_on_host else self.state["grads"]
 
-    @property
-    def _backward(self) -> float:
-        """State and activations at the peak of forward and backward."""
-        without_gradients = self._computing_state - self.late - self._computing_gradients
+    def _in_backward(self, state: float) -> float:
+        """State and activations at the peak of forward and backward.
+
+        Args:
+            state: `_computing_state`.
+        """
+        without_gradients = state - self.late - self._computing_gradients
         return without_gradients + max(self.computing + self.working, self.completing)
 
     @property
@@ -231,7 +236,7 @@ class _Layers(NamedTuple):
     working: float
 
 
-@once_per_config
+@once_per_layers
 def _layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _Layers:
     chunks, blocks = on_rank.chunks, on_rank.distinct_blocks
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
@@ -276,7 +281,7 @@ class _Peaks(NamedTuple):
     first: float
 
 
-@once_per_config
+@once_per_layers
 def _peaks(
     config: ResolvedConfig,
     on_rank: OnRank,
@@ -341,12 +346,32 @@ def _passing(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, is_first:
     )
 
 
-_passing_of_whole = once_per_config(_passing)
+_passing_of_whole = once_per_layers(_passing)
 """The same where each rank holds its parameters and gradients whole, as on ZeRO's stages 0 and 1."""
 
 
-def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> RankMemory:
-    on_rank = cut.on_rank(config, rank)
+class _State(NamedTuple):
+    """What a rank holds beside activations.
+
+    Attributes:
+        by_kind: as `state_bytes` has it.
+        building: what exists when the last layer has been made.
+        late: what does not exist while there are activations.
+        grads: by stage, gradients that its first backward in a step makes.
+        lasting: gradients that are there from the beginning.
+        makes_whole: whether a first backward makes gradients that no replica has a part of.
+    """
+
+    by_kind: dict[str, float]
+    building: float
+    late: float
+    grads: tuple[float, ...]
+    lasting: float
+    makes_whole: bool
+
+
+@once_per_state
+def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _State:
     chunks = on_rank.chunks
     padding = expert_padding = 0
     if config.optimizer_settings.takes_some_whole and 0 < zero_stage(config) < 3:
@@ -354,28 +379,40 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
         padding, expert_padding = sum(one.padding for one in buckets), sum(one.expert_padding for one in buckets)
     held = {"experts": on_rank.experts, "blocks": on_rank.blocks}
     state = state_bytes(on_rank.parameters, config, padding=padding, expert_padding=expert_padding, **held)
-    layers = _layers_of(config, on_rank, on_cpu=on_cpu)
+    grads, lasting, makes_whole = [0.0] * len(chunks), 0.0, False
+    if not config.parallel.offload_params:
+        if forgets_gradients(config):
+            totals = [sum(sizes) for sizes in on_rank.by_layer]
+            grads = [state["grads"] * total / max(sum(totals), 1) for total in totals]
+            makes_whole = ranks_of_role("replicas", config.parallel) == 1
+        elif forgets_gradients(config, of_experts=True):
+            grads = [float(term_bytes(config) * experts) for experts in on_rank.experts_by_chunk]
+            makes_whole = True
+        lasting = state["grads"] - sum(grads)
+    return _State(
+        by_kind=state,
+        building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
+        late=late_bytes(config, state, on_cpu=on_cpu),
+        grads=tuple(grads),
+        lasting=lasting,
+        makes_whole=makes_whole,
+    )
+
+
+def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> RankMemory:
+    on_rank = cut.on_rank(config, rank)
+    held, layers = _state_of(config, on_rank, on_cpu=on_cpu), _layers_of(config, on_rank, on_cpu=on_cpu)
+    state, params_on_host = held.by_kind, config.parallel.offload_params
     flying = in_flight(config.parallel, rank, config.microbatches)
-    forgets = forgets_gradients(config)
-    grads = [0.0] * len(chunks)
-    if forgets:
-        totals = [sum(sizes) for sizes in on_rank.by_layer]
-        grads = [state["grads"] * total / max(sum(totals), 1) for total in totals]
-    forgets_experts = not forgets and forgets_gradients(config, of_experts=True)
-    if forgets_experts:
-        grads = [float(term_bytes(config) * experts) for experts in on_rank.experts_by_chunk]
-    lasting = state["grads"] - sum(grads)
-    if params_on_host := config.parallel.offload_params:
-        grads, lasting, forgets, forgets_experts = [0.0 for _ in grads], 0.0, False, False
-    schedule = moments(config.parallel, rank, config.microbatches)
-    peaks = _peaks(config, on_rank, schedule, flying, grads=tuple(grads), lasting=lasting, on_cpu=on_cpu)
+    schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=any(held.grads))
+    peaks = _peaks(config, on_rank, schedule, flying, grads=held.grads, lasting=held.lasting, on_cpu=on_cpu)
     is_whole = config.parallel.zero_stage < 2 and not params_on_host
     backward = (_passing_of_whole if is_whole else _passing)(config, on_rank, on_cpu=on_cpu)
     at_least, kept_until_weights = (
         max(computing + layers.working, done) for computing, done in (peaks.certain, peaks.expected)
     )
     peak = kept_until_weights + backward.passing
-    if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
+    if held.makes_whole:
         first = _passing(config, on_rank, on_cpu=on_cpu, is_first=True).passing
         peak = max(peak, peaks.first + layers.working + first)
     host = dict[str, float]()
@@ -393,8 +430,8 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
         activations=peaks.activations,
         in_flight=sum(flying),
         working=layers.working,
-        building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
-        late=late_bytes(config, state, on_cpu=on_cpu),
+        building=held.building,
+        late=held.late,
         computing=peaks.certain[0],
         completing=peaks.certain[1],
         waiting=kept_until_weights - at_least,

@@ -24,7 +24,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut, Parts
 from megacore.plan.memory import GIB, fullest_rank
-from megacore.plan.once import seen_by_layers, share_results
+from megacore.plan.once import SharedResults
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import usable_bytes
@@ -220,7 +220,7 @@ class _Result:
 
 
 class _Evaluation:
-    """Evaluates the layouts that divide a model in the same way.
+    """Evaluates layouts.
 
     Args:
         config, cluster, constraints: as for `search`.
@@ -232,10 +232,13 @@ class _Evaluation:
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = _Validity(config, constraints.world_size)
         self._cuts = _Cuts(constraints)
-        self._results = _Results()
 
-    def __call__(self, degrees: Mapping[str, Any]) -> _Result:
-        """The layouts of these degrees."""
+    def __call__(self, divisions: Iterable[Mapping[str, Any]]) -> list[_Result]:
+        """The layouts of each of these degrees, which divide layers in the same way."""
+        known = SharedResults()  # as long as they are of use
+        return [self._of_division(degrees, known) for degrees in divisions]
+
+    def _of_division(self, degrees: Mapping[str, Any], known: SharedResults) -> _Result:
         result = _Result()
         even: tuple[int, int] | None = None
         exceeding = set[tuple[int, str]]()  # what is far from fitting, and so with larger microbatches
@@ -247,7 +250,8 @@ class _Evaluation:
             if not self._is_valid(choice):
                 continue
             parallel, training = choice.parallel, choice.training
-            candidate, on_cpu = self._results.shared_by(with_choice(self._config, choice)), self._cluster.on_cpu
+            candidate, on_cpu = with_choice(self._config, choice), self._cluster.on_cpu
+            known.share_with(candidate)
             if self._cuts.is_as_by_time(candidate):
                 continue
             result.tried += 1
@@ -281,24 +285,6 @@ class _Evaluation:
                 if seconds > _SLOWER * best:
                     slower.add((alike, kind))
         return result
-
-
-class _Results:
-    """What is known of the layers of a rank. Layouts in which they are alike share it (once.py), as long as they divide
-    them in the same way: other ones come later and need none of it."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, dict[Any, Any]] = {}
-        self._division: Hashable = None
-
-    def shared_by(self, config: ResolvedConfig) -> ResolvedConfig:
-        """The configuration of a layout, which shares them from now on."""
-        parallel = config.parallel
-        division = parallel.tp, parallel.cp, parallel.ep, parallel.expert_split
-        if division != self._division:
-            self._known, self._division = {}, division
-        share_results(config, self._known.setdefault(seen_by_layers(config), {}))
-        return config
 
 
 class _Cuts:
@@ -354,7 +340,7 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
     work = [[divisions[number] for number in numbers] for numbers in groups.values()]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # where processes may be forked
     if cores == 1 or len(divisions) < _MANY_DIVISIONS:
-        found = [[evaluation(degrees) for degrees in group] for group in work]
+        found = [evaluation(group) for group in work]
     else:
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
@@ -370,7 +356,7 @@ def _share(evaluation: _Evaluation) -> None:
 
 def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:
     assert _evaluation is not None
-    return [_evaluation(degrees) for degrees in group]
+    return _evaluation(group)
 
 
 def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import operator
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -26,7 +26,7 @@ from megacore.plan.devices import Case
 from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
-from megacore.plan.once import once_per_config
+from megacore.plan.once import once_per_layers, once_per_split, once_per_state
 from megacore.plan.software import Software
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
@@ -99,6 +99,7 @@ class Speed:
     element: int
     compiled: bool = False
     layer_ranks: int = 1
+    _of_sent: dict[Sent, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def software(self) -> Software:
@@ -135,7 +136,12 @@ class Speed:
 
     def transfers(self, sent: Iterable[Sent]) -> float:
         """Seconds of transfers, one after the other."""
-        return sum(one.seconds(self.cluster.device, case=self.case) for one in sent)
+        return sum(map(self._seconds, sent))
+
+    def _seconds(self, sent: Sent) -> float:
+        if (known := self._of_sent.get(sent)) is None:
+            known = self._of_sent[sent] = sent.seconds(self.cluster.device, case=self.case)
+        return known
 
     def of_keys(self, sent: Iterable[Sent]) -> float:
         """Those of keys and values."""
@@ -146,7 +152,7 @@ class Speed:
         return self.transfers(one for one in sent if one.role == "experts")
 
 
-@once_per_config
+@once_per_split
 def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
     """Speeds in the configuration's number format."""
     given = config.logging.peak_tflops
@@ -246,7 +252,7 @@ def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
     return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
-@once_per_config
+@once_per_layers
 def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
     """One microbatch through one block."""
     block = layer.block
@@ -295,7 +301,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     return Passes(forward, backward, weight_grad)
 
 
-@once_per_config
+@once_per_layers
 def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
     """One microbatch through the embedding or the head."""
     t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
@@ -331,6 +337,16 @@ class StageTime:
         """All passes together."""
         return self.passes.sum
 
+    @functools.cached_property
+    def totals(self) -> tuple[float, float, float]:
+        """Seconds of each pass."""
+        return self.passes.forward.total, self.passes.input_grad.total, self.passes.weight_grad.total
+
+    @functools.cached_property
+    def total(self) -> float:
+        """Seconds of all passes."""
+        return self.sum.total
+
 
 def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
     """What the layers of one stage take for one microbatch.
@@ -343,7 +359,7 @@ def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Sp
     return _with_replicas(config, layers, _stage_passes(config, layers, speed), speed)
 
 
-@once_per_config
+@once_per_layers
 def _stage_passes(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> Passes:
     """One microbatch through the layers of a stage, without transfers between replicas."""
     counts: Counter[tuple[int, bool]] = Counter()
@@ -360,6 +376,7 @@ def _stage_passes(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed:
     return total
 
 
+@once_per_state
 def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
     """What replicas send of a rank's parameters, without those of experts and of those alone.
 
