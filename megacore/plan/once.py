@@ -1,8 +1,8 @@
 """Figures of a configuration that are asked for again and again, as by a search for each of a layout's ranks.
 
-Most of them depend on a part of the layout alone. What layers keep of a microbatch, and how long it takes them, does not
-depend on the number of replicas or on ZeRO. What state takes, and what replicas send of it, does not depend on the
-microbatch, on recomputation or on the schedule. Layouts that agree in such a part compute its figures once.
+Most of them depend on a part of the layout alone. What layers keep of a microbatch, and how long it takes them, depends
+neither on the number of replicas nor on ZeRO. What state takes, and what replicas send of it, depends neither on the
+microbatch nor on recomputation nor on the schedule. Layouts that agree in such a part compute its figures once.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ computed for all.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 import multiprocessing
@@ -52,6 +53,7 @@ _FAR = 1.1
 # Of the time of a smaller microbatch. A larger one that takes longer than that, and needs more memory, is worse in
 # both, and so are still larger ones: the bubble grows faster than products save.
 _SLOWER = 1.05
+Stages = tuple[range, ...]
 _MANY_DIVISIONS = 16  # of a model, which one core would take long to evaluate
 
 
@@ -293,7 +295,8 @@ class _Cuts:
     def __init__(self, constraints: Constraints) -> None:
         self._tries_time = "pipeline_balance" not in constraints.fixed
         self._parts: dict[Hashable, Parts] = {}
-        self._ranges: dict[Hashable, tuple[range, ...]] = {}
+        self._stages: dict[Hashable, Stages] = {}
+        self._alike: dict[Stages, Stages] = {}  # equal ones are one object
         self._cuts: dict[Hashable, Cut] = {}
 
     def parts(self, config: ResolvedConfig) -> Parts:
@@ -305,10 +308,10 @@ class _Cuts:
 
     def of(self, config: ResolvedConfig) -> Cut:
         """The cut of a layout."""
-        parts, ranges = self.parts(config), self._stages(config, config.parallel.pipeline_balance)
-        key = id(parts), config.parallel.pp, ranges
+        parts, stages = self.parts(config), self._stages_of(config, config.parallel.pipeline_balance)
+        key = id(parts), config.parallel.pp, id(stages)
         if key not in self._cuts:
-            self._cuts[key] = Cut(config, parts, ranges)
+            self._cuts[key] = Cut(config, parts, stages)
         return self._cuts[key]
 
     def is_as_by_time(self, config: ResolvedConfig) -> bool:
@@ -316,17 +319,18 @@ class _Cuts:
         balance = config.parallel.pipeline_balance
         if balance == "time" or not self._tries_time:
             return False
-        return self._stages(config, balance) == self._stages(config, "time")
+        return self._stages_of(config, balance) is self._stages_of(config, "time")
 
-    def _stages(self, config: ResolvedConfig, balance: str) -> tuple[range, ...]:
+    def _stages_of(self, config: ResolvedConfig, balance: str) -> Stages:
         parallel, training = config.parallel, config.training
         key: tuple[Hashable, ...] = balance, parallel.pp * parallel.virtual_stages
         if balance == "time":  # that of layers
             key += parallel.tp, parallel.cp, parallel.sequence_parallel, training.micro_batch_size, training.recompute
-        if key not in self._ranges:
+        if key not in self._stages:
             balanced = dataclasses.replace(config, parallel=dataclasses.replace(parallel, pipeline_balance=balance))
-            self._ranges[key] = tuple(stage_ranges(self.parts(config).layers, balanced))
-        return self._ranges[key]
+            stages = tuple(stage_ranges(self.parts(config).layers, balanced))
+            self._stages[key] = self._alike.setdefault(stages, stages)
+        return self._stages[key]
 
 
 _evaluation: _Evaluation | None = None  # in a process that shares a search
@@ -352,6 +356,7 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
 def _share(evaluation: _Evaluation) -> None:
     global _evaluation
     _evaluation = evaluation
+    gc.disable()  # much is kept until the end, and there are no cycles to find in it
 
 
 def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:

@@ -356,12 +356,15 @@ def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Sp
         layers: of the stage.
         speed: of the device.
     """
-    return _with_replicas(config, layers, _stage_passes(config, layers, speed), speed)
+    alone = _stage_alone(config, layers, speed)
+    if config.parallel.zero_stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
+        return alone
+    return _with_replicas(config, layers, alone.passes, speed)
 
 
 @once_per_layers
-def _stage_passes(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> Passes:
-    """One microbatch through the layers of a stage, without transfers between replicas."""
+def _stage_alone(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
+    """A stage whose replicas send nothing in a microbatch."""
     counts: Counter[tuple[int, bool]] = Counter()
     blocks: dict[tuple[int, bool], PlannedLayer] = {}
     total = Passes()
@@ -373,7 +376,7 @@ def _stage_passes(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed:
         blocks[key] = layer
     for key, count in counts.items():
         total += block_passes(config, blocks[key], speed, again=key[1]).times(count)
-    return total
+    return StageTime(passes=total)
 
 
 @once_per_state
@@ -390,13 +393,10 @@ def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> t
 
 def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
     """With what ZeRO's stages 2 and 3 send in every microbatch."""
-    stage = config.parallel.zero_stage
-    if stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
-        return StageTime(passes=total)
     whole = [range(len(layers))]
     both = rank_replicas(config, held_parameters(layers, whole), experts=held_experts(config, layers, whole))
     gather = 0.0
-    if stage == 3:
+    if config.parallel.zero_stage == 3:
         gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)
     reduce = speed.transfers(replace(one.gradients, count=1) for one in both if one.gradients is not None)
     backward = total.input_grad.total + total.weight_grad.total
