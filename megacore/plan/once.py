@@ -77,9 +77,9 @@ def seen_by_layers(config: ResolvedConfig) -> tuple[Hashable, ...]:
 
 
 def seen_by_state(config: ResolvedConfig) -> tuple[Hashable, ...]:
-    """What the state of a rank, and its replicas, see of a layout of given ranks."""
+    """What the state of a rank, and its replicas, see of a layout of given ranks, of which the others are replicas."""
     parallel = config.parallel
-    degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.expert_split
+    degrees = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split
     # On stages 2 and 3 replicas communicate in every microbatch.
     passes = (config.microbatches, parallel.may_split_backward) if parallel.zero_stage >= 2 else ()
     return *degrees, parallel.zero_stage, *passes
