@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,10 +84,8 @@ def sharing(groups: Groups, node: int) -> int:
 def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> None:
     config = random_layout(seed)
     layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
-    stage = world // pp
     for rank in range(pp):
-        collectives = [sent for sent in rank_traffic(config, layers, rank) if sent.role != "pipeline"]
-        for sent in set(collectives):
+        for sent in collectives(rank_traffic(config, layers, rank)):
             groups = list(groups_of(sent, config))
             assert sorted(sum(groups, ())) == list(range(world))
             for node in NODES:
@@ -103,7 +101,6 @@ def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> No
         assert groups_between_nodes(message.ranks, message.stride, message.among, node) == sharing(pipelines, node)
         ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
         assert groups_between_nodes(tied.ranks, tied.stride, tied.among, node) == sharing(ends, node)
-    assert sorted(rank for ranks in pipelines for rank in ranks) == list(range(stage * pp))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -112,29 +109,29 @@ def test_bytes_are_those_of_the_rank_that_sends_most_over_each_class_of_links(se
     layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
     traffic = [rank_traffic(config, layers, rank) for rank in range(pp)]
     for node in NODES:
-        planned, counted = dict[Any, float](), dict[Any, float]()
+        most, counted = dict[Any, float](), dict[Any, float]()
         for rank in range(pp):
             for key, size in bytes_by_link(traffic[rank], node).items():
-                planned[key] = max(size, planned.get(key, 0.0))
+                most[key] = max(size, most.get(key, 0.0))
         crossing = [
             {sent: sharing(groups_of(sent, config), node) > 0 for sent in collectives(all_)} for all_ in traffic
         ]
         for rank in range(world):
-            sent_here: Counter[Any] = messages_of(rank, config, node)
+            sent_here = messages_of(rank, config, node)
             for sent, is_between in crossing[rank // (world // pp)].items():
                 sent_here[sent.kind, "network" if is_between else "node"] += sent.sent_bytes
             counted |= {key: max(size, counted.get(key, 0.0)) for key, size in sent_here.items()}
-        assert planned == pytest.approx(counted, rel=1e-12), node
+        assert most == pytest.approx(counted, rel=1e-12), node
 
 
 def collectives(traffic: Iterable[Sent]) -> list[Sent]:
     return [sent for sent in traffic if sent.role != "pipeline"]
 
 
-def messages_of(rank: int, config: ResolvedConfig, node: int) -> Counter[Any]:
+def messages_of(rank: int, config: ResolvedConfig, node: int) -> defaultdict[Any, float]:
     """Bytes that a rank sends to other pipeline stages, from one stage of the model to the next and back."""
     pp, stages = config.parallel.pp, config.parallel.pp * config.parallel.virtual_stages
-    size, found = config.parallel.ranks // pp, Counter[Any]()
+    size, found = config.parallel.ranks // pp, defaultdict[Any, float](float)
     own, position = divmod(rank, size)
 
     def send(kind: str, to_stage: int, number: float) -> None:
