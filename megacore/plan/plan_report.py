@@ -167,9 +167,11 @@ def _links(plan: Plan) -> Iterator[str]:
     yield ""
     yield "| transfers | links | MB |"
     yield "|---|---|---|"
-    for (kind, link), size in plan.link_bytes().items():
+    sizes = plan.link_bytes()
+    kinds = list(dict.fromkeys(kind for kind, _ in sizes))
+    for (kind, link), size in sorted(sizes.items(), key=lambda item: kinds.index(item[0][0])):
         yield f"| {kind} | {LINKS[link]} | {size / 1e6:,.3f} |"
-    if not plan.link_bytes():
+    if not sizes:
         yield "| none | | 0 |"
 
 
