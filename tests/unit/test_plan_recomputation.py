@@ -51,11 +51,11 @@ def test_dense_blocks_before_experts_are_counted_as_such() -> None:
 
 
 def test_virtual_stages_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama 3 8B on 16 stages of two blocks each: all of them are recomputed."""
+    """Llama 3 8B on 16 stages of about two blocks each: nearly all of them are recomputed."""
     flags = "pretrain_gpt.py --preset llama-3-8b --pp 4 --dp 2 --global-batch-size 16 --schedule interleaved "
     flags += "--virtual-stages 4 --pipeline-balance parameters --cluster h100 --recompute full"
     whole, two = planned(capsys, flags), planned(capsys, f"{flags} --recompute-num-layers 2")
     rate = "TFLOP/s per GPU, {} FLOPs, full attention"
-    ratio = [plan["figures"][rate.format("hardware")]["value"] / plan["figures"][rate.format("model")]["value"] for plan in (whole, two)]
-    assert ratio[0] == pytest.approx(ratio[1], rel=0.01)
-    assert ratio[0] > 1.3
+    rates = [[plan["throughput"][rate.format(kind)]["value"] for kind in ("hardware", "model")] for plan in (whole, two)]
+    all_blocks, counted = (hardware / model for hardware, model in rates)
+    assert 1.29 < counted < all_blocks < 1.32  # some stages have a third block; 1.08 with a stage per rank
