@@ -1,12 +1,14 @@
-"""Buckets of the matrices that an optimizer such as Muon takes whole, as data parallelism makes them.
+"""The matrices that an optimizer such as Muon takes whole: their buckets, as data parallelism makes them, and which rank
+computes the direction of which (optim/whole_matrices.py).
 
 Those of experts have buckets of their own, which the ranks that hold copies of them shard.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
-from megacore.plan.packing import bucket_ends, pack
+from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
@@ -99,6 +101,70 @@ def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directi
     )
 
 
+def busiest_seconds(
+    config: ResolvedConfig,
+    chunks: Sequence[Sequence[PlannedLayer]],
+    seconds: Callable[[Product], float],
+    *,
+    on_cpu: bool,
+) -> float:
+    """How long the rank that computes most needs for the directions of its matrices.
+
+    A matrix is computed once among its replicas: where its state is, or on ZeRO's stage 0 by one of them. Ranks that
+    hold slices of the same matrices compute as many at a time as they are, and wait for the largest.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each stage of a pipeline rank.
+        seconds: of a matrix, or of several in one product.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    parallel = config.parallel
+    t, split = ranks_of_role("layer", parallel), parallel.expert_split
+    busy = {False: [0.0] * shard_ranks(parallel), True: [0.0] * expert_copies(parallel)}
+    work = {of_experts: [0.0] * len(ranks) for of_experts, ranks in busy.items()}
+    for chunk in chunks:
+        for bucket in _update_buckets(config, chunk, on_cpu=on_cpu):
+            group = split if bucket.of_experts else t
+            at_once = group if zero_stage(config) or len(busy[bucket.of_experts]) == 1 else len(bucket.matrices)
+            works, ranks = [matrix.work for matrix in bucket.matrices], work[bucket.of_experts]
+            of_rank: list[list[_Matrix]] = [[] for _ in ranks]
+            for matrix, rank in zip(bucket.matrices, exchange(bucket.shard_of, works, ranks, fixed=0), strict=True):
+                of_rank[rank].append(matrix)
+                ranks[rank] += matrix.work
+            for rank, held in enumerate(of_rank):
+                busy[bucket.of_experts][rank] += _seconds_in_turn(held, group, at_once, seconds)
+    dense, experts = busy[False], busy[True]
+    members = range(max(len(dense) * t, len(experts) * parallel.ep * split))
+    return max(
+        dense[member // t % len(dense)] + experts[member // (parallel.ep * split) % len(experts)] for member in members
+    )
+
+
+def _seconds_in_turn(
+    matrices: Sequence[_Matrix], ranks: int, at_once: int, seconds: Callable[[Product], float]
+) -> float:
+    """Of matrices whose slices so many ranks hold, each computed by one of them; slices of `at_once` are given
+    together."""
+    total = 0.0
+    for first in range(0, len(matrices), at_once):
+        timed = [(matrix, sum(map(seconds, matrix.products))) for matrix in matrices[first : first + at_once]]
+        cut = [time for matrix, time in timed if matrix.is_cut]
+        total += sum(max(cut[begin : begin + ranks]) for begin in range(0, len(cut), ranks))
+        total += sum(time for matrix, time in timed if not matrix.is_cut)
+    return total
+
+
+def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
+    """The buckets of a stage by which ranks share the update; on ZeRO's stage 3 each layer has its own."""
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    parts = [[layer] for layer in chunk] if zero_stage(config) == 3 else [chunk]
+    for part in parts:
+        yield from _all_buckets(config, part, on_cpu=on_cpu, shards=shards, copies=copies)
+        if copies == 1 and (experts := [one for one in _of_chunk(config, part, on_cpu=on_cpu) if one[1].of_expert]):
+            yield from _buckets(tuple((at, *one) for at, one in enumerate(experts)), 1, 0)
+
+
 def _of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, _Matrix]]:
     """The matrices of a stage, each with the number of its layer, the last used first."""
     return [
@@ -116,9 +182,17 @@ def _all_buckets(
     (held,) = held_by_layer([chunk])
     limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
     matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
-    yield from _buckets([(at, *one) for at, one in enumerate(matrices) if not one[1].of_expert], shards, limit)
+    yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if not one[1].of_expert), shards, limit)
     if copies > 1:
-        yield from _buckets([(at, *one) for at, one in enumerate(matrices) if one[1].of_expert], copies, limit)
+        yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if one[1].of_expert), copies, limit)
+
+
+class Product(NamedTuple):
+    """Matrices of one shape that are computed together."""
+
+    count: int
+    rows: int
+    columns: int
 
 
 class _Matrix(NamedTuple):
@@ -126,36 +200,49 @@ class _Matrix(NamedTuple):
 
     Attributes:
         size: elements.
+        work: of its update, in the optimizer's unit.
+        products: what it consists of where its slices are joined.
         of_expert: whether it is of experts, which fewer ranks hold copies of.
         is_joined: whether it stays in one bucket with the next one.
         is_cut: whether tensor-parallel ranks split it, where there are any.
     """
 
     size: int
+    work: float
+    products: tuple[Product, ...]
     of_expert: bool = False
     is_joined: bool = False
     is_cut: bool = True
 
 
 class _Bucket(NamedTuple):
-    """A bucket: elements with padding, padding, the place of its last matrix, and the layers of its matrices."""
+    """A bucket: elements with padding, padding, the place of its last matrix, the layers of its matrices, and these with
+    the shard of each."""
 
     size: int
     padding: int
     last: int
     layers: frozenset[int]
     of_experts: bool
+    matrices: Sequence[_Matrix]
+    shard_of: Sequence[int]
 
 
-def _buckets(matrices: Sequence[tuple[int, int, _Matrix]], shards: int, limit: int) -> Iterator[_Bucket]:
+@functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
+def _buckets(matrices: tuple[tuple[int, int, _Matrix], ...], shards: int, limit: int) -> tuple[_Bucket, ...]:
     """The buckets of matrices, each with its place and its layer, over so many shards."""
+    return tuple(_in_buckets(matrices, shards, limit))
+
+
+def _in_buckets(matrices: Sequence[tuple[int, int, _Matrix]], shards: int, limit: int) -> Iterator[_Bucket]:
     aligned = [-(-matrix.size // _ALIGNMENT) * _ALIGNMENT for _, _, matrix in matrices]
     joined = {number for number, (_, _, matrix) in enumerate(matrices) if matrix.is_joined}
     ends = [len(matrices)] if matrices else []
     if shards > 1:
         ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
     for begin, end in pairwise([0, *ends]):
-        size = shards * pack(aligned[begin:end], shards).shard_size
+        packing = pack(aligned[begin:end], shards)
+        size = shards * packing.shard_size
         inside = matrices[begin:end]
         yield _Bucket(
             size=size,
@@ -163,12 +250,14 @@ def _buckets(matrices: Sequence[tuple[int, int, _Matrix]], shards: int, limit: i
             last=inside[-1][0],
             layers=frozenset(layer for _, layer, _ in inside),
             of_experts=inside[0][2].of_expert,
+            matrices=[matrix for _, _, matrix in inside],
+            shard_of=packing.shard_of,
         )
 
 
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
-    ranks, takes_whole = ranks_of_role("layer", config.parallel), config.optimizer_settings.takes_whole
+    ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings
     inner, h, share = block.inner_size, block.hidden_size, expert_share(config, block)
     mlp, found = "mlp", list[_Matrix]()
     if share is not None:
@@ -176,9 +265,9 @@ def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu
     into = ["up", "gate"] if block.gated else ["up"]
     joins = block.activation == "swiglu" and not block.mlp_bias and share is None and not on_cpu
 
-    def add(part: str, shape: tuple[int, ...], held: int, **how: bool) -> None:
-        if takes_whole(f"{name}.{part}.weight", shape):
-            found.append(_Matrix(held, **how))
+    def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
+        if settings.takes_whole(f"{name}.{part}.weight", shape):
+            found.append(_Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how))
 
     if inner:
         add(f"{mlp}.down", (h, inner), h * inner // ranks)
@@ -186,13 +275,23 @@ def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu
             add(f"{mlp}.{kind}", (inner, h), h * inner // ranks, is_joined=joins and kind == "up")
     if share is not None:
         number, width = share.experts.num_experts, share.experts.moe_ffn_hidden_size
-        add("mlp.experts.down", (number, h, width), share.matrix, of_expert=True)
+        add("mlp.experts.down", (number, h, width), share.matrix, Product(share.held, h, width), of_expert=True)
         for kind in into:
-            add(f"mlp.experts.{kind}", (number, width, h), share.matrix, of_expert=True)
+            add(f"mlp.experts.{kind}", (number, width, h), share.matrix, Product(share.held, width, h), of_expert=True)
         add("mlp.router", (number, h), number * h, is_cut=False)
     *projections, output = attention_matrices(block)
-    for part, shape in [("attention.output", output), *(("attention.qkv", one) for one in reversed(projections))]:
-        add(part, shape, math.prod(shape) // ranks)
+    add("attention.output", output, math.prod(output) // ranks)
+    for shape in reversed(projections):
+        products = () if block.multi_latent_attention else _of_qkv(block, settings.split_qkv)
+        add("attention.qkv", shape, math.prod(shape) // ranks, *products)
     for shape in short_matrices(block):
         add("attention", shape, math.prod(shape), is_cut=False)
     return found
+
+
+def _of_qkv(block: ResolvedModel, split: str) -> list[Product]:
+    """What the optimizer takes as one matrix in the projection to queries, keys and values; none: all of it."""
+    heads, groups, d, h = block.num_attention_heads, block.query_groups, block.head_size, block.hidden_size
+    if split == "heads":
+        return [Product(heads + 2 * groups, d, h)]
+    return [Product(1, number * d, h) for number in (heads, groups, groups)] if split == "qkv" else []
