@@ -100,8 +100,8 @@ class OptimizerSettings(Section):
 
     @property
     def newton_schulz_steps(self) -> int:
-        """Steps of the iteration that makes the direction of a matrix orthogonal, in the format of `direction_bytes`; 0:
-        there is none."""
+        """Steps of the iteration that makes the direction of a matrix orthogonal; 0: there is none. It computes in the
+        format of the direction."""
         return 0
 
     @property

@@ -1,5 +1,5 @@
-"""The matrices that an optimizer such as Muon takes whole: their buckets, as data parallelism makes them, and which rank
-computes the direction of which (optim/whole_matrices.py).
+"""The matrices that an optimizer such as Muon takes whole: their buckets, as data parallelism makes them, and which
+rank computes the direction of which (optim/whole_matrices.py).
 
 Those of experts have buckets of their own, which the ranks that hold copies of them shard.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
+from megacore.plan.once import once_per_config
 from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
@@ -128,8 +129,9 @@ def busiest_seconds(
             group = split if bucket.of_experts else t
             at_once = group if zero_stage(config) or len(busy[bucket.of_experts]) == 1 else len(bucket.matrices)
             works, ranks = [matrix.work for matrix in bucket.matrices], work[bucket.of_experts]
+            places = exchange(bucket.shard_of, works, ranks, fixed=bucket.fixed)
             of_rank: list[list[_Matrix]] = [[] for _ in ranks]
-            for matrix, rank in zip(bucket.matrices, exchange(bucket.shard_of, works, ranks, fixed=0), strict=True):
+            for matrix, rank in zip(bucket.matrices, places, strict=True):
                 of_rank[rank].append(matrix)
                 ranks[rank] += matrix.work
             for rank, held in enumerate(of_rank):
@@ -156,13 +158,69 @@ def _seconds_in_turn(
 
 
 def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
-    """The buckets of a stage by which ranks share the update; on ZeRO's stage 3 each layer has its own."""
+    """The buckets with matrices of a stage, one after the other in the update."""
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
-    parts = [[layer] for layer in chunk] if zero_stage(config) == 3 else [chunk]
-    for part in parts:
-        yield from _all_buckets(config, part, on_cpu=on_cpu, shards=shards, copies=copies)
-        if copies == 1 and (experts := [one for one in _of_chunk(config, part, on_cpu=on_cpu) if one[1].of_expert]):
-            yield from _buckets(tuple((at, *one) for at, one in enumerate(experts)), 1, 0)
+    matrices = tuple((at, *one) for at, one in enumerate(_of_chunk(config, chunk, on_cpu=on_cpu)))
+    (held,) = held_by_layer([chunk])
+    if zero_stage(config) == 3:  # each layer by itself
+        for number, inside in _by_layer(matrices).items():
+            beside = held[number] - sum(matrix.size for matrix in inside)
+            for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
+                if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
+                    yield _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
+        return
+    limit = _bucket_bytes(config, held)
+    if shards == copies == 1:
+        yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
+        return
+    for kind, ranks in ((False, shards), (True, copies)):
+        alike = tuple(one for one in matrices if one[2].of_expert == kind)
+        yield from _buckets(alike, ranks, limit, ends_with_one=True)
+
+
+def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) -> Iterator[tuple[_Placed, ...]]:
+    """The matrices of each bucket where all parameters of a layer follow each other: a bucket is full at `limit`
+    bytes. The few vectors of a block count with its last matrix. Places and layers are left out.
+
+    Args:
+        matrices: the last used first.
+        held: parameters of each layer.
+        limit: of a bucket.
+    """
+    by_layer = _by_layer(matrices)
+    for kind in (False, True):
+        members: list[_Placed] = []
+        size = 0
+        for number in reversed(range(len(held))):
+            inside = by_layer.get(number, [])
+            for matrix in inside:
+                if matrix.of_expert == kind:
+                    members.append((0, 0, matrix))
+                    size += 4 * matrix.size
+                    if size >= limit and not matrix.is_joined:
+                        yield tuple(members)
+                        members, size = [], 0
+            if not kind:
+                size += 4 * (held[number] - sum(matrix.size for matrix in inside))
+            if size >= limit:
+                if members:
+                    yield tuple(members)
+                members, size = [], 0
+        if members:
+            yield tuple(members)
+
+
+def _by_layer(matrices: Iterable[_Placed]) -> dict[int, list[_Matrix]]:
+    """Matrices by the number of their layer."""
+    found: dict[int, list[_Matrix]] = {}
+    for _, layer, matrix in matrices:
+        found.setdefault(layer, []).append(matrix)
+    return found
+
+
+def _bucket_bytes(config: ResolvedConfig, held: Sequence[int]) -> int:
+    """At which a bucket is full in a small replica group, or a quarter of the stage; of fp32."""
+    return min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
 
 
 def _of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, _Matrix]]:
@@ -180,7 +238,7 @@ def _all_buckets(
 ) -> Iterator[_Bucket]:
     """Those of matrices that all replicas hold, and those of experts that some of them hold."""
     (held,) = held_by_layer([chunk])
-    limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
+    limit = _bucket_bytes(config, held)
     matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
     yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if not one[1].of_expert), shards, limit)
     if copies > 1:
@@ -215,9 +273,13 @@ class _Matrix(NamedTuple):
     is_cut: bool = True
 
 
+_Placed = tuple[int, int, _Matrix]
+"""A matrix with its place among those of a stage, and the number of its layer."""
+
+
 class _Bucket(NamedTuple):
-    """A bucket: elements with padding, padding, the place of its last matrix, the layers of its matrices, and these with
-    the shard of each."""
+    """A bucket: elements with padding, padding, the place of its last matrix, the layers of its matrices, these with
+    the shard of each, and how many shards, the first ones, have no choice of a rank."""
 
     size: int
     padding: int
@@ -226,35 +288,51 @@ class _Bucket(NamedTuple):
     of_experts: bool
     matrices: Sequence[_Matrix]
     shard_of: Sequence[int]
+    fixed: int
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def _buckets(matrices: tuple[tuple[int, int, _Matrix], ...], shards: int, limit: int) -> tuple[_Bucket, ...]:
-    """The buckets of matrices, each with its place and its layer, over so many shards."""
-    return tuple(_in_buckets(matrices, shards, limit))
+def _buckets(
+    matrices: tuple[_Placed, ...], shards: int, limit: int, *, ends_with_one: bool = False
+) -> tuple[_Bucket, ...]:
+    """The buckets of matrices over so many shards.
 
-
-def _in_buckets(matrices: Sequence[tuple[int, int, _Matrix]], shards: int, limit: int) -> Iterator[_Bucket]:
-    aligned = [-(-matrix.size // _ALIGNMENT) * _ALIGNMENT for _, _, matrix in matrices]
+    Args:
+        matrices: the last used first.
+        shards: number of shards.
+        limit: bytes of a bucket in a small replica group.
+        ends_with_one: whether there are several buckets with one shard too.
+    """
+    aligned = [_aligned(matrix) for _, _, matrix in matrices]
     joined = {number for number, (_, _, matrix) in enumerate(matrices) if matrix.is_joined}
     ends = [len(matrices)] if matrices else []
-    if shards > 1:
+    if shards > 1 or ends_with_one:
         ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
-    for begin, end in pairwise([0, *ends]):
-        packing = pack(aligned[begin:end], shards)
-        size = shards * packing.shard_size
-        inside = matrices[begin:end]
-        yield _Bucket(
-            size=size,
-            padding=size - sum(matrix.size for _, _, matrix in inside),
-            last=inside[-1][0],
-            layers=frozenset(layer for _, layer, _ in inside),
-            of_experts=inside[0][2].of_expert,
-            matrices=[matrix for _, _, matrix in inside],
-            shard_of=packing.shard_of,
-        )
+    return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
+@functools.lru_cache(maxsize=256)
+def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Bucket:
+    """A bucket of matrices; `taken`: elements before them that shards may split."""
+    packing = pack([_aligned(matrix) for _, _, matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
+    size = shards * packing.shard_size
+    return _Bucket(
+        size=size,
+        padding=size - taken - sum(matrix.size for _, _, matrix in matrices),
+        last=matrices[-1][0],
+        layers=frozenset(layer for _, layer, _ in matrices),
+        of_experts=matrices[0][2].of_expert,
+        matrices=[matrix for _, _, matrix in matrices],
+        shard_of=packing.shard_of,
+        fixed=-(-taken // max(packing.shard_size, 1)),
+    )
+
+
+def _aligned(matrix: _Matrix) -> int:
+    return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
+
+
+@once_per_config
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings
