@@ -49,4 +49,4 @@ def _seconds(product: Product, steps: int, speed: Speed) -> float:
     added = speed.memory(speed.element * (m * m + m * n))  # what the second and the third product are added to
     step = sum(products) + added - 3 * speed.launch
     around = speed.memory((4 * _FP32_PASSES + speed.element * _NARROW_PASSES) * m * n)
-    return product.count * (steps * step + around) + 3 * steps * speed.launch
+    return product.number * (steps * step + around) + 3 * steps * speed.launch

@@ -248,7 +248,7 @@ def _all_buckets(
 class Product(NamedTuple):
     """Matrices of one shape that are computed together."""
 
-    count: int
+    number: int
     rows: int
     columns: int
 

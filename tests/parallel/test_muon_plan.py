@@ -56,7 +56,7 @@ def flops_of_update(rank: int, ranks: int, directory: str, *, layout: Layout, se
 def flops(product: Product) -> float:
     """Of five Newton-Schulz steps, as Jordan et al. write them."""
     m, n = sorted((product.rows, product.columns))
-    return 5.0 * product.count * (2 * m * n * m + 2 * m * m * m + 2 * m * m * n)
+    return 5.0 * product.number * (2 * m * n * m + 2 * m * m * m + 2 * m * m * n)
 
 
 @pytest.mark.parametrize(
