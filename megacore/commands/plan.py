@@ -292,6 +292,8 @@ def _read(args: argparse.Namespace) -> _Request:
                 require_writable(path, flag)
             except UserError as error:
                 problems.append(str(error))
+    if args.timeline is not None and args.timeline == args.memory_timeline:
+        problems.append(f"--timeline and --memory-timeline are both {args.timeline}: give each another file")
     if args.picture is not None and not args.search:
         problems.append(f"--picture {args.picture} draws what --search finds: add --search, or use --timeline")
     if args.search:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,93 @@ def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
         load_cluster(path)
     assert len(refused.value.problems) == 2
     assert "based_on = 'h900' is not known" in refused.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("peak_tflops = 300", "peak_tflops = 300 must be a table, as in [peak_tflops] and bf16 = 312"),
+        ("name = 3", 'name = 3 must be one line of text in quotes, as in name = "mine"'),
+        ("source = 3", 'source = 3 must be one line of text in quotes, as in source = "mine"'),
+        ('source = "a\\nb"', "source = 'a\\nb' must be one line of text in quotes"),
+        (
+            "[peak_tflops]\nbf17 = 3",
+            "peak_tflops.bf17 is not a format: use fp32, tf32, bf16 or fp16 (did you mean bf16?)",
+        ),
+        ("[efficiency]\nlink = 0.5", "efficiency.link is not known: use products, attention, memory, links"),
+    ],
+)
+def test_a_field_of_another_type_is_not_called_missing(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    (problem,) = refused.value.problems
+    assert said in problem
+
+
+def test_a_misspelled_base_is_suggested(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('based_on = "h10"\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    assert refused.value.problems[0].endswith("(did you mean h100?)")
+
+
+def make_odd_file(path: Path, kind: str) -> None:
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        contents = {"empty": b"", "binary": b"\xff\x00", "nested": b"a = " + b"[" * 100_000, "huge": b"#" * (1 << 21)}
+        path.write_bytes(contents[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("directory", "cannot be read: Is a directory"),
+        ("pipe", "cannot be read: is not a regular file"),
+        ("empty", "is empty: give its fields"),
+        ("binary", "is not valid TOML: it is not text in UTF-8"),
+        ("nested", "is not valid TOML: its values are nested too deeply"),
+        ("huge", "cannot be read: has 2,097,152 bytes, more than the 1,048,576 that are read"),
+    ],
+)
+def test_an_odd_cluster_file_is_refused_and_not_waited_for(kind: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    make_odd_file(path, kind)
+    with pytest.raises(ConfigError) as refused:
+        cluster_named(str(path))
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"--cluster {path} {said}")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc refuses new files to root too")
+def test_pictures_that_cannot_be_written_are_refused_before_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe.svg"
+    os.mkfifo(pipe)
+    flags = f"pretrain_gpt.py --preset gpt2-small --cluster moon --timeline {pipe} --memory-timeline /proc/m.svg"
+    assert main(flags.split()) == 2
+    out, text = capsys.readouterr()
+    assert not out
+    for part in (
+        "3 problems",
+        "--cluster moon",
+        f"--timeline {pipe} is not a regular file",
+        "--memory-timeline /proc/m.svg cannot be written: /proc takes no new files",
+    ):
+        assert part in text
+
+
+def test_two_pictures_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.svg"
+    flags = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --timeline {path} --memory-timeline {path}"
+    assert main(flags.split()) == 2
+    assert f"--timeline and --memory-timeline are both {path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
