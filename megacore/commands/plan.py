@@ -12,8 +12,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ParallelConfig, ResolvedConfig
@@ -28,13 +29,18 @@ from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
+from megacore.files import replace_bytes, why_unwritable
+from megacore.parallel.processors import available_cores
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.calibration import calibrate
+from megacore.plan.calibration import base_of, calibrate, machine_of, wrong_base
+from megacore.plan.calibration_report import calibration_json, calibration_text
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
+from megacore.plan.measured_run import Launch, Machine, read_run
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
+from megacore.plan.room import host_capacity
 from megacore.plan.search import Found, search
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
@@ -42,6 +48,7 @@ from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 _DRY_RUN = "--dry-run"
+_T = TypeVar("_T")
 _DATA_FIELDS = {"mock_data", "data_path"}
 MOST_RANKS = 1 << 20
 
@@ -94,8 +101,10 @@ class _Parser(ToolParser):
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         known, rest = self.parse_known_args(argv, namespace)
+        words = list(sys.argv[1:] if argv is None else argv)
         known.flags, known.problems = rest, self._problems
-        _give_back_value(known, list(sys.argv[1:] if argv is None else argv))
+        known.given = [flag for word in words if (flag := word.split("=")[0]) in self._option_string_actions]
+        _give_back_value(known, words)
         return known
 
 
@@ -502,19 +511,54 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    unused = [
-        f"{flag.split('=')[0]} has no effect with --calibrate: leave it out" for flag in args.flags if flag[:2] == "--"
-    ]
-    if args.software is not None:
-        unused.append(f"--software {args.software} has no effect with --calibrate, which reads a run of megacore")
-    if problems := [*args.problems, *unused]:
+    directory: Path = args.calibrate
+    path, problems = directory / "cluster.toml", [*args.problems, *_without_effect(args)]
+    run = _collected(partial(read_run, directory), problems)
+    launch = Launch() if run is None else run.launch
+    base = _collected(partial(base_of, args.cluster, launch), problems)
+    if run is not None and base is not None:
+        problems += wrong_base(base, run)
+    if directory.is_dir() and (why := why_unwritable(path)) is not None:
+        problems.append(f"--calibrate {directory}: {path.name} {why}, but the fitted cluster is written there")
+    if problems or run is None or base is None:
         raise ConfigError(problems)
-    base = cluster_named(args.cluster or "cpu")
-    fitted = calibrate(args.calibrate, base)
-    path = args.calibrate / "cluster.toml"
-    path.write_text(to_toml(fitted.cluster), encoding="utf-8")
-    print("\n".join(fitted.report))
+    fit = calibrate(run, base, machine_of(args.cluster, base, run, _this_machine()))
+    replace_bytes(path, to_toml(fit.cluster).encode(), durable=False)
+    if args.json:
+        print(json.dumps(calibration_json(fit, path), indent=1))
+        return
+    print(calibration_text(fit))
     print(f"wrote {path}: use it with --cluster {path}")
+
+
+def _without_effect(args: argparse.Namespace) -> Iterator[str]:
+    """What is given beside --calibrate and changes nothing."""
+    reads = "--calibrate, which reads the configuration of the run from its directory"
+    if args.entry is not None:
+        yield f"{args.entry} has no effect with {reads}: leave it out"
+    flags = [*args.given, *(word.split("=")[0] for word in args.flags if word.startswith("--"))]
+    for flag in dict.fromkeys(flags):
+        if flag == "--software":
+            yield f"--software {args.software} has no effect with --calibrate, which reads a run of megacore"
+        elif flag not in ("--calibrate", "--cluster", "--json"):
+            yield f"{flag} has no effect with --calibrate: leave it out"
+
+
+def _collected(read: Callable[[], _T], problems: list[str]) -> _T | None:
+    """What a function returns; or None, and what it refuses added to the problems."""
+    try:
+        return read()
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _this_machine() -> Machine | None:
+    memory = host_capacity()
+    if memory is None:
+        return None
+    source = "of this machine, as the run recorded none in events.jsonl"
+    return Machine(cores=available_cores(), memory_bytes=memory, source=source)
 
 
 def _tokens(text: str) -> float:
