@@ -100,7 +100,7 @@ def require_writable(path: Path, flag: str = "-o") -> None:
         UserError: as for `save`, or it is no regular file, or its directory does not exist or takes no files.
     """
     if path.suffix.lower() not in SUFFIXES:
-        better = path.with_suffix(".svg") if path.name.strip(".") else "out.svg"
+        better = path.with_suffix(".svg") if path.name[:1] not in ("", ".") else "out.svg"
         raise UserError(f"{flag} {path} must end in .svg or .png: use {flag} {better}")
     if (why := why_unwritable(path)) == "is a directory":
         raise UserError(f"{flag} {path} is a directory: name a file in it, as in {flag} {path / 'out.svg'}")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megacore.commands.plan import dry_run
 from megacore.config.cli import save_toml
 from megacore.errors import ConfigError
 from megacore.plan.cluster import CLUSTERS, cluster_named, load_cluster, to_toml
 from tests.parity.runs import make_config
+from tests.unit.planning import planned
 from tools.plan import main
 
 
@@ -302,7 +304,7 @@ def test_a_cluster_is_suggested_only_where_its_name_is_near(
     [
         ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl is missing"]),
         ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
-        ("--goodput", ["--goodput: expected one argument"]),
+        ("--goodput", ["--goodput needs a value: --goodput SHARE"]),
         (
             "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
             ["--search: no layout of --world-size 4 fits h100"],
@@ -318,3 +320,83 @@ def test_every_refusal_is_a_list(
     assert last == "Flags and their defaults: plan.py --help"
     for line, said in zip(listed, problems, strict=True):
         assert line.startswith("  - ") and said.replace("{tmp}", str(tmp_path)) in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--preset gpt2-small --clustr h100", ["--clustr is not a flag: did you mean --cluster?"]),
+        (
+            "--preset gpt2-small --cluster h100 --timelin x.svg --top 3",
+            ["--timelin is not a flag: did you mean --timeline?", "--top has no"],
+        ),
+        (
+            "--preset gpt2-small --cluster h100 --goodput 0.5",
+            ["--goodput has no effect without --tokens: add --tokens, or leave it out"],
+        ),
+        ("--preset gpt2-small --cluster h100 --price-per-hour 3", ["--price-per-hour has no effect without --tokens"]),
+        (
+            "--preset gpt2-small --cluster h100 --cluster=a100-80g",
+            ["--cluster is given twice, as --cluster h100 and as --cluster a100-80g"],
+        ),
+        (
+            "--preset gpt2-small --cluster h100 --device cpu",
+            ["--device cpu: the cluster h100 has accelerators: leave it out, or use"],
+        ),
+        (
+            "--preset gpt2-small --cluster cpu --device cuda",
+            ["--device cuda: the cluster cpu computes on CPUs: leave it out, or use"],
+        ),
+        ("--preset gpt2-small --cluster h100 --json=yes", ["--json yes: a switch takes no value: use --json"]),
+        (
+            "--preset gpt2-small --cluster h100 --dry-run full",
+            ["--dry-run has no effect here, as plan.py always plans"],
+        ),
+        ("--cluster h100 --preset gpt2-small foo", ["--preset gpt2-small foo: 'foo' belongs to no flag"]),
+        ("--cluster h100 --preset gpt2-small --train-iters 10 foo", ["--train-iters 10 foo: 'foo' belongs to no flag"]),
+        (
+            "--preset gpt2-small --cluster h100 --timeline .svg",
+            ["--timeline .svg must end in .svg or .png: use --timeline out.svg"],
+        ),
+    ],
+)
+def test_a_refusal_says_what_was_given_and_nothing_else(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted(problems), strict=True):
+        assert line.startswith(f"  - {said}"), line
+
+
+def test_a_flag_of_ours_may_have_underscores_as_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "pretrain_gpt.py --preset gpt2-small --cluster h100 --world_size 2 --tokens=1e9")
+    assert plan["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--dry-run=full --timeline x.svg --cluster nope",
+            "--timeline has no effect with --dry-run=full, which computes",
+        ),
+        ("--dry-run=full --tokens 3e9 --cluster nope", "--tokens has no effect with --dry-run=full"),
+        (
+            "--dry-run --calibrate run --cluster nope",
+            "--calibrate is a flag of tools/plan.py: use python tools/plan.py",
+        ),
+        ("--dry-run --cluster nope --world-size", "--world-size needs a value: --world-size N"),
+        ("--dry-run maybe --cluster nope", "--dry-run maybe is not known: use plan or full"),
+        ("--dry-run --cluster nope --clustr x", "--clustr is not a flag: did you mean --cluster?"),
+        ("--dry-run --cluster cpu --device cuda", "--device cuda: the cluster cpu computes on CPUs"),
+    ],
+)
+def test_a_dry_run_refuses_flags_of_other_modes(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = "--mock-data --preset gpt2-small --train-iters 2"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(dry_run([*run.split(), *flags.split()], "pretrain_gpt.py"))
+    assert stop.value.code == 2
+    assert f"  - {said}" in capsys.readouterr().err
