@@ -395,7 +395,7 @@ def _with_defaults(
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
     if "config" in given:
         return flags
-    flags += _usual_flags(args, given)
+    flags = [*flags, *_usual_flags(args, given)]
     if args.is_dry_run:
         return flags
     named = given.keys() | args.unread

@@ -73,9 +73,9 @@ class PlanParser(ToolParser):
             return f"{flag} {value[1]} is not known: use {one_of(list(action.choices))}"
         return f"{flag}: {why}"
 
-    def names(self) -> Collection[str]:
+    def names(self) -> frozenset[str]:
         """The flags that this parser knows."""
-        return self._option_string_actions.keys()
+        return frozenset(self._option_string_actions)
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         """As argparse has it; what belongs to the trainer is in `flags`."""
