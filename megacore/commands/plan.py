@@ -489,6 +489,7 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
 
 def _calibrate(args: argparse.Namespace) -> None:
     directory: Path = args.calibrate
+    take_misspelled(args, args.own_flags, Config)
     path, problems = directory / "cluster.toml", [*args.problems, *_without_effect(args)]
     run = _collected(partial(read_run, directory), problems)
     launch = Launch() if run is None else run.launch

@@ -83,6 +83,7 @@ class PlanParser(ToolParser):
         known, rest = self.parse_known_args(words, namespace)
         known.flags = rest
         _give_back_value(known, words)
+        _take_entry(known)
         self._problems += self._contradictions(words)
         for flag, way_out in self.elsewhere.items():
             if flag in (word.split("=")[0] for word in known.flags):
@@ -162,6 +163,14 @@ def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:
     if flag is not None and flag.startswith("--") and flag in known.flags:
         known.flags.insert(known.flags.index(flag) + 1, known.entry)
         known.entry = None
+
+
+def _take_entry(known: argparse.Namespace) -> None:
+    """The entry point may also follow the flags."""
+    found = next((word for word in known.flags if Path(word).name in ENTRIES), None)
+    if known.entry is None and found is not None:
+        known.flags.remove(found)
+        known.entry = found
 
 
 def named_entry(words: Sequence[str]) -> str:

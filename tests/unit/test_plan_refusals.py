@@ -256,6 +256,8 @@ def test_calibration_refuses_a_cluster_without_the_peak_and_flags_of_a_run(
     assert "has no peak for --precision fp32" in capsys.readouterr().err
     assert main(["--calibrate", str(tmp_path), "--tp", "3"]) == 2
     assert "--tp has no effect with --calibrate" in capsys.readouterr().err
+    assert main(["--calibrate", str(tmp_path), "--clustr", "cpu"]) == 2
+    assert "--clustr is not a flag: did you mean --cluster?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing", "is not a directory"), (".", "config.toml is missing")])
@@ -374,6 +376,10 @@ def test_a_refusal_says_what_was_given_and_nothing_else(
 def test_a_flag_of_ours_may_have_underscores_as_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "pretrain_gpt.py --preset gpt2-small --cluster h100 --world_size 2 --tokens=1e9")
     assert plan["world_size"] == 2
+
+
+def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--preset gpt2-small --cluster h100 pretrain_gpt.py")["model"]["preset"] == "gpt2-small"
 
 
 @pytest.mark.parametrize(
