@@ -12,6 +12,7 @@ import fcntl
 import os
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,34 @@ def read_bounded(path: Path, most: int) -> bytes:
         if status.st_size > most:
             raise OSError(errno.EFBIG, f"has {status.st_size:,} bytes, more than the {most:,} that are read", str(path))
         return file.read(most)
+
+
+def why_unwritable(path: Path) -> str | None:
+    """Why a file cannot be written, found out before there is anything to write; None where it can.
+
+    A directory can refuse files although its permissions allow them, as /proc does: so a nameless file is made in it.
+
+    Args:
+        path: of the file, or of a link to one; it need not exist.
+    """
+    try:
+        path = path.resolve()
+        if path.exists():
+            if not path.is_file():
+                return "is a directory" if path.is_dir() else "is not a regular file"
+            return None if os.access(path, os.W_OK) else "cannot be written"
+        os.lstat(path.parent / path.name)
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        return f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
+    if not path.parent.is_dir():
+        return f"cannot be written: {path.parent} is not a directory"
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return f"cannot be written: {path.parent} takes no new files ({error.strerror})"
+    return None
 
 
 def output_is_closed() -> bool:

@@ -12,10 +12,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.plan_parser import ENTRIES, PlanParser, idle_flags, named_entry, take_misspelled
+from megacore.commands.tool import positive, run_tool
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
@@ -28,20 +30,25 @@ from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
+from megacore.files import replace_bytes, why_unwritable
+from megacore.parallel.processors import available_cores
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.calibration import calibrate
+from megacore.plan.calibration import base_of, calibrate, machine_of, wrong_base
+from megacore.plan.calibration_report import calibration_json, calibration_text
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
+from megacore.plan.measured_run import Launch, Machine, read_run
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
+from megacore.plan.room import host_capacity
 from megacore.plan.search import Found, search
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 
-ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 _DRY_RUN = "--dry-run"
+_T = TypeVar("_T")
 _DATA_FIELDS = {"mock_data", "data_path"}
 MOST_RANKS = 1 << 20
 
@@ -59,60 +66,16 @@ _OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 # A search for a batch of a given size need not have a sample for each rank; without one the batch has a sample for
 # each. One with a given --dp chooses the other degrees.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
+_NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
 _OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
 
 
-class _Parser(ToolParser):
-    """Leaves the flags that it does not know to the trainer's parser, and collects what is wrong with the values of its
-    own in `problems`, to be reported with the trainer's."""
-
-    def __init__(self, **settings: Any) -> None:
-        self._problems: list[str] = []
-        super().__init__(**settings)
-
-    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """As argparse has it."""
-        if (kind := settings.get("type")) is not None:
-            settings["type"] = self._collecting(names[0], kind)
-        return super().add_argument(*names, **settings)
-
-    def _collecting(self, flag: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-        def value(text: str) -> Any:
-            try:
-                return kind(text)
-            except (argparse.ArgumentTypeError, ValueError) as error:
-                self._problems.append(f"{flag} {error}")
-                return None
-
-        return value
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
-        raise ConfigError([*self._problems, message])
-
-    def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
-        known, rest = self.parse_known_args(argv, namespace)
-        known.flags, known.problems = rest, self._problems
-        _give_back_value(known, list(sys.argv[1:] if argv is None else argv))
-        return known
-
-
-def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Without an entry point argparse takes for it the first value of a flag of the trainer: return it to the flag."""
-    if known.entry is None or known.entry in ENTRIES or known.entry.endswith(".py"):
-        return
-    flag = next((before for before, word in itertools.pairwise(argv) if word == known.entry), None)
-    if flag is not None and flag.startswith("--") and flag in known.flags:
-        known.flags.insert(known.flags.index(flag) + 1, known.entry)
-        known.entry = None
-
-
 def plan_tool(argv: Sequence[str] | None = None) -> int:
     """tools/plan.py; the exit status is 0 done, 2 refused."""
     given = list(sys.argv[1:] if argv is None else argv)
-    named = next((word for word in given if Path(word).name in ENTRIES), ENTRIES[0])
+    named = named_entry(given)
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
     parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point of the planned run: {one_of(ENTRIES)}")
     parser.add_argument(
@@ -121,7 +84,10 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="fit a cluster file to the run in this directory (its --output-dir)",
     )
-    parser.set_defaults(help_of=parser.prog)
+    parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
+    parser.elsewhere[_DRY_RUN] = (
+        f"has no effect here, as plan.py always plans: leave it out, or use {named} {_DRY_RUN}=full"
+    )
     return run_tool(parser, given, _plan)
 
 
@@ -139,11 +105,15 @@ def dry_run(argv: Sequence[str], entry: str) -> int:
     if f"{_DRY_RUN}=full" in argv or any(pair == (_DRY_RUN, "full") for pair in itertools.pairwise(argv)):
         parser = _full_parser(entry)
         action = _run_fully
+        way_out = f"has no effect with {_DRY_RUN}=full, which computes no time: leave it out, or use {_DRY_RUN}"
+        of_plans = _parser(entry, entry).names() - parser.names()
+        parser.elsewhere |= dict.fromkeys(sorted(of_plans), way_out)
     else:
         parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
         action = _plan
     _add_dry_run(parser)
-    parser.set_defaults(entry=entry, calibrate=None, is_dry_run=True, help_of=entry)
+    parser.elsewhere["--calibrate"] = "is a flag of tools/plan.py: use python tools/plan.py --calibrate DIR"
+    parser.set_defaults(own_flags=parser.names(), entry=entry, calibrate=None, is_dry_run=True, help_of=entry)
     return run_tool(parser, argv, action)
 
 
@@ -157,8 +127,8 @@ def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _full_parser(entry: str) -> _Parser:
-    parser = _Parser(
+def _full_parser(entry: str) -> PlanParser:
+    parser = PlanParser(
         prog=f"{entry} --dry-run=full",
         usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
         description="Build every kind of rank of a job and run train steps of it, on tensors that have shapes, types "
@@ -181,8 +151,8 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of a report")
 
 
-def _parser(prog: str, usage: str) -> _Parser:
-    parser = _Parser(
+def _parser(prog: str, usage: str) -> PlanParser:
+    parser = PlanParser(
         prog=prog,
         usage=usage,
         description="Predict what a training run needs before you pay for it: memory of every rank, step time, bytes "
@@ -264,8 +234,8 @@ def _run_fully(args: argparse.Namespace) -> None:
     from megacore.commands.dry_run import report_ranks
 
     request = _read(args)
-    if request.config.parallel.device == "cpu" and not request.cluster.on_cpu:
-        raise ConfigError([f"--device cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu"])
+    if request.config.parallel.device == "cpu" and not request.cluster.on_cpu:  # by a file: flags are refused before
+        raise ConfigError([f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu"])
     config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
     report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
 
@@ -279,9 +249,11 @@ def _draw(args: argparse.Namespace, plan: Plan) -> None:
 
 def _read(args: argparse.Namespace) -> _Request:
     """The configuration and the cluster, or a refusal with everything that is wrong with both."""
-    problems: list[str] = list(args.problems)
-    cluster = _cluster(args, problems)
     entry = Path(args.entry).name if args.entry else None
+    kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
+    take_misspelled(args, args.own_flags, kind)
+    problems: list[str] = [*args.problems, *idle_flags(args.given, _NEEDS)]
+    cluster = _cluster(args, problems)
     if entry not in ENTRIES:
         named = "no entry point is given" if entry is None else f"{entry} is no entry point"
         problems.append(f"{named}: use {one_of(ENTRIES)} first" + (did_you_mean(entry, ENTRIES) if entry else ""))
@@ -292,6 +264,8 @@ def _read(args: argparse.Namespace) -> _Request:
                 require_writable(path, flag)
             except UserError as error:
                 problems.append(str(error))
+    if args.timeline is not None and args.timeline == args.memory_timeline:
+        problems.append(f"--timeline and --memory-timeline are both {args.timeline}: give each another file")
     if args.picture is not None and not args.search:
         problems.append(f"--picture {args.picture} draws what --search finds: add --search, or use --timeline")
     if args.search:
@@ -300,8 +274,9 @@ def _read(args: argparse.Namespace) -> _Request:
                 problems.append(f"--{name.replace('_', '-')} draws one layout: leave --search out, or use --picture")
         if args.world_size is None and not any(problem.startswith("--world-size") for problem in problems):
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
-    kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
-    given = read_flags(args.flags, kind).values
+    reading = read_flags(args.flags, kind)
+    given, args.unread = reading.values, reading.unread
+    problems += _wrong_device(args, given, cluster)
     args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
     problems += [*_wrong_limits(args), *_wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
@@ -378,6 +353,8 @@ def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, ar
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     software = _software(args, problems)
     name = args.cluster or ("laptop" if args.is_dry_run else None)
+    if name is None and "--cluster" in args.misspelled:
+        return None
     if name is None:
         problems.append(f"--cluster is missing: use {one_of(list(CLUSTERS))}, or a file that ends in .toml")
         return None
@@ -389,6 +366,16 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
     return replace(cluster, software=software)
+
+
+def _wrong_device(args: argparse.Namespace, given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
+    """That the flags of the run ask for another device than the cluster's."""
+    device = given.get("device", "auto")
+    if cluster is None or device == "auto" or cluster.on_cpu == (device == "cpu"):
+        return
+    kind = "computes on CPUs" if cluster.on_cpu else "has accelerators"
+    other = "cpu" if device == "cpu" else "h100"
+    yield f"--device {device}: the cluster {cluster.name} {kind}: leave it out, or use --cluster {other}"
 
 
 def _software(args: argparse.Namespace, problems: list[str]) -> Software:
@@ -408,20 +395,21 @@ def _with_defaults(
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
     if "config" in given:
         return flags
-    flags = [*_usual_flags(args, given), *flags]
+    flags = [*flags, *_usual_flags(args, given)]
     if args.is_dry_run:
         return flags
-    defaults = [] if given.keys() & _DATA_FIELDS else ["--mock-data"]
-    defaults += [] if "train_iters" in given else ["--train-iters", "1000"]
-    if "--mock-data" in defaults and not given.keys() & _SOURCES_OF_VOCABULARY:
+    named = given.keys() | args.unread
+    defaults = [] if named & _DATA_FIELDS else ["--mock-data"]
+    defaults += [] if "train_iters" in named else ["--train-iters", "1000"]
+    if "--mock-data" in defaults and not named & _SOURCES_OF_VOCABULARY:
         problems.append("the model needs a vocabulary: use --preset NAME, --vocab-size N or --tokenizer PATH")
         defaults += ["--vocab-size", "50257"]  # the run is refused; what else is wrong with it is still to be found
-    return [*defaults, *flags]
+    return [*flags, *defaults]
 
 
 def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
     """Flags that runs of the software have where these are left out, for what neither a model nor a file decides."""
-    decided = {*given, *(_SEARCHED if args.search else ())}
+    decided = {*given, *args.unread, *(_SEARCHED if args.search else ())}
     if given.keys() & _SOURCES_OF_MODEL:
         decided |= {"hidden_dropout", "attention_dropout"}
     if given.keys() & {"virtual_stages", "pipeline_layout", "schedule_csv"}:
@@ -500,19 +488,55 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    unused = [
-        f"{flag.split('=')[0]} has no effect with --calibrate: leave it out" for flag in args.flags if flag[:2] == "--"
-    ]
-    if args.software is not None:
-        unused.append(f"--software {args.software} has no effect with --calibrate, which reads a run of megacore")
-    if problems := [*args.problems, *unused]:
+    directory: Path = args.calibrate
+    take_misspelled(args, args.own_flags, Config)
+    path, problems = directory / "cluster.toml", [*args.problems, *_without_effect(args)]
+    run = _collected(partial(read_run, directory), problems)
+    launch = Launch() if run is None else run.launch
+    base = _collected(partial(base_of, args.cluster, launch), problems)
+    if run is not None and base is not None:
+        problems += wrong_base(base, run)
+    if directory.is_dir() and (why := why_unwritable(path)) is not None:
+        problems.append(f"--calibrate {directory}: {path.name} {why}, but the fitted cluster is written there")
+    if problems or run is None or base is None:
         raise ConfigError(problems)
-    base = cluster_named(args.cluster or "cpu")
-    fitted = calibrate(args.calibrate, base)
-    path = args.calibrate / "cluster.toml"
-    path.write_text(to_toml(fitted.cluster), encoding="utf-8")
-    print("\n".join(fitted.report))
+    fit = calibrate(run, base, machine_of(args.cluster, base, run, _this_machine()))
+    replace_bytes(path, to_toml(fit.cluster).encode(), durable=False)
+    if args.json:
+        print(json.dumps(calibration_json(fit, path), indent=1))
+        return
+    print(calibration_text(fit))
     print(f"wrote {path}: use it with --cluster {path}")
+
+
+def _without_effect(args: argparse.Namespace) -> Iterator[str]:
+    """What is given beside --calibrate and changes nothing."""
+    reads = "--calibrate, which reads the configuration of the run from its directory"
+    if args.entry is not None:
+        yield f"{args.entry} has no effect with {reads}: leave it out"
+    flags = [*args.given, *(word.split("=")[0] for word in args.flags if word.startswith("--"))]
+    for flag in dict.fromkeys(flags):
+        if flag == "--software":
+            yield f"--software {args.software} has no effect with --calibrate, which reads a run of megacore"
+        elif flag not in ("--calibrate", "--cluster", "--json"):
+            yield f"{flag} has no effect with --calibrate: leave it out"
+
+
+def _collected(read: Callable[[], _T], problems: list[str]) -> _T | None:
+    """What a function returns; or None, and what it refuses added to the problems."""
+    try:
+        return read()
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _this_machine() -> Machine | None:
+    memory = host_capacity()
+    if memory is None:
+        return None
+    source = "of this machine, as the run recorded none in events.jsonl"
+    return Machine(cores=available_cores(), memory_bytes=memory, source=source)
 
 
 def _tokens(text: str) -> float:

@@ -38,7 +38,7 @@ from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, s
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
-from megacore.files import output_is_closed
+from megacore.files import output_is_closed, replace_bytes
 from megacore.remote import is_url
 
 __all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "save_toml"]
@@ -567,10 +567,13 @@ def refusal(prog: str, problems: Sequence[str]) -> str:
 
 
 def leave_for_launcher(text: str) -> None:
-    """Writes the message where torchrun looks for the cause of a failure, in torchrun's format."""
+    """Writes the message where torchrun looks for the cause of a failure, in torchrun's format.
+
+    torchrun reads the file as soon as a rank has ended, maybe while another process writes it: it is whole or absent.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     cause = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     with contextlib.suppress(OSError):  # the message on the terminal is what counts
-        Path(path).write_text(json.dumps({"message": cause}), encoding="utf-8")
+        replace_bytes(Path(path), json.dumps({"message": cause}).encode(), durable=False)

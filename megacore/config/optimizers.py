@@ -98,6 +98,17 @@ class OptimizerSettings(Section):
         """Bytes of an element of the direction in which `joins_slices` moves a matrix, by --precision."""
         return 4
 
+    @property
+    def newton_schulz_steps(self) -> int:
+        """Steps of the iteration that makes the direction of a matrix orthogonal; 0: there is none. It computes in the
+        format of the direction."""
+        return 0
+
+    @property
+    def split_qkv(self) -> Literal["none", "qkv", "heads"]:
+        """The matrices that the iteration sees in the projection to queries, keys and values."""
+        return "none"
+
     def work_of(self, shape: tuple[int, ...]) -> float:
         """The work of updating a parameter that is taken whole, in any unit: ranks get equal parts of it.
 
@@ -310,6 +321,14 @@ class MuonConfig(OptimizerSettings):
     def direction_bytes(self, precision: str) -> int:
         narrow = self.muon_ns_dtype == "bf16" or (self.muon_ns_dtype == "auto" and precision != "fp32")
         return 2 if narrow else 4
+
+    @property
+    def newton_schulz_steps(self) -> int:
+        return self.muon_num_ns_steps
+
+    @property
+    def split_qkv(self) -> Literal["none", "qkv", "heads"]:
+        return self.muon_split_qkv
 
     def work_of(self, shape: tuple[int, ...]) -> float:
         """FLOPs of a Newton-Schulz step: X X^T, its square, and their product with X."""

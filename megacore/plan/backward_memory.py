@@ -24,21 +24,20 @@ from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, term_bytes
+from megacore.plan.traffic import recomputed_whole
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
 def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
     """Activations of one microbatch in the layers of a stage, without the head's."""
-    recompute, first = config.training.recompute, config.training.recompute_num_layers
-    sizes: dict[tuple[int, str], float] = {}
-    kept, blocks = [], 0
-    for layer in layers:
+    sizes: dict[tuple[int, bool], float] = {}
+    kept = []
+    for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
         if layer.block is None:
             kept.append(embedding_kept_bytes(config) if layer.name == "embedding" else 0.0)
             continue
-        how = recompute if recompute != "full" or first is None or blocks < first else "none"
-        blocks += 1
-        if (key := (id(layer.block), how)) not in sizes:
+        if (key := (id(layer.block), again)) not in sizes:
+            how = "none" if config.training.recompute == "full" and not again else config.training.recompute
             sizes[key] = block_bytes(config, layer.block, on_cpu=on_cpu, recompute=how)
         kept.append(sizes[key])
     return kept

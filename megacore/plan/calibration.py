@@ -11,25 +11,18 @@ is reported, and it and the spread of the steps widen the range of the fitted cl
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple, get_args
 
-from megacore.config import Config, ResolvedConfig
-from megacore.config.bert import BertConfig
-from megacore.config.cli import load_toml
-from megacore.config.dimensions import degrees_of
+from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.config.parallel import ScheduleName
 from megacore.errors import ConfigError, UserError
-from megacore.plan.cluster import Cluster
-from megacore.plan.devices import Device, Link, Range
+from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
+from megacore.plan.devices import DEVICES, Device, Link, Range
+from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
 from megacore.plan.outline import outline
 from megacore.plan.planner import scheduled
 from megacore.plan.roofline import Transfer, transfer_seconds
@@ -37,7 +30,7 @@ from megacore.plan.simulator import Costs
 from megacore.plan.stage_time import speed_of
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_costs, step_time
-from megacore.plan.trace import MeasuredTransfers, read_trace, read_transfers
+from megacore.plan.trace import read_trace
 from megacore.plan.traffic import stage_message
 
 _SPREAD = 0.1  # of a fitted speed, to both sides, at least
@@ -45,74 +38,146 @@ _WIDEST = 0.05  # share of a speed that its slow case has at least
 _LEAST, _MOST = 1e-4, 1e4  # factors of a device's speed
 # Of the links. Links that are ten times faster or slower than a data sheet are others, or the machine is busy.
 _SLOWEST_LINKS, _FASTEST_LINKS = 0.1, 10.0
-_FEW = 3  # rows, or transfers, that are too few to tell a median
+_FEW = 3  # transfers that are too few to tell a median
 _UNEXPLAINED, _UNSTEADY = 0.15, 1.3  # beyond which a fit is poor: a share of the step; slow steps by fast steps
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A fitted cluster, and what was fitted in words."""
-
-    cluster: Cluster
-    report: list[str]
-
-
-class _Steps(NamedTuple):
-    """The steps of a run without the first, in seconds.
-
-    Attributes:
-        rows: that are used.
-        left_out: first rows.
-        fast, median, slow: a tenth of the rows is below `fast`, and a tenth is above `slow`.
-    """
-
-    rows: int
-    left_out: int
-    fast: float
-    median: float
-    slow: float
-
-
-class _Links(NamedTuple):
+class LinkSpeed(NamedTuple):
     """What a trace says of the links.
 
     Attributes:
-        factor: measured speed by that of the data sheet.
+        measured: measured speed by that of the data sheet.
+        fitted: the same within what is realistic.
         transfers: their number.
         slow: share of the median speed that nine of ten transfers reach.
     """
 
-    factor: float
+    measured: float
+    fitted: float
     transfers: int
     slow: float
 
 
-def calibrate(directory: Path, base: Cluster) -> Calibration:
-    """Fit a cluster to the run that wrote a directory.
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A fitted cluster, and the figures of the fit.
+
+    Attributes:
+        run: to which it is fitted.
+        base: the cluster whose speeds were scaled, with the run's machine.
+        cluster: the fitted one.
+        machine: from which its memory and its devices per node are; None: they are the base's.
+        base_seconds: of a step, predicted for the base.
+        device_speed: factor by which a device is faster than the base's.
+        links: the same of the links; None: not measured, and so the base's.
+        seconds: of a step, predicted for the fitted cluster: fast, expected and slow.
+        is_traced: whether the speed of a device is from the traced computations; otherwise it is from the steps.
+        doubts: why predictions may be far off.
+    """
+
+    run: MeasuredRun
+    base: Cluster
+    cluster: Cluster
+    machine: Machine | None
+    base_seconds: float
+    device_speed: float
+    links: LinkSpeed | None
+    seconds: Range
+    is_traced: bool
+    doubts: tuple[str, ...]
+
+    @property
+    def unexplained(self) -> float:
+        """Seconds of a measured step that the fitted speeds do not explain."""
+        return self.run.steps.median - self.seconds.expected
+
+
+# ---- what is fitted --------------------------------------------------------------------------------------------------
+
+
+def base_of(name: str | None, launch: Launch) -> Cluster:
+    """The cluster whose speeds are scaled.
 
     Args:
-        directory: `--output-dir` of a run.
-        base: whose capacities are kept, and whose speeds are scaled.
+        name: of --cluster; None: what the run computed on, as far as it is recorded.
+        launch: of the run.
 
     Raises:
-        ConfigError: everything that is missing or unreadable.
+        ConfigError: the name is not known, it is missing, or it is of other devices than the run's.
     """
-    if not directory.is_dir():
-        raise ConfigError([f"--calibrate {directory} is not a directory: give the --output-dir of a run"])
-    problems: list[str] = []
-    config = _config(directory, problems)
-    steps = _steps(directory / "metrics.jsonl", problems)
-    if problems or config is None or steps is None:
+    device = launch.device
+    if name is None and device not in (None, "cpu"):
+        known = [one.name for one in DEVICES if one.reported_as == device]
+        if not known:
+            raise ConfigError([f"--cluster is missing: the run computed on {device}; name the cluster most like it"])
+        name = known[0]
+    base = cluster_named(name or "cpu")
+    if device is not None and base.on_cpu != (device == "cpu"):
+        kind = "computes on CPUs" if base.on_cpu else "has accelerators"
+        raise ConfigError([f"--cluster {name} {kind}, but the run computed on {device}: leave it out, or name another"])
+    return base
+
+
+def machine_of(name: str | None, base: Cluster, run: MeasuredRun, here: Machine | None) -> Machine | None:
+    """The machine whose memory and cores the fitted cluster has; None: it keeps the base's.
+
+    Those of the built-in CPU clusters are assumed. Those of a file are the user's, and those of an accelerator are
+    facts.
+
+    Args:
+        name: of --cluster, or None.
+        base: that cluster.
+        run: what is fitted to.
+        here: this machine, for a run that recorded none and was not elsewhere.
+    """
+    if not base.on_cpu or (name is not None and name not in CLUSTERS):
+        return None
+    return run.launch.machine or (None if run.launch.was_elsewhere else here)
+
+
+def wrong_base(base: Cluster, run: MeasuredRun) -> Iterator[str]:
+    """Why a cluster cannot be fitted to a run."""
+    precision = run.config.precision.precision
+    if base.peak(precision) is None:
+        yield f"--cluster {base.name} has no peak for --precision {precision}"
+
+
+def calibrate(run: MeasuredRun, base: Cluster, machine: Machine | None = None) -> Calibration:
+    """Fit a cluster to a run.
+
+    Args:
+        run: what it left.
+        base: whose speeds are scaled.
+        machine: whose memory and cores the cluster gets; None: it keeps the base's.
+
+    Raises:
+        ConfigError: the base cannot be fitted to the run, or its trace cannot be read.
+    """
+    if problems := list(wrong_base(base, run)):
         raise ConfigError(problems)
-    if base.peak(config.precision.precision) is None:
-        raise ConfigError([f"--cluster {base.name} has no peak for --precision {config.precision.precision}"])
-    trace = directory / "trace.json"
     try:
-        transfers = read_transfers(trace) if trace.exists() else None
-        fit = _Fit(config, base, steps, trace, transfers)
+        return _Fit(run, base, machine).calibration()
     except UserError as error:
-        raise ConfigError([f"--calibrate {directory}: {error}"]) from None
-    return fit.calibration(directory.name)
+        said = str(error).removeprefix("--from-trace ")
+        raise ConfigError([f"--calibrate {run.directory}: {said}"]) from None
+
+
+def _on_machine(base: Cluster, machine: Machine, run: MeasuredRun) -> Cluster:
+    """With the machine's memory, and a device for each core.
+
+    More ranks than cores share them, and remain on one machine. Where a run had several machines, each of its nodes has
+    as many devices as ranks.
+    """
+    world, local = run.config.parallel.ranks, _local_ranks(run)
+    ranks = local if local < world else max(machine.cores, local)
+    device, before = base.device, base.device.node_ranks
+    network = replace(device.network, bandwidth=device.network.bandwidth * before / ranks)
+    device = replace(device, memory_bytes=machine.memory_bytes, node_ranks=ranks, network=network)
+    return replace(base, device=device)
+
+
+def _local_ranks(run: MeasuredRun) -> int:
+    return min(run.launch.local_ranks or run.config.parallel.ranks, run.config.parallel.ranks)
 
 
 class _Fit:
@@ -122,12 +187,12 @@ class _Fit:
         UserError: the trace cannot be read.
     """
 
-    def __init__(
-        self, config: ResolvedConfig, base: Cluster, steps: _Steps, trace: Path, transfers: MeasuredTransfers | None
-    ) -> None:
-        self.base, self.steps, self.transfers = base, steps, transfers
-        passes = [] if transfers is None else [read_trace(trace, step) for step in transfers.passes]
-        config = scheduled(config, base)
+    def __init__(self, run: MeasuredRun, base: Cluster, machine: Machine | None) -> None:
+        self.run, self.machine = run, machine
+        self.base = base if machine is None else _on_machine(base, machine, run)
+        steps, transfers = run.steps, run.transfers
+        passes = [] if transfers is None else [read_trace(run.trace, step) for step in transfers.passes]
+        config = scheduled(run.config, self.base)
         if passes and config.parallel.schedule_csv is None:
             ran = passes[0].schedule  # which the run had chosen, where its flags leave it open
             names: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -140,60 +205,45 @@ class _Fit:
         shares = [_sum(one.costs) / 1e3 / lengths[one.step] for one in passes if lengths[one.step] > 0]
         self.computed = statistics.median(shares) * steps.median if shares else None
 
-    def calibration(self, name: str) -> Calibration:
-        """The fitted cluster, with its report."""
-        steps, before = self.steps, self._step(self.base)
-        report = [
-            f"measured step: {steps.median:.4g} s, the median of {counted(steps.rows, 'logged row')} without the first "
-            f"{steps.left_out}; most steps take {steps.fast:.4g} to {steps.slow:.4g} s",
-            f"predicted for {self.base.name}: {before:.4g} s ({before / steps.median - 1:+.0%})",
-        ]
-        links = self._links()
-        cluster, doubts = self.base, list(self._doubts_of_steps())
-        if links is not None:
-            bounded = min(max(links.factor, _SLOWEST_LINKS), _FASTEST_LINKS)
-            cluster = _with_links(cluster, bounded)
-            said = f"speed of the links: x {bounded:.3g}, from {counted(links.transfers, 'transfer')} in trace.json"
-            if bounded != links.factor:
-                said += f" (measured x {links.factor:.3g}, which is not realistic: something delayed the ranks)"
-                doubts.append("transfers were too slow or too fast for real links")
-            report.append(said)
+    def calibration(self) -> Calibration:
+        """The fitted cluster, with its figures."""
+        steps, links = self.run.steps, self._links()
+        cluster = self.base if links is None else _with_links(self.base, links.fitted)
         wanted, predict = (steps.median, self._step) if self.computed is None else (self.computed, self._computed)
         speed, cluster = _fitted(cluster, _with_speed, predict, wanted)
-        source = "the step times (--trace gives more, and with --pp 2 or --tp 2 also the speed of the links)"
-        if self.computed is not None:
-            source = "the computations in trace.json"
-        report.append(f"speed of a device: x {speed:.3g}, from {source}")
-        if links is None:
-            report.append(f"speed of the links: that of {self.base.name}; this run does not measure it")
-        elif self.transfers is not None and not self.transfers.sums:
-            report.append("not measured: all-reduces over --tp ranks; assumed as fast as pipeline messages")
         after = self._step(cluster)
-        unexplained = steps.median / after - 1
         cluster = replace(cluster, device=_widened(cluster.device, steps, after, links))
         slow, fast = (step_time(self.config, self.layers, cluster, case=case).seconds for case in ("slow", "fast"))
-        report.append(
-            f"predicted with it: {after:.4g} s ({after / steps.median - 1:+.1%}), range {fast:.4g} to {slow:.4g} s"
+        doubts = tuple(self._doubts(links, speed, unexplained=steps.median / after - 1))
+        name = self.run.directory.resolve().name
+        source = f"fitted to {name if name.isprintable() else ascii(name)}, {steps.median:.4g} s per step"
+        source += f"; low confidence: {'; '.join(doubts)}" if doubts else ""
+        device = replace(cluster.device, name=f"{self.base.name.removesuffix('-fitted')}-fitted")
+        return Calibration(
+            run=self.run,
+            base=self.base,
+            cluster=replace(cluster, source=source, device=device),
+            machine=self.machine,
+            base_seconds=self._step(self.base),
+            device_speed=speed,
+            links=links,
+            seconds=Range(slow, after, fast),
+            is_traced=self.computed is not None,
+            doubts=doubts,
         )
-        if self.computed is not None:
-            report.append(
-                f"unexplained: {steps.median - after:+.3g} s ({unexplained:+.1%}): waits, uneven stages, host "
-                "overhead, other programs; it widens the range"
-            )
-        if abs(unexplained) > _UNEXPLAINED:
-            doubts.append(f"{abs(unexplained):.0%} of the step are unexplained")
-        source = f"fitted to {name}, {steps.median:.4g} s per step"
-        if doubts:
-            source += f"; low confidence: {'; '.join(doubts)}"
-            report.append(f"low confidence: {'; '.join(doubts)}. Predictions of other layouts may be far off")
-        device = replace(cluster.device, name=f"{self.base.name}-fitted")
-        return Calibration(replace(cluster, source=source, device=device), report)
 
-    def _doubts_of_steps(self) -> Iterator[str]:
-        if self.steps.rows < _FEW:
-            yield f"only {counted(self.steps.rows, 'logged row')}: train for 10 steps or more with --log-interval 1"
-        if self.steps.slow > _UNSTEADY * self.steps.fast:
-            yield f"steps differ by a factor of {self.steps.slow / self.steps.fast:.2g}"
+    def _doubts(self, links: LinkSpeed | None, speed: float, *, unexplained: float) -> Iterator[str]:
+        steps = self.run.steps
+        if steps.slow > _UNSTEADY * steps.fast:
+            yield f"steps differ by a factor of {steps.slow / steps.fast:.2g}"
+        if self.machine is not None and (local := _local_ranks(self.run)) > self.machine.cores:
+            yield f"{counted(local, 'rank')} shared {counted(self.machine.cores, 'core')}"
+        if links is not None and links.fitted != links.measured:
+            yield "transfers were too slow or too fast for real links"
+        if not _LEAST * 1.01 < speed < _MOST / 1.01:
+            yield f"{self.base.name} is more than {_MOST:,.0f} times faster or slower than this run"
+        if abs(unexplained) > _UNEXPLAINED:
+            yield f"{abs(unexplained):.0%} of the step are unexplained"
 
     def _step(self, cluster: Cluster) -> float:
         return step_time(self.config, self.layers, cluster).seconds
@@ -202,16 +252,16 @@ class _Fit:
         time = step_time(self.config, self.layers, cluster)
         return _sum(pipeline_costs(self.config, time.stages, speed_of(self.config, cluster, "expected")))
 
-    def _links(self) -> _Links | None:
+    def _links(self) -> LinkSpeed | None:
         """The speed of transfers that were waited for, compared with the base's."""
-        if self.transfers is None:
+        transfers, device = self.run.transfers, self.base.device
+        if transfers is None:
             return None
-        device = self.base.device
         ratios: list[float] = []
-        if self.transfers.messages and self.config.parallel.pp > 1:
+        if transfers.messages and self.config.parallel.pp > 1:
             predicted = stage_message(self.config).seconds(device)
-            ratios += [predicted / seconds for seconds in self.transfers.messages]
-        for one in self.transfers.sums:
+            ratios += [predicted / seconds for seconds in transfers.messages]
+        for one in transfers.sums:
             transfer = Transfer(
                 name="sum",
                 phase="forward",
@@ -225,19 +275,15 @@ class _Fit:
         if len(ratios) < _FEW:
             return None
         middle = statistics.median(ratios)
-        return _Links(middle, len(ratios), _quantile(ratios, 0.1) / middle)
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """The value below which this share of the others is, between two of them if need be."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+        bounded = min(max(middle, _SLOWEST_LINKS), _FASTEST_LINKS)
+        return LinkSpeed(middle, bounded, len(ratios), quantile(ratios, 0.1) / middle)
 
 
 def _sum(costs: Costs) -> float:
     return sum(map(sum, (costs.forward, costs.input_grad, costs.weight_grad)))
+
+
+# ---- how a cluster is scaled -----------------------------------------------------------------------------------------
 
 
 def _fitted(
@@ -283,7 +329,7 @@ def _with_links(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, device=replace(device, node_link=faster(device.node_link), network=faster(device.network)))
 
 
-def _widened(device: Device, steps: _Steps, predicted: float, links: _Links | None) -> Device:
+def _widened(device: Device, steps: Steps, predicted: float, links: LinkSpeed | None) -> Device:
     """With the spread of the measured steps, as the fit predicts them, instead of an assumed one; links that were not
     measured keep theirs."""
     slow = max(min(1 - _SPREAD, predicted / steps.slow), _WIDEST)
@@ -307,57 +353,3 @@ def _widened(device: Device, steps: _Steps, predicted: float, links: _Links | No
         if links is None
         else spread(device.link_efficiency, max(min(slow, links.slow), _WIDEST)),
     )
-
-
-def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
-    path = directory / "config.toml"
-    if not path.exists():
-        problems.append(f"--calibrate {directory}: {path.name} is missing: give the --output-dir of a run")
-        return None
-    try:
-        is_bert = "bert" in tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, tomllib.TOMLDecodeError):
-        is_bert = False  # `load_toml` says what is wrong
-    try:
-        config = load_toml(path, BertConfig if is_bert else Config)
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return None
-    except (OSError, UserError) as error:
-        problems.append(f"--calibrate {directory}: {error}")
-        return None
-    degrees = degrees_of(partial(getattr, config.parallel))
-    if config.model.vocab_size is None or None in degrees.values():
-        problems.append(
-            f"{path}: vocab_size or a parallel degree is missing: give the --output-dir of a run, which has them all"
-        )
-        return None
-    resolved: ResolvedConfig = config.resolve(math.prod(degrees.values()))
-    return resolved
-
-
-def _steps(path: Path, problems: list[str]) -> _Steps | None:
-    """All records without the first quarter, in which caches, threads and memory warm up."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        problems.append(f"--calibrate {path.parent}: {path.name} cannot be read: {why}")
-        return None
-    times = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # the end of a line that a killed run did not finish
-        value = record.get("perf/step_time_s") if isinstance(record, dict) else None
-        if isinstance(value, (int, float)) and 0 < value < math.inf:
-            times.append(float(value))
-    if not times:
-        problems.append(
-            f"--calibrate {path.parent}: {path.name} has no perf/step_time_s: give a run of 4 steps or more"
-        )
-        return None
-    first = max(len(times) // 4, min(len(times) - 1, 1))
-    used = times[first:]
-    return _Steps(len(used), first, _quantile(used, 0.1), statistics.median(used), _quantile(used, 0.9))

@@ -14,6 +14,7 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from megacore.errors import UserError
+from megacore.files import why_unwritable
 
 SUFFIXES = (".svg", ".png")
 _FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
@@ -96,15 +97,17 @@ def require_writable(path: Path, flag: str = "-o") -> None:
         flag: that names it, for messages.
 
     Raises:
-        UserError: as for `save`, or it is a directory, or its directory does not exist.
+        UserError: as for `save`, or it is no regular file, or its directory does not exist or takes no files.
     """
     if path.suffix.lower() not in SUFFIXES:
-        better = path.with_suffix(".svg") if path.name.strip(".") else "out.svg"
+        better = path.with_suffix(".svg") if path.name[:1] not in ("", ".") else "out.svg"
         raise UserError(f"{flag} {path} must end in .svg or .png: use {flag} {better}")
-    if path.is_dir():
+    if (why := why_unwritable(path)) == "is a directory":
         raise UserError(f"{flag} {path} is a directory: name a file in it, as in {flag} {path / 'out.svg'}")
     if not path.absolute().parent.is_dir():
         raise UserError(f"{flag} {path}: {path.parent} is not a directory: make it, or choose another path")
+    if why is not None:
+        raise UserError(f"{flag} {path} {why}: choose another path")
     if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{flag} {path} needs matplotlib, which is not installed: use {flag} {path.with_suffix('.svg')}, "

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
+from megacore.files import read_bounded
 from megacore.plan.devices import DEVICES, Device, Link, Range
 from megacore.plan.peaks import Format
 from megacore.plan.software import MEGACORE, Software
@@ -131,6 +134,7 @@ _RANGES = {
     "launch_us": "launch_seconds",
     "host_us": "host_seconds",
 }
+_TEXTS = {"name": "", "source": "cluster file"}  # with what they are in a file that leaves them out
 _USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0}  # of a file that leaves them out
 # From and to which a number is one of a machine, now or in some decades: beyond them a unit was mistaken.
 _BOUNDS = {
@@ -147,6 +151,7 @@ _BOUNDS = {
     "price_per_hour": (0, 1e6),
 }
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e6
+_MOST_BYTES = 1 << 20  # of a cluster file
 _LEAST_SHARE = 1e-3
 
 
@@ -157,14 +162,21 @@ def load_cluster(path: Path) -> Cluster:
         ConfigError: the file cannot be read; or every field that is missing, unknown or out of range.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_bounded(path, _MOST_BYTES).decode("utf-8-sig").replace("\r\n", "\n"))
     except FileNotFoundError:
         raise ConfigError([f"--cluster {path}: there is no such file: use {one_of(list(CLUSTERS))}"]) from None
     except OSError as error:
         raise ConfigError([f"--cluster {path} cannot be read: {error.strerror}"]) from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError([f"--cluster {path} is not valid TOML: it is not text in UTF-8"]) from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"--cluster {path} is not valid TOML: {error}"]) from None
+    except RecursionError:
+        raise ConfigError([f"--cluster {path} is not valid TOML: its values are nested too deeply"]) from None
+    if not table:
+        raise ConfigError([f'--cluster {path} is empty: give its fields, or based_on = "h100" and what differs'])
     problems: list[str] = []
+    texts = {key: _text(table, key, default, path, problems) for key, default in _TEXTS.items()}
     base = _base(table, path, problems)
     values = {name: _number(table, name, path, problems, base=base) for name in _NUMBERS}
     peaks = _peaks(table, path, problems, base)
@@ -180,7 +192,9 @@ def load_cluster(path: Path) -> Cluster:
     if problems:
         raise ConfigError(problems)
     numbers = {name: value for name, value in values.items() if value is not None}
-    return _assembled(str(table.get("name", path.stem)), numbers, peaks, ranges, base=base, table=table)
+    name, source = texts["name"] or path.stem, texts["source"]
+    cluster = _assembled(name, numbers, peaks, ranges, base=base)
+    return dataclasses.replace(cluster, on_cpu=on_cpu, source=source)
 
 
 def _assembled(
@@ -190,7 +204,6 @@ def _assembled(
     ranges: Mapping[str, Range],
     *,
     base: Cluster | None,
-    table: Mapping[str, Any],
 ) -> Cluster:
     n = int(numbers["gpus_per_node"])
     nics = int(numbers["nics_per_node"])
@@ -213,8 +226,6 @@ def _assembled(
         peaks=peaks,
         nics_per_node=nics,
         price_per_hour=numbers["price_per_hour"],
-        on_cpu=bool(table.get("on_cpu", base.on_cpu if base else False)),
-        source=str(table.get("source", "cluster file")),
     )
 
 
@@ -223,9 +234,18 @@ def _base(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster 
     if name is None:
         return None
     if not isinstance(name, str) or name not in CLUSTERS:
-        problems.append(f"{path}: based_on = {name!r} is not known: use {one_of(list(CLUSTERS))}")
+        near = did_you_mean(name, CLUSTERS) if isinstance(name, str) else ""
+        problems.append(f"{path}: based_on = {name!r} is not known: use {one_of(list(CLUSTERS))}{near}")
         return next(iter(CLUSTERS.values()))  # the fields that the file leaves to its base are not missing
     return CLUSTERS[name]
+
+
+def _text(table: Mapping[str, Any], name: str, default: str, path: Path, problems: list[str]) -> str:
+    value = table.get(name, default)
+    if isinstance(value, str) and value.isprintable():
+        return value
+    problems.append(f'{path}: {name} = {value!r} must be one line of text in quotes, as in {name} = "mine"')
+    return default
 
 
 def fields_of(cluster: Cluster) -> dict[str, float]:
@@ -270,13 +290,17 @@ def _number(
 def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Cluster | None) -> dict[Format, float]:
     given = table.get("peak_tflops", {})
     peaks = dict(base.peaks) if base else {}
-    if not isinstance(given, dict) or (not given and not peaks):
+    if not isinstance(given, dict):
+        problems.append(f"{path}: peak_tflops = {given!r} must be a table, as in [peak_tflops] and bf16 = 312")
+        return peaks
+    if not given and not peaks:
         problems.append(f"{path}: [peak_tflops] is missing: give TFLOP/s by format, as in bf16 = 312")
         return peaks
     for name, value in given.items():
         form = next((form for form in _FORMATS if form == name), None)
         if form is None:
-            problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}")
+            near = did_you_mean(name, _FORMATS)
+            problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}{near}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_peak(value):
             bounds = f"from {number(_LEAST_TFLOPS)} to {_MOST_TFLOPS:,.0f}"
             problems.append(f"{path}: peak_tflops.{name} = {value!r} must be a number {bounds}")
@@ -297,7 +321,8 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
         return ranges
     for name, values in given.items():
         if name not in _RANGES:
-            problems.append(f"{path}: efficiency.{name} is not known: use {one_of(list(_RANGES))}")
+            near = did_you_mean(name, _RANGES)
+            problems.append(f"{path}: efficiency.{name} is not known: use {one_of(list(_RANGES))}{near}")
             continue
         is_time = name.endswith("_us")
         triple = values if isinstance(values, list) else [values] * 3
@@ -319,7 +344,8 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
 
 def to_toml(cluster: Cluster) -> str:
     """A cluster as the text of its file."""
-    lines = [f'name = "{cluster.name}"', f'source = "{cluster.source}"', f"on_cpu = {str(cluster.on_cpu).lower()}"]
+    head = {"name": cluster.name, "source": cluster.source, "on_cpu": cluster.on_cpu}
+    lines = tomli_w.dumps(head).splitlines()
     lines += [
         f"{name} = {int(value) if name in ('gpus_per_node', 'nics_per_node') else repr(float(value))}"
         for name, value in fields_of(cluster).items()

@@ -16,7 +16,8 @@ from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_time
 
-_VIRTUAL_STAGES = 2  # more of them send more messages, and rarely pay
+VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
+"""Stages per rank that are tried."""
 _MARGIN = 0.02
 
 
@@ -29,9 +30,7 @@ def typical_cluster(*, on_cpu: bool, device_name: str = "") -> Cluster:
 def is_open(config: ResolvedConfig) -> bool:
     """Whether there is a schedule to choose."""
     parallel = config.parallel
-    # The time and the memory of experts are not predicted yet: they run by 1F1B, unless another one is named.
-    is_predicted = config.model.experts is None
-    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None and is_predicted
+    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None
 
 
 class ScheduleChoice(NamedTuple):
@@ -55,9 +54,9 @@ def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cl
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
         return [_ONE_BY_ONE]
     others = [ScheduleChoice("zero-bubble")]
-    by_hand = config.parallel.pipeline_layout is not None
-    if config.parallel.pp * _VIRTUAL_STAGES <= config.model.num_layers and not by_hand:
-        others.append(ScheduleChoice("interleaved", _VIRTUAL_STAGES))
+    if config.parallel.pipeline_layout is None:
+        possible = (v for v in VIRTUAL_STAGES if config.parallel.pp * v <= config.model.num_layers)
+        others += (ScheduleChoice("interleaved", v) for v in possible)
 
     def seconds(choice: ScheduleChoice) -> float:
         return pipeline_time(_with_schedule(config, choice), layers, cluster)

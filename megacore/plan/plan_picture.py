@@ -19,6 +19,7 @@ from megacore.plan.picture import Panel, axis, diagram
 from megacore.plan.planner import Plan
 from megacore.plan.search import Found
 from megacore.plan.simulator import Timeline
+from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
@@ -95,17 +96,18 @@ def memory_picture(plan: Plan) -> Drawing:
     line, count, *_ = _drawn(plan)
     scale = _WIDTH / line.end
     top = max(plan.capacity, plan.fullest.expected)
+    unit = memory_unit(plan.memory)
     height_note = "red line: memory of the device"
     if plan.fullest.expected < plan.capacity / 4:  # the bars would be lines
         top = plan.fullest.expected
-        height_note = f"the height of a row is {top / GIB:.2f} GiB"
+        height_note = f"the height of a row is {unit.text(top, 2)}"
     row = 46.0 if len(plan.memory) <= 16 else 30.0
     changing = max(rank.expected - _constant(rank) for rank in plan.memory)
     cut = 0 < changing < top / 4
     if cut:  # what changes would be lines
         top = changing
-        height_note = f"the dark strip is not to scale: the height of a row above it is {top / GIB:.2f} GiB"
-    title = f"predicted memory per rank, of {plan.capacity / GIB:.1f} GiB ({plan.cluster.name})"
+        height_note = f"the dark strip is not to scale: the height of a row above it is {unit.text(top, 2)}"
+    title = f"predicted memory per rank, of {size_unit([plan.capacity]).text(plan.capacity)} ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
     kinds = ["dark: weights, gradients, optimizer and buffers", "light: activations"]
@@ -189,7 +191,7 @@ def _constant(rank: RankMemory) -> float:
 
 
 def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, *, area: _Area) -> None:
-    base, middle = _constant(rank), area.y + area.height / 2
+    base, middle, unit = _constant(rank), area.y + area.height / 2, memory_unit(plan.memory)
 
     def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
         if size > 0 and end > start:
@@ -198,12 +200,10 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
             drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
 
     drawing.marks.append(Words(x=_LEFT - 10, y=middle, text=f"rank {rank.pp_rank}", anchor="end"))
-    layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {base / GIB:.2f} GiB")
+    layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {unit.text(base, 2)}")
     right = _LEFT + line.end * area.scale
     if area.cut:
-        state = Words(
-            x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=f"{base / GIB:.2f} GiB", size=8, color=_WHITE
-        )
+        state = Words(x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=unit.text(base, 2), size=8, color=_WHITE)
         drawing.marks.append(state)
     changes = held_over_time(rank.pp_rank, line, len(plan.memory))
     in_flight = max((change.microbatches for change in changes), key=sum)
@@ -214,7 +214,7 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
             continue
         kept = shared + _product(held.microbatches, rank.microbatch)
         waiting = _product(held.waiting, later)
-        whole = f"{(base + kept + waiting) / GIB:.2f} GiB"
+        whole = unit.text(base + kept + waiting, 2)
         note = f"{counted(sum(held.microbatches), 'microbatch', 'microbatches')}: {whole}"
         layer(held.start, end, base, kept, _KEPT, note)
         note = f"{counted(sum(held.waiting), 'microbatch', 'microbatches')} kept for weight gradients: {whole}"
@@ -222,7 +222,7 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
     if not area.cut and area.top >= plan.capacity:
         limit, _ = area.span(base, plan.capacity, 0.0)
         drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=right, y2=limit, color=_LIMIT))
-    drawing.marks.append(Words(x=right + 8, y=middle, text=f"peak {rank.expected / GIB:.1f} GiB", size=12))
+    drawing.marks.append(Words(x=right + 8, y=middle, text=f"peak {unit.text(rank.expected)}", size=12))
 
 
 def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:

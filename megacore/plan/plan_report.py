@@ -15,13 +15,13 @@ from megacore.plan.planner import (
     Figure,
     Plan,
     exact,
-    gib,
     host_terms,
     largest_term,
     memory_terms,
     rank_kinds,
     terms_apart,
 )
+from megacore.plan.size_unit import memory_unit, size_unit
 
 # The parts of a step's time, in the order in which they are told; they add up to it.
 PARTS = {
@@ -63,7 +63,7 @@ def _head(plan: Plan) -> Iterator[str]:
         every.append(("etp", parallel.expert_split))
     degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
     extras = [
-        f"schedule {parallel.schedule}" if parallel.pp > 1 else "",
+        f"schedule {parallel.schedule_csv or parallel.schedule_name}" if parallel.pp > 1 else "",
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",
@@ -88,18 +88,19 @@ def _head(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     kinds = list(rank_kinds(plan.memory))
     names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
-    yield f"## Memory per rank in GiB, {gib(plan.capacity):.1f} GiB usable (parameters: exact; bytes: formula)"
+    unit, capacity = memory_unit(plan.memory), size_unit([plan.capacity]).text(plan.capacity)
+    yield f"## Memory per rank in {unit.name}, {capacity} usable (parameters: exact; bytes: formula)"
     yield ""
     host_names = [name for name in host_terms(plan.fullest) if any(host_terms(rank)[name] for _, rank in kinds)]
-    columns = [*names, *(f"{name}, in host memory" for name in host_names)]
+    columns = {name: unit.column([memory_terms(rank)[name] for _, rank in kinds]) for name in names}
+    for name in host_names:
+        columns[f"{name}, in host memory"] = unit.column([host_terms(rank)[name] for _, rank in kinds])
+    peaks = unit.column([rank.expected for _, rank in kinds])
     yield f"| pipeline rank | parameters | {' | '.join(columns)} | microbatches in flight | peak |"
     yield "|---" * (len(columns) + 4) + "|"
-    for ranks, rank in kinds:
+    for (ranks, rank), *cells, peak in zip(kinds, *columns.values(), peaks, strict=True):
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        terms, on_host = memory_terms(rank), host_terms(rank)
-        sizes = [*(terms[name] for name in names), *(on_host[name] for name in host_names)]
-        cells = " | ".join(f"{gib(size):.2f}" for size in sizes)
-        yield f"| {where} | {rank.parameters:,} | {cells} | {rank.in_flight} | **{gib(rank.expected):.2f}** |"
+        yield f"| {where} | {rank.parameters:,} | {' | '.join(cells)} | {rank.in_flight} | **{peak}** |"
     yield ""
     fullest = plan.fullest
     apart = {reason: None for _, rank in kinds if (reason := terms_apart(rank)) is not None}
@@ -108,17 +109,18 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield ""
     if fullest.on_host:
         yield (
-            f"{gib(fullest.on_host):.2f} GiB of pipeline rank {fullest.pp_rank} are in host memory. The peak "
+            f"{unit.text(fullest.on_host, 2)} of pipeline rank {fullest.pp_rank} are in host memory. The peak "
             "does not include them."
         )
         yield ""
-    low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
+    low, high = unit.number(fullest.certain), unit.number(fullest.expected * 1.1)
     term, size = largest_term(fullest)
-    where = f"pipeline rank {fullest.pp_rank}, {gib(fullest.expected):.1f} GiB ({low:.1f} to {high:.1f})"
+    largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
     if plan.fits:
-        yield f"Fits: the highest peak is on {where}; its largest term is {term}, {gib(size):.1f} GiB."
+        yield f"Fits: the highest peak is on {where}, {unit.text(fullest.expected)} ({low} to {high}); {largest}."
         return
-    yield f"DOES NOT FIT: {where} of {gib(plan.capacity):.1f} GiB; its largest term is {term}, {gib(size):.1f} GiB."
+    needed, usable = unit.apart(fullest.expected, plan.capacity)
+    yield f"DOES NOT FIT: {where}, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; {largest}."
     yield "Each of these changes makes it fit, by the same formulas:"
     yield from (f"{number}. {text}" for number, text in enumerate(plan.ways_out(), start=1))
 
@@ -167,9 +169,11 @@ def _links(plan: Plan) -> Iterator[str]:
     yield ""
     yield "| transfers | links | MB |"
     yield "|---|---|---|"
-    for (kind, link), size in plan.link_bytes().items():
+    sizes = plan.link_bytes()
+    kinds = list(dict.fromkeys(kind for kind, _ in sizes))
+    for (kind, link), size in sorted(sizes.items(), key=lambda item: kinds.index(item[0][0])):
         yield f"| {kind} | {LINKS[link]} | {size / 1e6:,.3f} |"
-    if not plan.link_bytes():
+    if not sizes:
         yield "| none | | 0 |"
 
 

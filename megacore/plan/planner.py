@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
@@ -23,7 +24,7 @@ from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
-from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic
+from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
 from megacore.plan.ways_out import Limits, ways_out
 
 Origin = Literal["exact", "formula", "fitted", "assumed"]
@@ -226,15 +227,22 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
     model, s, batch = config.model, config.data.seq_length, config.training.global_batch_size
     flops = flops_per_sequence(model, s, attention=attention)
     if hardware and config.training.recompute == "full":
-        again = config.training.recompute_num_layers
-        share = 1.0 if again is None else min(1.0, again * config.parallel.pp / model.num_layers)
-        blocks = blocks_of(model)
-        flops += share * s * sum(number * block_flops(block, s, attention=attention) for block, number in blocks)
+        flops += s * sum(block_flops(block, s, attention=attention) for block in _computed_again(config))
     elif hardware and config.training.recompute == "selective":
         keys = sum(number * min(s, block.window_size or s) for block, number in blocks_of(model))
         width = (model.head_size + model.value_size) * (0.5 if attention == "causal" else 1.0)
         flops += s * 2.0 * keys * model.num_attention_heads * width
     return batch * flops
+
+
+def _computed_again(config: ResolvedConfig) -> Iterator[ResolvedModel]:
+    """The blocks of the model whose forward backward repeats."""
+    layers = outline(config)
+    for numbers in stage_ranges(layers, config):
+        held = layers[numbers.start : numbers.stop]
+        for layer, again in zip(held, recomputed_whole(config, held), strict=True):
+            if again and layer.block is not None:
+                yield layer.block
 
 
 # ---- memory in words -------------------------------------------------------------------------------------------------

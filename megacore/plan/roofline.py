@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megacore.plan.devices import Case, Device, Range
+from megacore.plan.links import groups_between_nodes
 from megacore.plan.peaks import Format
 
 Phase = Literal["forward", "backward", "update"]
@@ -63,6 +64,7 @@ class Transfer:
         bytes: of the whole tensor: what is reduced, gathered or scattered.
         ranks: of the group.
         stride: distance of its ranks' numbers.
+        among: the ranks that form such groups at the same time (links.py); None: the first that do.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Transfer:
     bytes: float
     ranks: int
     stride: int = 1
+    among: range | None = None
 
 
 Event = Launch | Transfer
@@ -187,8 +190,8 @@ def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expect
     if transfer.ranks == 1:
         return 0.0
     link, bandwidth = device.node_link, device.node_link.bandwidth
-    if transfer.ranks * transfer.stride > device.node_ranks:
-        rings = min(transfer.stride, device.node_ranks)
+    among = transfer.among or range(transfer.ranks * transfer.stride)
+    if rings := groups_between_nodes(transfer.ranks, transfer.stride, among, device.node_ranks):
         link, bandwidth = device.network, min(bandwidth, device.network.bandwidth * device.node_ranks / rings)
     bandwidth *= device.link_efficiency.of(case)
     return min(steps * link.latency + share * transfer.bytes / bandwidth for steps, share in _algorithms(transfer))

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+_LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}  # of a control group, by its version
+
 
 @dataclass(frozen=True)
 class Room:
@@ -28,8 +30,27 @@ def host_room(root: Path = Path("/")) -> Room | None:
     Args:
         root: the directory that contains /proc and /sys.
     """
-    rooms = [*_machine(root), *_groups(root)]
+    rooms = [*_machine(root), *_rooms_of_groups(root)]
     return min(rooms, key=lambda room: room.available, default=None)
+
+
+def host_capacity(root: Path = Path("/")) -> float | None:
+    """Bytes of memory that this machine has, or that the control groups of this process allow, where that is less; None
+    where nothing tells.
+
+    Args:
+        root: the directory that contains /proc and /sys.
+    """
+    sizes = [_installed(root), *(_number(group / _LIMITS[version]) for group, version in _groups(root))]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _installed(root: Path) -> float | None:
+    if (size := _table(root / "proc/meminfo").get("MemTotal")) is not None:
+        return 1024.0 * size
+    if root == Path("/") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return None
 
 
 def _machine(root: Path) -> Iterator[Room]:
@@ -37,21 +58,27 @@ def _machine(root: Path) -> Iterator[Room]:
     if "MemAvailable" in values:
         available = 1024.0 * (values["MemAvailable"] + values.get("SwapFree", 0))
         yield Room(available, "MemAvailable of this machine" + (", with swap" if values.get("SwapFree") else ""))
-    elif root == Path("/") and "SC_PHYS_PAGES" in os.sysconf_names:
-        yield Room(float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "installed in this machine")
+    elif (installed := _installed(root)) is not None:
+        yield Room(installed, "installed in this machine")
 
 
-def _groups(root: Path) -> Iterator[Room]:
+def _rooms_of_groups(root: Path) -> Iterator[Room]:
     swap = 1024.0 * _table(root / "proc/meminfo").get("SwapFree", 0)
+    for group, version in _groups(root):
+        if room := _version_2(group, swap) if version == 2 else _version_1(group, swap):
+            yield room
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of this process's control groups, and of those around them, with their version."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
             mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-            yield from (room for mount in mounts for group in _up(mount, path) if (room := _version_2(group, swap)))
+            yield from ((group, 2) for mount in mounts for group in _up(mount, path))
         elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            yield from (room for group in _up(mount, path) if (room := _version_1(group, swap)))
+            yield from ((group, 1) for group in _up(root / "sys/fs/cgroup/memory", path))
 
 
 def _up(mount: Path, path: str) -> Iterator[Path]:
@@ -64,7 +91,7 @@ def _up(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _version_2(group: Path, swap: float) -> Room | None:
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    limit, used = _number(group / _LIMITS[2]), _number(group / "memory.current")
     if limit is None or used is None:
         return None
     swap_limit = _number(group / "memory.swap.max")
@@ -76,7 +103,7 @@ def _version_2(group: Path, swap: float) -> Room | None:
 
 
 def _version_1(group: Path, swap: float) -> Room | None:
-    limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+    limit, used = _number(group / _LIMITS[1]), _number(group / "memory.usage_in_bytes")
     if limit is None or used is None:
         return None
     both, both_used = _number(group / "memory.memsw.limit_in_bytes"), _number(group / "memory.memsw.usage_in_bytes")

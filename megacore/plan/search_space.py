@@ -15,6 +15,7 @@ from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining
 from megacore.config.fields import flag_and_value
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
+from megacore.plan.fastest_schedule import VIRTUAL_STAGES
 from megacore.plan.outline import outline
 
 T = TypeVar("T")
@@ -29,7 +30,6 @@ RECOMPUTED: Mapping[Recomputed, frozenset[Recomputed]] = {
     "none": frozenset(),
 }
 _LEAST_SAVING = 0.01  # of activations; recomputation that saves less takes time for nothing
-_VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
 _LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
 
 
@@ -238,7 +238,7 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
         for balance in balances
         for name in constraints.among("schedule", names)
         if name != "interleaved" or balance == balances[0]
-        for v in (constraints.among("virtual_stages", _VIRTUAL_STAGES) if name == "interleaved" else [1])
+        for v in (constraints.among("virtual_stages", VIRTUAL_STAGES) if name == "interleaved" else [1])
         if pp * v <= config.model.num_layers
     ]
 

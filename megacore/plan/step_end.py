@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.offload_time import OffloadTime, offload_time
+from megacore.plan.orthogonal_time import orthogonal_seconds
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
 from megacore.plan.state import moment_bytes, updated_parameters
 from megacore.plan.traffic import update_traffic
@@ -79,7 +80,7 @@ def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime],
     return StepEnd(
         exposed=reduce + gather + across - hidden_reduce - hidden_gather,
         hidden=hidden_reduce + hidden_gather,
-        optimizer=host.update or speed.memory(moved),
+        optimizer=(host.update or speed.memory(moved)) + orthogonal_seconds(config, held.chunks, speed),
         host=host.exposed,
         host_hidden=host.hidden,
     )

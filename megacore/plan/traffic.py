@@ -28,6 +28,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
 from megacore.plan.experts import ExpertShare, expert_copies, expert_share
+from megacore.plan.links import groups_between_nodes
 from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters, term_bytes, zero_stage
@@ -58,6 +59,7 @@ class Sent:
         count: of them.
         ranks: of the group.
         stride: distance of its ranks' numbers.
+        among: the ranks that form such groups (links.py).
     """
 
     role: Role
@@ -67,6 +69,7 @@ class Sent:
     count: int
     ranks: int
     stride: int
+    among: range
 
     @property
     def kind(self) -> str:
@@ -92,12 +95,28 @@ class Sent:
             bytes=self.bytes,
             ranks=self.ranks,
             stride=self.stride,
+            among=self.among,
         )
         return self.count * transfer_seconds(one, device, case=case)
 
-    def link(self, node_ranks: int) -> LinkClass:
-        """Whether all of a group lies in a node; between nodes a ring is as fast as its slowest part, the network."""
-        return "node" if (self.ranks - 1) * self.stride < node_ranks else "network"
+    def link(self, node_ranks: int, *, position: int = 0) -> LinkClass:
+        """What a rank sends it over. A collective: between nodes if any of the groups is, since a step waits for the
+        slowest, and a ring is as fast as its slowest part. A message between two pipeline stages: between the two
+        ranks.
+
+        Args:
+            node_ranks: ranks of a node.
+            position: the rank's number in its pipeline stage.
+        """
+        if self.is_between_stages:
+            low = self.among.start + position
+            return "node" if low // node_ranks == (low + self.stride) // node_ranks else "network"
+        return "network" if groups_between_nodes(self.ranks, self.stride, self.among, node_ranks) else "node"
+
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether each rank of a pipeline stage sends it to the rank of the same position in another one."""
+        return self.role == "pipeline" and self.ranks == 2
 
 
 class Sums(NamedTuple):
@@ -154,10 +173,11 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
         return _gathered_expert_traffic(config, share, again=again)
 
     def among_experts(what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
-        return _sent("experts", "all-to-all", what, size, parallel.ep, parallel.expert_split, count=count)
+        ranks, stride = parallel.ep, parallel.expert_split
+        return _sent(config, "experts", "all-to-all", what, size, ranks=ranks, stride=stride, count=count)
 
     def of_split(pattern: Pattern, what: str, size: float) -> tuple[Sent, ...]:
-        return _sent("layer", pattern, what, size, parallel.expert_split, 1)
+        return _sent(config, "layer", pattern, what, size, ranks=parallel.expert_split)
 
     routing, taken = among_experts("numbers of rows", 8.0 * share.experts.num_experts), tuple[Sent, ...]()
     rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
@@ -181,8 +201,9 @@ def _choices(config: ResolvedConfig, share: ExpertShare) -> tuple[Sent, ...]:
     """How often each expert was chosen in each sequence, and how many choices are padding: for a loss that balances."""
     layer, sequence = ranks_of_role("layer", config.parallel), ranks_of_role("sequence", config.parallel)
     size = 4.0 * config.training.micro_batch_size * (share.experts.num_experts + 1)
-    taken = _sent("sequence", "all-reduce", "choices", size, sequence, layer)
-    return taken + _sent("layer", "all-reduce", "choices", size, layer if config.parallel.sequence_parallel else 1, 1)
+    taken = _sent(config, "sequence", "all-reduce", "choices", size, ranks=sequence, stride=layer)
+    here = layer if config.parallel.sequence_parallel else 1
+    return taken + _sent(config, "layer", "all-reduce", "choices", size, ranks=here)
 
 
 def _gathered_expert_traffic(config: ResolvedConfig, share: ExpertShare, *, again: bool) -> LayerTraffic:
@@ -193,31 +214,46 @@ def _gathered_expert_traffic(config: ResolvedConfig, share: ExpertShare, *, agai
 
     def gathered(what: str, size: float) -> tuple[Sent, ...]:
         here = layer if parallel.sequence_parallel else 1
-        of_layer = _sent("layer", "all-gather", what, size / sequence, here, 1)
-        return of_layer + _sent("sequence", "all-gather", what, size, sequence, layer)
+        of_layer = _sent(config, "layer", "all-gather", what, size / sequence, ranks=here)
+        return of_layer + _sent(config, "sequence", "all-gather", what, size, ranks=sequence, stride=layer)
 
     def summed(count: int) -> tuple[Sent, ...]:
-        size = 4.0 * share.rows * share.hidden
-        of_sequence = _sent("sequence", "all-reduce", "rows of experts", size, sequence, layer, count=count)
-        return of_sequence + _sent("layer", "all-reduce", "rows of experts", size, layer, 1, count=count)
+        what, size = "rows of experts", 4.0 * share.rows * share.hidden
+        of_sequence = _sent(config, "sequence", "all-reduce", what, size, ranks=sequence, stride=layer, count=count)
+        return of_sequence + _sent(config, "layer", "all-reduce", what, size, ranks=layer, count=count)
 
-    ranks, stride = parallel.ep, parallel.expert_split
+    def among_experts(what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
+        ranks, stride = parallel.ep, parallel.expert_split
+        return _sent(config, "experts", "all-to-all", what, size, ranks=ranks, stride=stride, count=count)
+
     routing = gathered("indices of experts", 8.0 * share.rows)
-    routing += _sent("experts", "all-to-all", "numbers of rows", 8.0 * share.experts.num_experts, ranks, stride)
+    routing += among_experts("numbers of rows", 8.0 * share.experts.num_experts)
     taken = _choices(config, share) if share.experts.moe_aux_loss_coeff else ()
     whole = e * share.tokens * share.hidden
     taken += gathered("tokens", whole) + gathered("weights of experts", 4.0 * share.rows)
-    rows = _sent("experts", "all-to-all", "rows of experts", e * share.rows * share.hidden, ranks, stride, count=2)
+    rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
     back = gathered("tokens", whole) + rows + summed(share.matrices - 1)
     return LayerTraffic(routing + taken + rows + summed(1), back, taken + rows + summed(1) if again else ())
 
 
 def _sent(
-    role: Role, pattern: Pattern, what: str, size: float, ranks: int, stride: int, *, count: int = 1
+    config: ResolvedConfig,
+    role: Role,
+    pattern: Pattern,
+    what: str,
+    size: float,
+    *,
+    ranks: int,
+    stride: int = 1,
+    count: int = 1,
 ) -> tuple[Sent, ...]:
-    """Transfers of one kind; none in a group of one rank."""
-    one = Sent(role=role, pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
-    return () if ranks == 1 else (one,)
+    """Transfers of one kind in groups that all ranks form; none in a group of one rank, and none if there are none."""
+    if ranks == 1 or not count:
+        return ()
+    among = range(config.parallel.ranks)
+    return (
+        Sent(role=role, pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride, among=among),
+    )
 
 
 def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
@@ -232,8 +268,7 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
     keys, stride = gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
 
     def sent(pattern: Pattern, what: str, size: float, count: int) -> tuple[Sent, ...]:
-        one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
-        return (one,)
+        return _sent(config, "sequence", pattern, what, size, ranks=ranks, stride=stride, count=count)
 
     if config.context_comm == "ulysses":
         t, block = ranks_of_role("layer", config.parallel), layer.block
@@ -266,8 +301,7 @@ def _gathered_context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, ag
     tokens = float(config.training.micro_batch_size * config.data.seq_length)
 
     def sent(pattern: Pattern, size: float, count: int = 1, what: str = "activations") -> tuple[Sent, ...]:
-        one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
-        return (one,) if count else ()
+        return _sent(config, "sequence", pattern, what, size, ranks=ranks, stride=stride, count=count)
 
     if layer.name == "embedding":
         of_rows = sent("all-gather", e * tokens * h, what="gradients of rows")
@@ -294,8 +328,7 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
 
     def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
         size = numbers * (e if pattern == "all-gather" else summed)
-        one = Sent(role="layer", pattern=pattern, what="activations", bytes=size, count=count, ranks=t, stride=1)
-        return (one,) if count else ()
+        return _sent(config, "layer", pattern, "activations", size, ranks=t, count=count)
 
     if config.parallel.sequence_parallel:
         forward = sent("all-gather", entering) + sent("reduce-scatter", leaving)
@@ -323,11 +356,8 @@ def _sums_again(layer: PlannedLayer, leaving: int) -> int:
 
 def beside_message(config: ResolvedConfig) -> Sent:
     """What travels with the activations: the document number of each position, or its position in the document."""
-    size, stride = (
-        8 * config.training.micro_batch_size * config.data.seq_length,
-        config.parallel.ranks // config.parallel.pp,
-    )
-    return Sent(role="pipeline", pattern="message", what="documents", bytes=size, count=1, ranks=2, stride=stride)
+    size = 8.0 * config.training.micro_batch_size * config.data.seq_length
+    return _pipeline_message(config, "documents", size)
 
 
 def recomputed_whole(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[bool]:
@@ -345,8 +375,31 @@ def stage_message(config: ResolvedConfig) -> Sent:
     e = ELEMENT_BYTES[config.precision.precision]
     split = ranks_of_role("layer", config.parallel) if config.parallel.sequence_parallel else 1
     size = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size / split
-    stride = config.parallel.ranks // config.parallel.pp
-    return Sent(role="pipeline", pattern="message", what="activations", bytes=size, count=1, ranks=2, stride=stride)
+    return _pipeline_message(config, "activations", size)
+
+
+def _pipeline_message(config: ResolvedConfig, what: str, size: float) -> Sent:
+    """Between any two neighbours of a pipeline, which takes as long as between the two that the slowest links join."""
+    pp, ranks = config.parallel.pp, config.parallel.ranks
+    return Sent(
+        role="pipeline",
+        pattern="message",
+        what=what,
+        bytes=size,
+        count=1,
+        ranks=pp,
+        stride=ranks // pp,
+        among=range(ranks),
+    )
+
+
+def _from_rank(message: Sent, rank: int, *, count: int) -> Sent:
+    """Messages between a pipeline rank and the next one; that of the last is the first, where ranks have several
+    stages."""
+    stage = message.stride
+    if rank == message.ranks - 1:
+        return replace(message, ranks=2, stride=rank * stage, count=count)
+    return replace(message, ranks=2, among=range(rank * stage, (rank + 2) * stage), count=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +445,8 @@ def replica_traffic(
     stride = parallel.ep * parallel.expert_split if of_experts else ranks_of_role("layer", parallel)
 
     def sent(pattern: Pattern, what: str, size: float, count: int) -> Sent:
-        return Sent(role="replicas", pattern=pattern, what=what, bytes=size, count=count, ranks=d, stride=stride)
+        (one,) = _sent(config, "replicas", pattern, what, size, ranks=d, stride=stride, count=count)
+        return one
 
     reduction: Pattern = "all-reduce" if stage == 0 else "reduce-scatter"
     gradients = sent(reduction, "gradients", float(parameters * summed), m if stage >= 2 else 1)
@@ -424,11 +478,12 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
         for layer, again in zip(held, recomputed_whole(config, held), strict=True):
             passes = layer_traffic(config, layer, again=again)
             transfers += [replace(sent, count=sent.count * m) for group in passes for sent in group]
-        neighbours = (number > 0) + (number < len(stages) - 1)
-        if neighbours and parallel.pp > 1:
-            transfers.append(replace(stage_message(config), count=neighbours * m))
-        if number < len(stages) - 1 and parallel.pp > 1 and config.beside_hidden_states:
-            transfers.append(replace(beside_message(config), count=m * len(config.beside_hidden_states)))
+        if number > 0 and parallel.pp > 1:
+            transfers.append(_from_rank(stage_message(config), (rank - 1) % parallel.pp, count=m))
+        if number < len(stages) - 1 and parallel.pp > 1:
+            transfers.append(_from_rank(stage_message(config), rank, count=m))
+            if beside := len(config.beside_hidden_states):
+                transfers.append(_from_rank(beside_message(config), rank, count=m * beside))
     on_rank = stages[rank :: parallel.pp]
     held_here, routed = held_parameters(layers, on_rank), held_experts(config, layers, on_rank)
     both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
@@ -453,13 +508,15 @@ def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLaye
         return []
     found = [directions(config, chunk) for chunk in chunks]
     element = float(settings.direction_bytes(config.precision.precision))
-    t, split = ranks_of_role("layer", parallel), parallel.expert_split
+    t, of_expert = ranks_of_role("layer", parallel), parallel.ep * parallel.expert_split
+
+    def of_copies(size: float, ranks: int, stride: int) -> tuple[Sent, ...]:
+        return _sent(config, "replicas", "all-gather", "directions", size, ranks=ranks, stride=stride) if size else ()
+
     gathered, of_experts, joined = (element * sum(numbers) for numbers in zip(*found, strict=True))
-    sent = _sent("replicas", "all-gather", "directions", gathered, shard_ranks(parallel), t) if gathered else ()
-    if of_experts:
-        sent += _sent("replicas", "all-gather", "directions", of_experts, expert_copies(parallel), parallel.ep * split)
+    sent = of_copies(gathered, shard_ranks(parallel), t) + of_copies(of_experts, expert_copies(parallel), of_expert)
     if joined:
-        sent += _sent("layer", "all-to-all", "directions", joined, t, 1, count=2)
+        sent += _sent(config, "layer", "all-to-all", "directions", joined, ranks=t, count=2)
     return list(sent)
 
 
@@ -470,8 +527,7 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
         return None
     t, d = ranks_of_role("layer", parallel), shard_ranks(parallel)
     size = float(term_bytes(config)) * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
-    stride = (parallel.pp - 1) * parallel.ranks // parallel.pp
-    return Sent(role="pipeline", pattern="message", what=TIED, bytes=size, count=1, ranks=2, stride=stride)
+    return _from_rank(_pipeline_message(config, TIED, size), parallel.pp - 1, count=1)
 
 
 def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[int]) -> list[Sent]:
@@ -483,16 +539,13 @@ def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: 
     blocks = [block for i in held if (block := layers[i].block) is not None and block.experts is not None]
     if blocks and config.model.experts is not None:  # how often each expert was chosen
         size = 8.0 * len(blocks) * (config.model.experts.num_experts + 2)  # and padding, and dropped rows
-        transfers += _sent("replicas", "all-reduce", "choices", size, d, t)
-        transfers += _sent("layer", "all-reduce", "choices", size, t if config.parallel.sequence_parallel else 1, 1)
+        transfers += _sent(config, "replicas", "all-reduce", "choices", size, ranks=d, stride=t)
+        here = t if config.parallel.sequence_parallel else 1
+        transfers += _sent(config, "layer", "all-reduce", "choices", size, ranks=here)
     if t > 1 and config.parallel.sequence_parallel:
         count = sum(_replicated(config.model, layers[i]) for i in held)
         size = float(term_bytes(config)) * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
-        transfers.append(
-            Sent(
-                role="layer", pattern="all-reduce", what="replicated gradients", bytes=size, count=1, ranks=t, stride=1
-            )
-        )
+        transfers += _sent(config, "layer", "all-reduce", "replicated gradients", size, ranks=t)
     return transfers
 
 
@@ -520,10 +573,21 @@ def _joined(transfers: Iterable[Sent]) -> Iterator[Sent]:
     return (replace(sent, count=count) for sent, count in counts.items())
 
 
-def bytes_by_link(transfers: Iterable[Sent], node_ranks: int) -> dict[tuple[str, LinkClass], float]:
-    """Bytes that a rank sends in a step, by `Sent.kind` and class of links."""
-    total: dict[tuple[str, LinkClass], float] = {}
-    for sent in transfers:
-        key = sent.kind, sent.link(node_ranks)
-        total[key] = total.get(key, 0.0) + sent.sent_bytes
-    return total
+def bytes_by_link(transfers: Sequence[Sent], node_ranks: int) -> dict[tuple[str, LinkClass], float]:
+    """Bytes that a rank of a pipeline stage sends in a step, by `Sent.kind` and class of links: each of that rank which
+    sends most of it, since messages of some ranks may stay in a node.
+
+    Args:
+        transfers: of each of the stage's ranks, as `rank_traffic` returns them.
+        node_ranks: ranks of a node.
+    """
+    # Of the ranks of a stage which is no smaller than a node, all messages go to another node: one is as good as all.
+    stage = max((len(sent.among) - sent.stride for sent in transfers if sent.is_between_stages), default=1)
+    most: dict[tuple[str, LinkClass], float] = {}
+    for position in range(min(stage, node_ranks)):
+        total: dict[tuple[str, LinkClass], float] = {}
+        for sent in transfers:
+            key = sent.kind, sent.link(node_ranks, position=position)
+            total[key] = total.get(key, 0.0) + sent.sent_bytes
+        most |= {key: max(size, most.get(key, 0.0)) for key, size in total.items()}
+    return most

@@ -1,12 +1,14 @@
-"""Buckets of the matrices that an optimizer such as Muon takes whole, as data parallelism makes them.
+"""The matrices that an optimizer such as Muon takes whole: their buckets, as data parallelism makes them, and which
+rank computes the direction of which (optim/whole_matrices.py).
 
 Those of experts have buckets of their own, which the ranks that hold copies of them shard.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,7 +18,8 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
-from megacore.plan.packing import bucket_ends, pack
+from megacore.plan.once import once_per_layers
+from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
@@ -99,6 +102,127 @@ def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directi
     )
 
 
+def busiest_seconds(
+    config: ResolvedConfig,
+    chunks: Sequence[Sequence[PlannedLayer]],
+    seconds: Callable[[Product], float],
+    *,
+    on_cpu: bool,
+) -> float:
+    """How long the rank that computes most needs for the directions of its matrices.
+
+    A matrix is computed once among its replicas: where its state is, or on ZeRO's stage 0 by one of them. Ranks that
+    hold slices of the same matrices compute as many at a time as they are, and wait for the largest.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each stage of a pipeline rank.
+        seconds: of a matrix, or of several in one product.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    parallel = config.parallel
+    t, split = ranks_of_role("layer", parallel), parallel.expert_split
+    busy = {False: [0.0] * shard_ranks(parallel), True: [0.0] * expert_copies(parallel)}
+    work = {of_experts: [0.0] * len(ranks) for of_experts, ranks in busy.items()}
+    for chunk in chunks:
+        for bucket in _update_buckets(config, chunk, on_cpu=on_cpu):
+            group = split if bucket.of_experts else t
+            at_once = group if zero_stage(config) or len(busy[bucket.of_experts]) == 1 else len(bucket.matrices)
+            works, ranks = [matrix.work for matrix in bucket.matrices], work[bucket.of_experts]
+            places = exchange(bucket.shard_of, works, ranks, fixed=bucket.fixed)
+            of_rank: list[list[_Matrix]] = [[] for _ in ranks]
+            for matrix, rank in zip(bucket.matrices, places, strict=True):
+                of_rank[rank].append(matrix)
+                ranks[rank] += matrix.work
+            for rank, held in enumerate(of_rank):
+                busy[bucket.of_experts][rank] += _seconds_in_turn(held, group, at_once, seconds)
+    dense, experts = busy[False], busy[True]
+    members = range(max(len(dense) * t, len(experts) * parallel.ep * split))
+    return max(
+        dense[member // t % len(dense)] + experts[member // (parallel.ep * split) % len(experts)] for member in members
+    )
+
+
+def _seconds_in_turn(
+    matrices: Sequence[_Matrix], ranks: int, at_once: int, seconds: Callable[[Product], float]
+) -> float:
+    """Of matrices whose slices so many ranks hold, each computed by one of them; slices of `at_once` are given
+    together."""
+    total = 0.0
+    for first in range(0, len(matrices), at_once):
+        timed = [(matrix, sum(map(seconds, matrix.products))) for matrix in matrices[first : first + at_once]]
+        cut = [time for matrix, time in timed if matrix.is_cut]
+        total += sum(max(cut[begin : begin + ranks]) for begin in range(0, len(cut), ranks))
+        total += sum(time for matrix, time in timed if not matrix.is_cut)
+    return total
+
+
+def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
+    """The buckets with matrices of a stage, one after the other in the update."""
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    matrices = tuple((at, *one) for at, one in enumerate(_of_chunk(config, chunk, on_cpu=on_cpu)))
+    (held,) = held_by_layer([chunk])
+    if zero_stage(config) == 3:  # each layer by itself
+        for number, inside in _by_layer(matrices).items():
+            beside = held[number] - sum(matrix.size for matrix in inside)
+            for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
+                if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
+                    yield _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
+        return
+    limit = _bucket_bytes(config, held)
+    if shards == copies == 1:
+        yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
+        return
+    for kind, ranks in ((False, shards), (True, copies)):
+        alike = tuple(one for one in matrices if one[2].of_expert == kind)
+        yield from _buckets(alike, ranks, limit, ends_with_one=True)
+
+
+def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) -> Iterator[tuple[_Placed, ...]]:
+    """The matrices of each bucket where all parameters of a layer follow each other: a bucket is full at `limit`
+    bytes. The few vectors of a block count with its last matrix. Places and layers are left out.
+
+    Args:
+        matrices: the last used first.
+        held: parameters of each layer.
+        limit: of a bucket.
+    """
+    by_layer = _by_layer(matrices)
+    for kind in (False, True):
+        members: list[_Placed] = []
+        size = 0
+        for number in reversed(range(len(held))):
+            inside = by_layer.get(number, [])
+            for matrix in inside:
+                if matrix.of_expert == kind:
+                    members.append((0, 0, matrix))
+                    size += 4 * matrix.size
+                    if size >= limit and not matrix.is_joined:
+                        yield tuple(members)
+                        members, size = [], 0
+            if not kind:
+                size += 4 * (held[number] - sum(matrix.size for matrix in inside))
+            if size >= limit:
+                if members:
+                    yield tuple(members)
+                members, size = [], 0
+        if members:
+            yield tuple(members)
+
+
+def _by_layer(matrices: Iterable[_Placed]) -> dict[int, list[_Matrix]]:
+    """Matrices by the number of their layer."""
+    found: dict[int, list[_Matrix]] = {}
+    for _, layer, matrix in matrices:
+        found.setdefault(layer, []).append(matrix)
+    return found
+
+
+def _bucket_bytes(config: ResolvedConfig, held: Sequence[int]) -> int:
+    """At which a bucket is full in a small replica group, or a quarter of the stage; of fp32."""
+    return min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
+
+
 def _of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, _Matrix]]:
     """The matrices of a stage, each with the number of its layer, the last used first."""
     return [
@@ -114,11 +238,19 @@ def _all_buckets(
 ) -> Iterator[_Bucket]:
     """Those of matrices that all replicas hold, and those of experts that some of them hold."""
     (held,) = held_by_layer([chunk])
-    limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
+    limit = _bucket_bytes(config, held)
     matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
-    yield from _buckets([(at, *one) for at, one in enumerate(matrices) if not one[1].of_expert], shards, limit)
+    yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if not one[1].of_expert), shards, limit)
     if copies > 1:
-        yield from _buckets([(at, *one) for at, one in enumerate(matrices) if one[1].of_expert], copies, limit)
+        yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if one[1].of_expert), copies, limit)
+
+
+class Product(NamedTuple):
+    """Matrices of one shape that are computed together."""
+
+    number: int
+    rows: int
+    columns: int
 
 
 class _Matrix(NamedTuple):
@@ -126,44 +258,57 @@ class _Matrix(NamedTuple):
 
     Attributes:
         size: elements.
+        work: of its update, in the optimizer's unit.
+        products: what it consists of where its slices are joined.
         of_expert: whether it is of experts, which fewer ranks hold copies of.
         is_joined: whether it stays in one bucket with the next one.
         is_cut: whether tensor-parallel ranks split it, where there are any.
     """
 
     size: int
+    work: float
+    products: tuple[Product, ...]
     of_expert: bool = False
     is_joined: bool = False
     is_cut: bool = True
 
 
+_Placed = tuple[int, int, _Matrix]
+"""A matrix with its place among those of a stage, and the number of its layer."""
+
+
 class _Bucket(NamedTuple):
-    """A bucket: elements with padding, padding, the place of its last matrix, and the layers of its matrices."""
+    """A bucket: elements with padding, padding, the place of its last matrix, the layers of its matrices, these with
+    the shard of each, and how many shards, the first ones, have no choice of a rank."""
 
     size: int
     padding: int
     last: int
     layers: frozenset[int]
     of_experts: bool
+    matrices: Sequence[_Matrix]
+    shard_of: Sequence[int]
+    fixed: int
 
 
-def _buckets(matrices: Sequence[tuple[int, int, _Matrix]], shards: int, limit: int) -> Iterator[_Bucket]:
-    """The buckets of matrices, each with its place and its layer, over so many shards."""
-    aligned = [-(-matrix.size // _ALIGNMENT) * _ALIGNMENT for _, _, matrix in matrices]
+@functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
+def _buckets(
+    matrices: tuple[_Placed, ...], shards: int, limit: int, *, ends_with_one: bool = False
+) -> tuple[_Bucket, ...]:
+    """The buckets of matrices over so many shards.
+
+    Args:
+        matrices: the last used first.
+        shards: number of shards.
+        limit: bytes of a bucket in a small replica group.
+        ends_with_one: whether there are several buckets with one shard too.
+    """
+    aligned = [_aligned(matrix) for _, _, matrix in matrices]
     joined = {number for number, (_, _, matrix) in enumerate(matrices) if matrix.is_joined}
     ends = [len(matrices)] if matrices else []
-    if shards > 1:
+    if shards > 1 or ends_with_one:
         ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
-    for begin, end in pairwise([0, *ends]):
-        size = shards * pack(aligned[begin:end], shards).shard_size
-        inside = matrices[begin:end]
-        yield _Bucket(
-            size=size,
-            padding=size - sum(matrix.size for _, _, matrix in inside),
-            last=inside[-1][0],
-            layers=frozenset(layer for _, layer, _ in inside),
-            of_experts=inside[0][2].of_expert,
-        )
+    return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
 def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_Matrix, ...]:
@@ -173,9 +318,31 @@ def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_
     return tuple(_matrices(config, layer.block, layer.name, on_cpu=False))
 
 
+@functools.lru_cache(maxsize=256)
+def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Bucket:
+    """A bucket of matrices; `taken`: elements before them that shards may split."""
+    packing = pack([_aligned(matrix) for _, _, matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
+    size = shards * packing.shard_size
+    return _Bucket(
+        size=size,
+        padding=size - taken - sum(matrix.size for _, _, matrix in matrices),
+        last=matrices[-1][0],
+        layers=frozenset(layer for _, layer, _ in matrices),
+        of_experts=matrices[0][2].of_expert,
+        matrices=[matrix for _, _, matrix in matrices],
+        shard_of=packing.shard_of,
+        fixed=-(-taken // max(packing.shard_size, 1)),
+    )
+
+
+def _aligned(matrix: _Matrix) -> int:
+    return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
+
+
+@once_per_layers
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
-    ranks, takes_whole = ranks_of_role("layer", config.parallel), config.optimizer_settings.takes_whole
+    ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings
     inner, h, share = block.inner_size, block.hidden_size, expert_share(config, block)
     mlp, found = "mlp", list[_Matrix]()
     if share is not None:
@@ -183,9 +350,9 @@ def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu
     into = ["up", "gate"] if block.gated else ["up"]
     joins = block.activation == "swiglu" and not block.mlp_bias and share is None and not on_cpu
 
-    def add(part: str, shape: tuple[int, ...], held: int, **how: bool) -> None:
-        if takes_whole(f"{name}.{part}.weight", shape):
-            found.append(_Matrix(held, **how))
+    def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
+        if settings.takes_whole(f"{name}.{part}.weight", shape):
+            found.append(_Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how))
 
     if inner:
         add(f"{mlp}.down", (h, inner), h * inner // ranks)
@@ -193,13 +360,23 @@ def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu
             add(f"{mlp}.{kind}", (inner, h), h * inner // ranks, is_joined=joins and kind == "up")
     if share is not None:
         number, width = share.experts.num_experts, share.experts.moe_ffn_hidden_size
-        add("mlp.experts.down", (number, h, width), share.matrix, of_expert=True)
+        add("mlp.experts.down", (number, h, width), share.matrix, Product(share.held, h, width), of_expert=True)
         for kind in into:
-            add(f"mlp.experts.{kind}", (number, width, h), share.matrix, of_expert=True)
+            add(f"mlp.experts.{kind}", (number, width, h), share.matrix, Product(share.held, width, h), of_expert=True)
         add("mlp.router", (number, h), number * h, is_cut=False)
     *projections, output = attention_matrices(block)
-    for part, shape in [("attention.output", output), *(("attention.qkv", one) for one in reversed(projections))]:
-        add(part, shape, math.prod(shape) // ranks)
+    add("attention.output", output, math.prod(output) // ranks)
+    for shape in reversed(projections):
+        products = () if block.multi_latent_attention else _of_qkv(block, settings.split_qkv)
+        add("attention.qkv", shape, math.prod(shape) // ranks, *products)
     for shape in short_matrices(block):
         add("attention", shape, math.prod(shape), is_cut=False)
     return found
+
+
+def _of_qkv(block: ResolvedModel, split: str) -> list[Product]:
+    """What the optimizer takes as one matrix in the projection to queries, keys and values; none: all of it."""
+    heads, groups, d, h = block.num_attention_heads, block.query_groups, block.head_size, block.hidden_size
+    if split == "heads":
+        return [Product(heads + 2 * groups, d, h)]
+    return [Product(1, number * d, h) for number in (heads, groups, groups)] if split == "qkv" else []

@@ -18,6 +18,8 @@ import torch
 
 import megacore
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.processors import available_cores
+from megacore.plan.room import host_capacity
 from megacore.train.metrics import device_name
 
 _GIT_SECONDS = 5.0
@@ -34,6 +36,9 @@ class Provenance:
         command: the command line.
         host: name of the first rank's machine.
         platform: operating system, and processors of that machine.
+        cores: of that machine, which its first rank may use.
+        memory_bytes: of that machine, or what its control groups allow; None where nothing tells.
+        local_ranks: ranks on that machine.
         device: what each rank computes on.
         packages: versions by name.
     """
@@ -43,6 +48,9 @@ class Provenance:
     command: str
     host: str
     platform: str
+    cores: int
+    memory_bytes: int | None
+    local_ranks: int
     device: str
     packages: dict[str, str]
 
@@ -50,12 +58,17 @@ class Provenance:
 def provenance_of(mesh: Mesh) -> Provenance:
     """The provenance of this process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    allowed = host_capacity()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Provenance(
         version=megacore.__version__,
         git=_git_state(Path(megacore.__file__).resolve().parent),
         command=shlex.join([Path(sys.executable).name, *sys.argv]),
         host=socket.gethostname(),
         platform=f"{platform.platform()}, {os.cpu_count()} processors, {memory:,.0f} GiB",
+        cores=available_cores(),
+        memory_bytes=None if allowed is None else int(allowed),
+        local_ranks=int(local) if local.isdecimal() else mesh.world.size,
         device=device_name(mesh.device),
         packages={"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         | _installed(),

@@ -123,6 +123,7 @@ class Recorder(TorchDispatchMode):
         self._under_way: dict[int, list[tuple[int, Tensor]]] = {}
         self._count = 0
         self._groups = {} if mesh is None else _groups(mesh)
+        self._ranks = 1 if mesh is None else mesh.world.size
 
     def taken(self) -> list[Event]:
         """What was noted since the last call."""
@@ -186,6 +187,7 @@ class Recorder(TorchDispatchMode):
             bytes=float(max(map(_bytes, tensors), default=0)),
             ranks=len(ranks),
             stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+            among=range(self._ranks),
         )
 
     def _group_of(self, args: Sequence[Any]) -> tuple[str, tuple[int, ...]]:

@@ -23,6 +23,9 @@ from megacore.commands.report.files import read_run
 from megacore.commands.report.page import verdict_of
 from megacore.commands.report.series import Point, decimated, short, smoothed, ticks
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.processors import available_cores
+from megacore.plan.measured_run import read_launch
+from megacore.plan.room import host_capacity
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 from tests.parity.runs import make_config, make_trainer
@@ -118,7 +121,11 @@ def test_a_resumed_run_that_finishes(tmp_path: Path) -> None:
         "0: pp0",
     ):
         assert words in text, words
-    assert [e["event"] for e in read_run(tmp_path / "run").events_of("launch")] == ["launch", "launch"]
+    launches = read_run(tmp_path / "run").events_of("launch")
+    assert [e["event"] for e in launches] == ["launch", "launch"]
+    launch = read_launch(tmp_path / "run" / "events.jsonl")
+    assert launch.machine is not None and launch.machine.memory_bytes == launches[-1]["memory_bytes"] == host_capacity()
+    assert (launch.machine.cores, launch.local_ranks, launch.device) == (available_cores(), 1, "cpu")
 
 
 def test_a_run_that_fails_says_why_and_its_words_are_escaped(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""--calibrate: what of a run's time becomes a speed, and what only widens the range."""
+"""--calibrate: what of a run's time becomes a speed, and what only widens the range; whose machine the cluster is."""
 
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import load_toml, save_toml
+from megacore.errors import ConfigError
 from megacore.pipeline.schedule import Action, build_schedule, requirements, transfers_of
-from megacore.plan.calibration import Calibration, calibrate
-from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from megacore.plan.calibration import Calibration, base_of, calibrate, machine_of
+from megacore.plan.calibration_report import calibration_text
+from megacore.plan.cluster import CLUSTERS, fields_of, load_cluster, to_toml
 from megacore.plan.devices import Case
+from megacore.plan.measured_run import Launch, Machine, MeasuredRun, read_run
 from megacore.plan.outline import outline
 from megacore.plan.simulator import Costs, Span, simulate
 from megacore.plan.step_time import step_time
@@ -75,12 +79,16 @@ def calibrated(directory: Path, rows: list[float], costs: Costs | None = None) -
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     if costs is not None:
         trace_of_pipeline(directory / "trace.json", costs, config.resolve(2).microbatches)
-    return calibrate(directory, CPU)
+    return calibrate(read_run(directory), CPU)
 
 
 def resolved(directory: Path) -> ResolvedConfig:
     config: ResolvedConfig = load_toml(directory / "config.toml", Config).resolve(2)
     return config
+
+
+def lines_of(found: Calibration) -> list[str]:
+    return calibration_text(found).splitlines()
 
 
 def message_seconds(directory: Path) -> float:
@@ -103,7 +111,8 @@ def test_all_rows_without_the_first_are_used_and_their_spread_is_the_range(tmp_p
     assert expected == pytest.approx(0.5, rel=1e-3)
     assert fast == pytest.approx(0.5 / 1.136, rel=0.03)  # a tenth of the nine rows is below 0.44 s
     assert slow == pytest.approx(0.56, rel=0.03)  # and a tenth is above
-    assert not any(line.startswith("low confidence") for line in found.report)
+    assert not found.doubts
+    assert "low confidence" not in calibration_text(found)
 
 
 def test_links_are_as_fast_as_messages_that_were_waited_for(tmp_path: Path) -> None:
@@ -113,8 +122,8 @@ def test_links_are_as_fast_as_messages_that_were_waited_for(tmp_path: Path) -> N
     costs = Costs(forward=[0.01, 0.002], input_grad=[0.01, 0.002], weight_grad=[0.01, 0.002], transfer=message)
     end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
     found = calibrated(tmp_path, [end] * 8, costs)
-    assert any(line.startswith("speed of the links: x 0.5, from") for line in found.report)
-    assert any(line.startswith("not measured: all-reduces over --tp ranks") for line in found.report)
+    assert any(line.startswith("speed of the links: x 0.5, from") for line in lines_of(found))
+    assert any(line.startswith("not measured: all-reduces over --tp ranks") for line in lines_of(found))
     link, base = found.cluster.device.node_link, CPU.device.node_link
     assert link.bandwidth == pytest.approx(base.bandwidth / 2, rel=0.02)
     assert link.latency == pytest.approx(base.latency * 2, rel=0.02)
@@ -128,8 +137,9 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
     found = calibrated(tmp_path, [end] * 8, costs)
     assert found.cluster.device.node_link.bandwidth == pytest.approx(CPU.device.node_link.bandwidth, rel=0.02)
-    assert any(line.startswith("unexplained: +") for line in found.report)
-    assert "of the step are unexplained" in found.report[-1] and found.report[-1].startswith("low confidence")
+    assert any(line.startswith("unexplained: +") for line in lines_of(found))
+    assert "of the step are unexplained" in found.doubts[-1]
+    assert lines_of(found)[-1].startswith("low confidence")
     assert "low confidence" in found.cluster.source
     fast, expected, slow = range_of(found, tmp_path)
     assert fast < expected < 0.8 * end
@@ -146,13 +156,86 @@ def test_no_link_becomes_a_hundred_times_slower(tmp_path: Path) -> None:
     end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
     found = calibrated(tmp_path, [end] * 8, costs)
     assert found.cluster.device.node_link.bandwidth == pytest.approx(CPU.device.node_link.bandwidth / 10)
-    assert any("speed of the links: x 0.1," in line and "measured x 0.003" in line for line in found.report)
-    assert found.report[-1].startswith("low confidence")
+    assert any("speed of the links: x 0.1," in line and "measured x 0.003" in line for line in lines_of(found))
+    assert "transfers were too slow or too fast for real links" in found.doubts
 
 
-def test_unsteady_and_few_rows_are_doubted(tmp_path: Path) -> None:
-    assert "steps differ by a factor of" in calibrated(tmp_path, [1.0, 0.3, 0.6, 0.3, 0.6, 0.3, 0.6]).report[-1]
-    assert "only 1 logged row" in calibrated(tmp_path, [1.0, 0.3]).report[-1]
+def test_unsteady_rows_are_doubted(tmp_path: Path) -> None:
+    (doubt,) = calibrated(tmp_path, [1.0, 0.3, 0.6, 0.3, 0.6, 0.3, 0.6]).doubts
+    assert doubt.startswith("steps differ by a factor of")
+
+
+def test_a_speed_that_no_machine_has_is_doubted(tmp_path: Path) -> None:
+    assert "cpu is more than 10,000 times faster or slower than this run" in calibrated(tmp_path, [9e4] * 8).doubts
+
+
+def launched(directory: Path, **about: object) -> MeasuredRun:
+    """A run of two ranks that recorded this."""
+    calibrated(directory, [0.3] * 8)
+    (directory / "events.jsonl").write_text(json.dumps({"event": "launch", **about}) + "\n", encoding="utf-8")
+    return read_run(directory)
+
+
+HERE = Machine(cores=64, memory_bytes=512e9, source="of this machine")
+
+
+@pytest.mark.parametrize(
+    ("about", "name", "expected"),
+    [
+        ({"cores": 4, "memory_bytes": 8e9}, None, (4, 8e9)),
+        ({"cores": 4, "memory_bytes": 8e9}, "laptop", (4, 8e9)),
+        ({"cores": 4, "memory_bytes": 8e9}, "mine.toml", None),  # whose figures are the user's
+        ({}, None, (64, 512e9)),
+        ({"cores": -4, "memory_bytes": "much"}, None, (64, 512e9)),
+        ({"host": socket.gethostname()}, None, (64, 512e9)),
+        ({"host": "elsewhere"}, None, None),
+        ({"host": "elsewhere", "cores": 4, "memory_bytes": 8e9}, None, (4, 8e9)),
+    ],
+)
+def test_memory_and_cores_are_those_that_the_run_recorded(
+    about: dict[str, object], name: str | None, expected: tuple[int, float] | None, tmp_path: Path
+) -> None:
+    run = launched(tmp_path, **about)
+    found = machine_of(name, CPU, run, HERE)
+    assert (None if found is None else (found.cores, found.memory_bytes)) == expected
+
+
+def test_a_fitted_cluster_has_a_device_for_each_core(tmp_path: Path) -> None:
+    run = launched(tmp_path, cores=4, memory_bytes=8e9, local_ranks=2)
+    found = calibrate(run, CPU, run.launch.machine)
+    fields = fields_of(found.cluster)
+    assert (fields["memory_gb"], fields["gpus_per_node"]) == (8.0, 4)
+    assert fields["nic_bandwidth_gb_s"] == pytest.approx(fields_of(CPU)["nic_bandwidth_gb_s"])
+    assert "machine: 4 cores, 7.5 GiB of memory, recorded by the run in events.jsonl" in lines_of(found)
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(found.cluster), encoding="utf-8")
+    assert load_cluster(path).device.node_ranks == 4
+
+
+def test_ranks_that_share_cores_remain_on_one_machine_and_are_doubted(tmp_path: Path) -> None:
+    run = launched(tmp_path, cores=1, memory_bytes=8e9, local_ranks=2)
+    found = calibrate(run, CPU, run.launch.machine)
+    assert found.cluster.device.node_ranks == 2
+    assert "2 ranks shared 1 core" in found.doubts
+
+
+def test_ranks_of_several_machines_are_fitted_over_their_network(tmp_path: Path) -> None:
+    run = launched(tmp_path, cores=8, memory_bytes=8e9, local_ranks=1)
+    assert calibrate(run, CPU, run.launch.machine).cluster.device.node_ranks == 1
+
+
+def test_the_base_is_what_the_run_computed_on(tmp_path: Path) -> None:
+    assert base_of(None, Launch()).name == "cpu"
+    assert base_of(None, Launch(device="cpu")).name == "cpu"
+    assert base_of(None, Launch(device="NVIDIA H100 80GB HBM3")).name == "h100"
+    for name, device, said in (
+        (None, "NVIDIA T4", "--cluster is missing: the run computed on NVIDIA T4"),
+        ("h100", "cpu", "--cluster h100 has accelerators, but the run computed on cpu"),
+        ("cpu", "NVIDIA H100 80GB HBM3", "--cluster cpu computes on CPUs, but the run computed on NVIDIA H100"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            base_of(name, Launch(device=device))
+        assert refused.value.problems[0].startswith(said)
 
 
 def test_a_sum_takes_what_follows_its_last_rank(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,20 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.config.parallel import ChosenSchedule
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.fastest_schedule import (
+    VIRTUAL_STAGES,
+    choose_schedule,
+    is_open,
+    schedules_by_time,
+    typical_cluster,
+)
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.planner import scheduled
 from megacore.plan.room import Room
 from megacore.plan.step_time import step_time
 from megacore.plan.ways_out import Limits, ways_out
+from tools.plan import main
 
 W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"
 W1 += " --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
@@ -40,6 +48,8 @@ def shape(config: ResolvedConfig) -> tuple[str, int]:
         (f"{W1} --pp 4", "laptop"),
         (f"{W1} --pp 2 --global-batch-size 2", "laptop"),
         ("--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32", "h100"),
+        ("--preset llama-3-8b --pp 2 --tp 2 --dp 2 --precision bf16 --global-batch-size 8", "h100"),
+        ("--preset mixtral-8x7b --tp 2 --pp 4 --dp 4 --ep 4 --precision bf16 --global-batch-size 64", "h100"),
     ],
 )
 def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
@@ -49,7 +59,7 @@ def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
     layers = outline(config)
     found = schedules_by_time(config, layers, CLUSTERS[cluster])
     seconds = {}
-    for name, stages in (("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)):
+    for name, stages in (("1f1b", 1), ("zero-bubble", 1), *(("interleaved", v) for v in VIRTUAL_STAGES)):
         if config.parallel.pp * stages <= config.model.num_layers:
             named = planned(f"{flags} --schedule {name}" + (f" --virtual-stages {stages}" if stages > 1 else ""))
             seconds[name, stages] = step_time(named, layers, CLUSTERS[cluster]).seconds
@@ -62,6 +72,27 @@ def test_on_a_cpu_w1_is_fastest_with_zero_bubble() -> None:
     """As measured (docs/reports/measured.md)."""
     config = planned(f"{W1} --pp 2")
     assert schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))[0] == ("zero-bubble", 1)
+
+
+def test_a_schedule_is_chosen_for_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a step that is shorter than that of 1F1B, and the report names it."""
+    flags = "--preset mixtral-8x7b --tp 2 --pp 4 --dp 4 --ep 4 --precision bf16 --global-batch-size 64"
+    config, cluster = planned(flags), CLUSTERS["h100"]
+    chosen = scheduled(config, cluster)
+    assert chosen.parallel.schedule == "interleaved"
+    one_by_one = step_time(planned(f"{flags} --schedule 1f1b"), outline(config), cluster)
+    assert step_time(chosen, outline(config), cluster).seconds < 0.95 * one_by_one.seconds
+    assert main(["pretrain_gpt.py", *flags.split(), "--cluster", "h100"]) == 0
+    assert "schedule interleaved, 8 stages per rank" in capsys.readouterr().out
+
+
+def test_the_choice_is_quick() -> None:
+    """A launch waits for it."""
+    flags = "--preset bloom-176b --tp 4 --pp 12 --dp 8 --precision bf16 --global-batch-size 2048 --micro-batch-size 2"
+    config = planned(flags)
+    began = time.process_time()
+    scheduled(config, CLUSTERS["a100-80g"])
+    assert time.process_time() - began < 3  # about 0.3 s
 
 
 def test_memory_decides() -> None:

@@ -20,7 +20,7 @@ from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.in_flight import in_flight
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
 from megacore.plan.outline import outline
-from megacore.plan.room import Room, host_room
+from megacore.plan.room import Room, host_capacity, host_room
 from megacore.plan.state import PlannedLayer, state_bytes
 from megacore.plan.ways_out import size_text
 from tests.unit import refusals
@@ -498,9 +498,11 @@ MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 
 
 
 def test_without_groups_the_machine_decides(tmp_path: Path) -> None:
-    room = host_room(files(tmp_path, proc__meminfo=MEMINFO))
-    assert room == Room(800 * 1024, "MemAvailable of this machine")
+    root = files(tmp_path, proc__meminfo=MEMINFO)
+    assert host_room(root) == Room(800 * 1024, "MemAvailable of this machine")
+    assert host_capacity(root) == 1000 * 1024
     assert host_room(tmp_path / "nowhere") is None
+    assert host_capacity(tmp_path / "nowhere") is None
 
 
 def test_the_narrowest_group_around_this_one_decides(tmp_path: Path) -> None:
@@ -521,6 +523,7 @@ def test_the_narrowest_group_around_this_one_decides(tmp_path: Path) -> None:
     assert room is not None
     assert room.available == 500_000 - 300_000 + 100_000
     assert "memory.max 500000" in room.source
+    assert host_capacity(root) == 500_000
 
 
 def test_a_container_of_version_1_sees_its_own_group_at_the_top(tmp_path: Path) -> None:
@@ -535,6 +538,7 @@ def test_a_container_of_version_1_sees_its_own_group_at_the_top(tmp_path: Path) 
     room = host_room(root)
     assert room is not None
     assert room.available == 350_000
+    assert host_capacity(root) == 400_000
 
 
 def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megacore.pipeline.schedule import ScheduleError, build_schedule
 from megacore.pipeline.schedule_file import check_schedule, load_schedule
+from tools.plan import main
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
@@ -88,3 +89,12 @@ def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) ->
     expected = rf"is for --pp 2, .* 2 microbatches per replica, but the run has --pp {pp}"
     with pytest.raises(ScheduleError, match=expected):
         check_schedule(config)
+
+
+def test_a_plan_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, GOOD)
+    flags = f"--preset gpt2-small --pp 2 --global-batch-size 2 --micro-batch-size 1 --schedule-csv {file}"
+    assert main(["pretrain_gpt.py", *flags.split(), "--cluster", "h100"]) == 0
+    report = capsys.readouterr().out
+    assert f"schedule {file}" in report
+    assert "schedule auto" not in report

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
+from megacore.errors import ConfigError
+from megacore.parallel.processors import available_cores
+from megacore.plan.cluster import load_cluster
+from megacore.plan.measured_run import read_run
 from tests.parity.runs import make_config
 from tests.unit.planning import planned
 from tools.plan import main
 
 
+def write_rows(directory: Path, seconds: Sequence[object]) -> None:
+    rows = [{"step": step, "perf/step_time_s": value} for step, value in enumerate(seconds)]
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def write_run(directory: Path, seconds: Sequence[object] = (9.0, 0.5, 0.5, 0.5)) -> None:
+    """What a run of one rank with these step times leaves."""
+    save_toml(make_config((1, 1, 1), directory), directory / "config.toml")
+    write_rows(directory, seconds)
+
+
+def refusal_of(directory: Path, *flags: str) -> list[str]:
+    """The problems of a fit, without those of anything else; a refusal writes nothing and prints no traceback."""
+    with pytest.raises(ConfigError) as refused:
+        read_run(directory)
+    assert main(["--calibrate", str(directory), *flags]) == 2
+    return list(refused.value.problems)
+
+
 def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config((1, 1, 1), tmp_path)
-    save_toml(config, tmp_path / "config.toml")
-    records = [{"step": step, "perf/step_time_s": seconds} for step, seconds in enumerate((9.0, 0.5, 0.5, 0.5))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    write_run(tmp_path)
     assert main(["--calibrate", str(tmp_path)]) == 0
     capsys.readouterr()
     cluster = tmp_path / "cluster.toml"
@@ -31,6 +54,127 @@ def test_calibration_takes_runs_of_bert(tmp_path: Path, capsys: pytest.CaptureFi
     flags = "--mock-data --vocab-size 64 --train-iters 4 --num-layers 2 --hidden-size 32 --num-attention-heads 2"
     config = parse_config(flags.split(), prog="pretrain_bert.py", description="", kind=BertConfig)
     save_toml(config, tmp_path / "config.toml")
-    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time_s": 0.5}', encoding="utf-8")
-    assert main(["pretrain_bert.py", "--calibrate", str(tmp_path)]) == 0
+    write_rows(tmp_path, [0.5] * 4)
+    assert main(["--calibrate", str(tmp_path)]) == 0
     assert "predicted with it: 0.5 s (+0.0%)" in capsys.readouterr().out
+
+
+def test_calibration_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    assert main(["--calibrate", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    path = tmp_path / "cluster.toml"
+    assert found["path"] == str(path)
+    assert found["cluster"] == tomllib.loads(path.read_text(encoding="utf-8"))
+    assert (found["rows"], found["rows_left_out"]) == (3, 1)
+    assert found["measured_seconds"] == {"fast": 0.5, "median": 0.5, "slow": 0.5}
+    assert found["step_seconds"]["value"] == pytest.approx(0.5, rel=1e-3)
+    assert found["step_seconds"]["low"] < 0.5 < found["step_seconds"]["high"]
+    assert found["device_speed"]["from"] == "metrics.jsonl"
+    assert found["link_speed"] is None
+    assert found["machine"]["source"].startswith("of this machine")
+    assert found["machine"]["cores"] == found["cluster"]["gpus_per_node"] == available_cores()
+    assert found["machine"]["memory_bytes"] == pytest.approx(found["cluster"]["memory_gb"] * 1e9)
+
+
+def test_every_flag_without_effect_is_named_in_one_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--cluster nope --tp 2 --search --timeline t.svg --picture=p.svg --memory-timeline m.svg --tokens 3 --top 10 "
+        "--max-pp 2 --min-dp 1 --max-memory-gb 3 --world-size 8 --goodput 0.9 --price-per-hour 2 --software megatron-lm"
+    )
+    assert main(["pretrain_bert.py", "--calibrate", str(tmp_path), *flags.split()]) == 2
+    text = capsys.readouterr().err
+    given = [word.split("=")[0] for word in flags.split() if word.startswith("--") and word != "--cluster"]
+    for flag in given:
+        assert f"  - {flag} " in text, flag
+        assert "has no effect with --calibrate" in next(line for line in text.splitlines() if f"- {flag} " in line)
+    assert "  - pretrain_bert.py has no effect with --calibrate" in text
+    assert "  - --cluster nope is not known" in text
+    assert "config.toml is missing" in text and "metrics.jsonl is missing" in text
+    assert f"{len(given) + 4} problems" in text
+
+
+def test_a_fit_takes_four_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, [0.5] * 3)
+    (problem,) = refusal_of(tmp_path)
+    assert "metrics.jsonl has 3 rows with perf/step_time_s, which must be at least 4" in problem
+    assert "--log-interval 1" in problem
+    write_rows(tmp_path, [0.5] * 4)
+    assert main(["--calibrate", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["-1.0", "0", "1e300", "NaN", "Infinity", "-Infinity", "true", "null", '"fast"', "[1]", "1e-9", "9" * 300]
+)
+def test_a_time_that_no_step_takes_is_refused_with_bounds(text: str, tmp_path: Path) -> None:
+    write_run(tmp_path, [0.5] * 8)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[4] = f'{{"step": 4, "perf/step_time_s": {text}}}'
+    path.write_text("\n".join(lines), encoding="utf-8")
+    (problem,) = refusal_of(tmp_path)
+    assert problem.startswith(f"--calibrate {tmp_path}: metrics.jsonl, line 5: perf/step_time_s = ")
+    assert problem.endswith("must be a number of seconds from 1e-06 to 1,000,000")
+    assert len(problem) < len(str(tmp_path)) + 200
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (b"\xff\xfe\x00garbage", "line 3 is no JSON object"),
+        (b"not json", "line 3 is no JSON object"),
+        (b"[1, 2]", "line 3 is no JSON object"),
+        (b"[" * 100_000, "line 3 is no JSON object"),
+        (b"a\nb\nc", "3 lines are no JSON objects, the first is line 3: "),
+    ],
+)
+def test_a_damaged_line_is_refused_by_its_number(damage: bytes, said: str, tmp_path: Path) -> None:
+    write_run(tmp_path, [0.5] * 8)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines.insert(2, damage)
+    path.write_bytes(b"\n".join(lines))
+    (problem,) = refusal_of(tmp_path)
+    assert problem.startswith(f"--calibrate {tmp_path}: metrics.jsonl is damaged: {said}")
+
+
+def test_the_line_that_a_killed_run_did_not_finish_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.5] * 8)
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 9, "perf/st')
+    assert read_run(tmp_path).steps.rows == 6
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "trace.json", "cluster.toml"])
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert main(["--calibrate", str(tmp_path)]) == 2
+    text = capsys.readouterr().err
+    assert "1 problem\n" in text
+    assert f"--calibrate {tmp_path}: {name} " in text
+
+
+def test_a_damaged_trace_is_refused_with_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, [0.5] * 2)
+    (tmp_path / "trace.json").write_bytes(b"\xff{")
+    assert main(["--calibrate", str(tmp_path)]) == 2
+    text = capsys.readouterr().err
+    assert "2 problems" in text and "trace.json is not a trace.json that a run with --trace wrote" in text
+
+
+def test_a_cluster_file_is_readable_whatever_the_directory_is_called(tmp_path: Path) -> None:
+    directory = tmp_path / 'a "run"\\\n\udc80'
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run")
+    (tmp_path / "run").rename(directory)
+    assert main(["--calibrate", str(directory)]) == 0
+    assert load_cluster(directory / "cluster.toml").source.startswith("fitted to ")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from megacore.commands.plan import dry_run
 from megacore.config.cli import save_toml
 from megacore.errors import ConfigError
 from megacore.plan.cluster import CLUSTERS, cluster_named, load_cluster, to_toml
 from tests.parity.runs import make_config
+from tests.unit.planning import planned
 from tools.plan import main
 
 
@@ -142,6 +145,93 @@ def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
     assert "based_on = 'h900' is not known" in refused.value.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("peak_tflops = 300", "peak_tflops = 300 must be a table, as in [peak_tflops] and bf16 = 312"),
+        ("name = 3", 'name = 3 must be one line of text in quotes, as in name = "mine"'),
+        ("source = 3", 'source = 3 must be one line of text in quotes, as in source = "mine"'),
+        ('source = "a\\nb"', "source = 'a\\nb' must be one line of text in quotes"),
+        (
+            "[peak_tflops]\nbf17 = 3",
+            "peak_tflops.bf17 is not a format: use fp32, tf32, bf16 or fp16 (did you mean bf16?)",
+        ),
+        ("[efficiency]\nlink = 0.5", "efficiency.link is not known: use products, attention, memory, links"),
+    ],
+)
+def test_a_field_of_another_type_is_not_called_missing(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    (problem,) = refused.value.problems
+    assert said in problem
+
+
+def test_a_misspelled_base_is_suggested(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('based_on = "h10"\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_cluster(path)
+    assert refused.value.problems[0].endswith("(did you mean h100?)")
+
+
+def make_odd_file(path: Path, kind: str) -> None:
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        contents = {"empty": b"", "binary": b"\xff\x00", "nested": b"a = " + b"[" * 100_000, "huge": b"#" * (1 << 21)}
+        path.write_bytes(contents[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("directory", "cannot be read: Is a directory"),
+        ("pipe", "cannot be read: is not a regular file"),
+        ("empty", "is empty: give its fields"),
+        ("binary", "is not valid TOML: it is not text in UTF-8"),
+        ("nested", "is not valid TOML: its values are nested too deeply"),
+        ("huge", "cannot be read: has 2,097,152 bytes, more than the 1,048,576 that are read"),
+    ],
+)
+def test_an_odd_cluster_file_is_refused_and_not_waited_for(kind: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    make_odd_file(path, kind)
+    with pytest.raises(ConfigError) as refused:
+        cluster_named(str(path))
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"--cluster {path} {said}")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc refuses new files to root too")
+def test_pictures_that_cannot_be_written_are_refused_before_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe.svg"
+    os.mkfifo(pipe)
+    flags = f"pretrain_gpt.py --preset gpt2-small --cluster moon --timeline {pipe} --memory-timeline /proc/m.svg"
+    assert main(flags.split()) == 2
+    out, text = capsys.readouterr()
+    assert not out
+    for part in (
+        "3 problems",
+        "--cluster moon",
+        f"--timeline {pipe} is not a regular file",
+        "--memory-timeline /proc/m.svg cannot be written: /proc takes no new files",
+    ):
+        assert part in text
+
+
+def test_two_pictures_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.svg"
+    flags = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --timeline {path} --memory-timeline {path}"
+    assert main(flags.split()) == 2
+    assert f"--timeline and --memory-timeline are both {path}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
 def test_a_cluster_file_of_wrong_types_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -158,7 +248,7 @@ def test_calibration_refuses_a_cluster_without_the_peak_and_flags_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_toml(make_config((1, 1, 1), tmp_path), tmp_path / "config.toml")
-    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time_s": 0.5}', encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time_s": 0.5}\n' * 4, encoding="utf-8")
     cluster = tmp_path / "own.toml"
     text = "\n".join(line for line in to_toml(CLUSTERS["h100"]).splitlines() if not line.startswith("fp32 ="))
     cluster.write_text(text, encoding="utf-8")
@@ -166,6 +256,8 @@ def test_calibration_refuses_a_cluster_without_the_peak_and_flags_of_a_run(
     assert "has no peak for --precision fp32" in capsys.readouterr().err
     assert main(["--calibrate", str(tmp_path), "--tp", "3"]) == 2
     assert "--tp has no effect with --calibrate" in capsys.readouterr().err
+    assert main(["--calibrate", str(tmp_path), "--clustr", "cpu"]) == 2
+    assert "--clustr is not a flag: did you mean --cluster?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing", "is not a directory"), (".", "config.toml is missing")])
@@ -212,9 +304,9 @@ def test_a_cluster_is_suggested_only_where_its_name_is_near(
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
-        ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl cannot be read"]),
+        ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl is missing"]),
         ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
-        ("--goodput", ["--goodput: expected one argument"]),
+        ("--goodput", ["--goodput needs a value: --goodput SHARE"]),
         (
             "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
             ["--search: no layout of --world-size 4 fits h100"],
@@ -230,3 +322,87 @@ def test_every_refusal_is_a_list(
     assert last == "Flags and their defaults: plan.py --help"
     for line, said in zip(listed, problems, strict=True):
         assert line.startswith("  - ") and said.replace("{tmp}", str(tmp_path)) in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--preset gpt2-small --clustr h100", ["--clustr is not a flag: did you mean --cluster?"]),
+        (
+            "--preset gpt2-small --cluster h100 --timelin x.svg --top 3",
+            ["--timelin is not a flag: did you mean --timeline?", "--top has no"],
+        ),
+        (
+            "--preset gpt2-small --cluster h100 --goodput 0.5",
+            ["--goodput has no effect without --tokens: add --tokens, or leave it out"],
+        ),
+        ("--preset gpt2-small --cluster h100 --price-per-hour 3", ["--price-per-hour has no effect without --tokens"]),
+        (
+            "--preset gpt2-small --cluster h100 --cluster=a100-80g",
+            ["--cluster is given twice, as --cluster h100 and as --cluster a100-80g"],
+        ),
+        (
+            "--preset gpt2-small --cluster h100 --device cpu",
+            ["--device cpu: the cluster h100 has accelerators: leave it out, or use"],
+        ),
+        (
+            "--preset gpt2-small --cluster cpu --device cuda",
+            ["--device cuda: the cluster cpu computes on CPUs: leave it out, or use"],
+        ),
+        ("--preset gpt2-small --cluster h100 --json=yes", ["--json yes: a switch takes no value: use --json"]),
+        (
+            "--preset gpt2-small --cluster h100 --dry-run full",
+            ["--dry-run has no effect here, as plan.py always plans"],
+        ),
+        ("--cluster h100 --preset gpt2-small foo", ["--preset gpt2-small foo: 'foo' belongs to no flag"]),
+        ("--cluster h100 --preset gpt2-small --train-iters 10 foo", ["--train-iters 10 foo: 'foo' belongs to no flag"]),
+        (
+            "--preset gpt2-small --cluster h100 --timeline .svg",
+            ["--timeline .svg must end in .svg or .png: use --timeline out.svg"],
+        ),
+    ],
+)
+def test_a_refusal_says_what_was_given_and_nothing_else(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted(problems), strict=True):
+        assert line.startswith(f"  - {said}"), line
+
+
+def test_a_flag_of_ours_may_have_underscores_as_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "pretrain_gpt.py --preset gpt2-small --cluster h100 --world_size 2 --tokens=1e9")
+    assert plan["world_size"] == 2
+
+
+def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--preset gpt2-small --cluster h100 pretrain_gpt.py")["model"]["preset"] == "gpt2-small"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--dry-run=full --timeline x.svg --cluster nope",
+            "--timeline has no effect with --dry-run=full, which computes",
+        ),
+        ("--dry-run=full --tokens 3e9 --cluster nope", "--tokens has no effect with --dry-run=full"),
+        (
+            "--dry-run --calibrate run --cluster nope",
+            "--calibrate is a flag of tools/plan.py: use python tools/plan.py",
+        ),
+        ("--dry-run --cluster nope --world-size", "--world-size needs a value: --world-size N"),
+        ("--dry-run maybe --cluster nope", "--dry-run maybe is not known: use plan or full"),
+        ("--dry-run --cluster nope --clustr x", "--clustr is not a flag: did you mean --cluster?"),
+        ("--dry-run --cluster cpu --device cuda", "--device cuda: the cluster cpu computes on CPUs"),
+    ],
+)
+def test_a_dry_run_refuses_flags_of_other_modes(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = "--mock-data --preset gpt2-small --train-iters 2"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(dry_run([*run.split(), *flags.split()], "pretrain_gpt.py"))
+    assert stop.value.code == 2
+    assert f"  - {said}" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""The command line of a plan: the planner's flags among those of the trainer, read so that all problems come together.
+
+The planner's flags are read here, and all other words are left to the trainer's parser. What is wrong with the first is
+reported with what is wrong with the rest, in the words of the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megacore.commands.tool import ToolParser
+from megacore.config import Config
+from megacore.config.flags import flags_by_name, read_flags
+from megacore.config.messages import nearest_name, one_of
+from megacore.errors import ConfigError
+
+ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
+
+
+class PlanParser(ToolParser):
+    """Leaves the flags that it does not know to the trainer's parser, and collects what is wrong with its own.
+
+    The parsed namespace has, beside the values: `flags`, the words for the trainer; `problems`, what is wrong so far;
+    `given`, the planner's flags that were given; `misspelled`, those that were probably meant.
+
+    Attributes:
+        elsewhere: flags of other modes, with what to do instead.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._problems: list[str] = []
+        self.elsewhere: dict[str, str] = {}
+        super().__init__(**settings)
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As argparse has it."""
+        if (kind := settings.get("type")) is not None:
+            settings["type"] = self._collecting(names[0], kind)
+        return super().add_argument(*names, **settings)
+
+    def _collecting(self, flag: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        def value(text: str) -> Any:
+            try:
+                return kind(text)
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                self._problems.append(f"{flag} {error}")
+                return None
+
+        return value
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise ConfigError([*self._problems, self._in_our_words(message)])
+
+    def _in_our_words(self, message: str) -> str:
+        """What argparse complains of, as the trainer says it."""
+        found = re.fullmatch(r"argument (--[\w-]+): (.*)", message)
+        if found is None:
+            return message
+        flag, why = found.groups()
+        action = self._option_string_actions[flag]
+        if why == "expected one argument":
+            return f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
+        if value := re.fullmatch(r"ignored explicit argument '(.*)'", why):
+            return f"{flag} {value[1]}: a switch takes no value: use {flag}"
+        if (value := re.match(r"invalid choice: '(.*?)' ", why)) and action.choices is not None:
+            return f"{flag} {value[1]} is not known: use {one_of(list(action.choices))}"
+        return f"{flag}: {why}"
+
+    def names(self) -> frozenset[str]:
+        """The flags that this parser knows."""
+        return frozenset(self._option_string_actions)
+
+    def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it; what belongs to the trainer is in `flags`."""
+        words = [self._with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+        known, rest = self.parse_known_args(words, namespace)
+        known.flags = rest
+        _give_back_value(known, words)
+        _take_entry(known)
+        self._problems += self._contradictions(words)
+        for flag, way_out in self.elsewhere.items():
+            if flag in (word.split("=")[0] for word in known.flags):
+                self._problems.append(f"{flag} {way_out}")
+                known.flags = _without(known.flags, flag)
+        known.problems, known.misspelled = self._problems, set()
+        known.given = [flag for word in words if (flag := word.split("=")[0]) in self.names()]
+        return known
+
+    def _with_dashes(self, word: str) -> str:
+        """A flag of ours that is spelled with underscores, which the trainer accepts too."""
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        return f"{dashed}{equals}{value}" if name.startswith("--") and dashed in self.names() else word
+
+    def _contradictions(self, words: Sequence[str]) -> Iterator[str]:
+        """Flags that are given twice with different values, of which argparse takes the last."""
+        values: dict[str, list[str]] = {}
+        for word, following in itertools.zip_longest(words, words[1:]):
+            flag, equals, text = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if action is not None and action.nargs is None:
+                values.setdefault(flag, []).append(text if equals else str(following))
+        for flag, texts in values.items():
+            if len(distinct := list(dict.fromkeys(texts))) > 1:
+                both = " and as ".join(f"{flag} {text}" for text in distinct)
+                yield f"{flag} is given twice, as {both}: keep one of them"
+
+
+def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type[Config]) -> None:
+    """Report words that are flags neither of the planner nor of the trainer, where a flag of the planner is meant.
+
+    Args:
+        args: parsed; the flags are taken out of `flags`, and what they mean is added to `misspelled`.
+        flags: of the planner.
+        kind: of the configuration whose flags the trainer knows.
+    """
+    known = [*flags, *flags_by_name(kind)]
+    for flag in [word.split("=")[0] for word in args.flags if word.startswith("--")]:
+        near = nearest_name(flag, known)
+        if near in flags and any(
+            said.startswith(f"{flag} is not a flag") for said in read_flags([flag], kind).problems
+        ):
+            args.problems.append(f"{flag} is not a flag: did you mean {near}?")
+            args.misspelled.add(near)
+            args.flags = _without(args.flags, flag)
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """A command line without a flag and the words up to the next one."""
+    kept, is_kept = list[str](), True
+    for word in words:
+        if word.startswith("--"):
+            is_kept = word.split("=")[0] != flag
+        if is_kept:
+            kept.append(word)
+    return kept
+
+
+def idle_flags(given: Collection[str], needs: Mapping[str, str]) -> Iterator[str]:
+    """That a flag changes nothing without another.
+
+    Args:
+        given: flags that were given.
+        needs: flags by what they have no effect without.
+    """
+    for flag, other in needs.items():
+        if flag in given and other not in given:
+            yield f"{flag} has no effect without {other}: add {other}, or leave it out"
+
+
+def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Without an entry point argparse takes for it the first value of a flag of the trainer: return it to the flag."""
+    if known.entry is None or known.entry in ENTRIES or known.entry.endswith(".py"):
+        return
+    flag = next((before for before, word in itertools.pairwise(argv) if word == known.entry), None)
+    if flag is not None and flag.startswith("--") and flag in known.flags:
+        known.flags.insert(known.flags.index(flag) + 1, known.entry)
+        known.entry = None
+
+
+def _take_entry(known: argparse.Namespace) -> None:
+    """The entry point may also follow the flags."""
+    found = next((word for word in known.flags if Path(word).name in ENTRIES), None)
+    if known.entry is None and found is not None:
+        known.flags.remove(found)
+        known.entry = found
+
+
+def named_entry(words: Sequence[str]) -> str:
+    """The entry point on a command line, for its help."""
+    return next((word for word in words if Path(word).name in ENTRIES), ENTRIES[0])

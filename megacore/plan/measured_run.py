@@ -1,0 +1,279 @@
+"""What the directory of a finished run says of its speed: the configuration, the times of its steps, the machine.
+
+Everything is read as if it could be damaged: what is not what a run writes is refused by file and line, before anything
+is fitted to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacore.config import Config, ResolvedConfig
+from megacore.config.bert import BertConfig
+from megacore.config.cli import load_toml
+from megacore.config.dimensions import degrees_of
+from megacore.config.messages import counted, number
+from megacore.errors import ConfigError, UserError
+from megacore.files import read_bounded, unreadable
+from megacore.plan.trace import MeasuredTransfers, read_transfers
+
+# The first row is of a step that also compiles and allocates, and three others tell a median and a spread.
+LEAST_ROWS = 4
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e6
+_MOST_BYTES = 1 << 31  # of a file of a run
+_MOST_CORES, _MOST_MEMORY = 1e5, 1e15  # as a cluster file may have
+_TIME = "perf/step_time_s"
+_RUN = "give the --output-dir of a run"
+
+
+class Steps(NamedTuple):
+    """The steps of a run without the first, in seconds.
+
+    Attributes:
+        rows: that are used.
+        left_out: first rows.
+        fast, median, slow: a tenth of the rows is below `fast`, and a tenth is above `slow`.
+    """
+
+    rows: int
+    left_out: int
+    fast: float
+    median: float
+    slow: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine whose cores are ranks.
+
+    Attributes:
+        cores: that ranks may use.
+        memory_bytes: that all ranks share.
+        source: who says so.
+    """
+
+    cores: int
+    memory_bytes: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the last start of a run recorded; None: not recorded, as in a run of an older version.
+
+    Attributes:
+        host: name of the first rank's machine.
+        device: what ranks compute on; `cpu`, or an accelerator's name.
+        machine: the first rank's.
+        local_ranks: number of ranks on it.
+    """
+
+    host: str | None = None
+    device: str | None = None
+    machine: Machine | None = None
+    local_ranks: int | None = None
+
+    @property
+    def was_elsewhere(self) -> bool:
+        """Whether the run is known to be of another machine than this one."""
+        return self.host is not None and self.host != socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """A run that a cluster can be fitted to.
+
+    Attributes:
+        directory: its `--output-dir`.
+        config: resolved.
+        steps: their times.
+        launch: what it recorded of its machine.
+        trace: the path of `trace.json`.
+        transfers: what the trace says of transfers; None: there is no trace.
+    """
+
+    directory: Path
+    config: ResolvedConfig
+    steps: Steps
+    launch: Launch
+    trace: Path
+    transfers: MeasuredTransfers | None
+
+
+def read_run(directory: Path) -> MeasuredRun:
+    """What a run left in its directory.
+
+    Raises:
+        ConfigError: everything that is missing or unreadable.
+    """
+    if not directory.is_dir():
+        raise ConfigError([f"--calibrate {directory} is not a directory: {_RUN}"])
+    problems: list[str] = []
+    config = _config(directory, problems)
+    steps = _steps(directory / "metrics.jsonl", problems)
+    trace = directory / "trace.json"
+    transfers = _transfers(trace, problems)
+    if problems or config is None or steps is None:
+        raise ConfigError(problems)
+    launch = read_launch(directory / "events.jsonl")
+    return MeasuredRun(directory=directory, config=config, steps=steps, launch=launch, trace=trace, transfers=transfers)
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which this share of the others is, between two of them if need be."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = math.floor(at)
+    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+# ---- config.toml -----------------------------------------------------------------------------------------------------
+
+
+def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
+    path = directory / "config.toml"
+    where = f"--calibrate {directory}: {path.name}"
+    try:
+        if why := unreadable(path):
+            problems.append(f"{where} {why}: {_RUN}")
+            return None
+        is_bert = "bert" in tomllib.loads(path.read_text(encoding="utf-8"))
+        config = load_toml(path, BertConfig if is_bert else Config)
+        degrees = degrees_of(partial(getattr, config.parallel))
+        if config.model.vocab_size is None or None in degrees.values():
+            lacks = "vocab_size or a parallel degree is missing"
+            problems.append(f"{path}: {lacks}: {_RUN}, which has them all")
+            return None
+        resolved: ResolvedConfig = config.resolve(math.prod(degrees.values()))
+    except FileNotFoundError:
+        problems.append(f"{where} is missing: {_RUN}")
+    except OSError as error:
+        problems.append(f"{where} cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        problems.append(f"{where} is not valid TOML: it is not text in UTF-8")
+    except tomllib.TOMLDecodeError as error:
+        problems.append(f"{where} is not valid TOML: {error}")
+    except RecursionError:
+        problems.append(f"{where} is not valid TOML: its values are nested too deeply")
+    except ConfigError as error:
+        problems.extend(error.problems)
+    except UserError as error:
+        problems.append(f"{where}: {error}")
+    else:
+        return resolved
+    return None
+
+
+# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+def _steps(path: Path, problems: list[str]) -> Steps | None:
+    """All rows without the first quarter, in which caches, threads and memory warm up."""
+    where = f"--calibrate {path.parent}: {path.name}"
+    try:
+        rows = list(_rows(path))
+    except FileNotFoundError:
+        problems.append(f"{where} is missing: {_RUN}")
+        return None
+    except OSError as error:
+        problems.append(f"{where} cannot be read: {error.strerror}")
+        return None
+    damaged = [line for line, row in rows if row is None]
+    times = [(line, row[_TIME]) for line, row in rows if row is not None and _TIME in row]
+    wrong = [(line, value) for line, value in times if not _is_time(value)]
+    if damaged:
+        said = f"line {damaged[0]} is no JSON object"
+        if len(damaged) > 1:
+            said = f"{len(damaged)} lines are no JSON objects, the first is line {damaged[0]}"
+        problems.append(f"{where} is damaged: {said}: {_RUN}, as the run wrote it")
+    if wrong:
+        (line, value), others = wrong[0], f" ({counted(len(wrong), 'such line')})" if len(wrong) > 1 else ""
+        bounds = f"a number of seconds from {number(_LEAST_SECONDS)} to {_MOST_SECONDS:,.0f}"
+        problems.append(f"{where}, line {line}: {_TIME} = {_shortened(value)} must be {bounds}{others}")
+    if damaged or wrong:
+        return None
+    if len(times) < LEAST_ROWS:
+        problems.append(
+            f"{where} has {counted(len(times), 'row')} with {_TIME}, which must be at least {LEAST_ROWS}, as the first "
+            "one is slow: train for 10 steps or more with --log-interval 1"
+        )
+        return None
+    first = max(len(times) // 4, 1)
+    used = [float(value) for _, value in times[first:]]
+    return Steps(len(used), first, quantile(used, 0.1), statistics.median(used), quantile(used, 0.9))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    """The objects of a JSON lines file by the numbers of their lines; None for what is none, but for the end of a line
+    that a killed run did not finish."""
+    *lines, rest = read_bounded(path, _MOST_BYTES).split(b"\n")
+    for line, text in enumerate([*lines, rest], start=1):
+        row = _object(text)
+        if row is not None or (line <= len(lines) and text.strip()):
+            yield line, row
+
+
+def _object(text: bytes) -> Mapping[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_time(value: object) -> bool:
+    return _is_number(value, _LEAST_SECONDS, _MOST_SECONDS)
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _shortened(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# ---- trace.json and events.jsonl -------------------------------------------------------------------------------------
+
+
+def _transfers(trace: Path, problems: list[str]) -> MeasuredTransfers | None:
+    if not trace.exists():
+        return None
+    if not trace.is_file():
+        problems.append(f"--calibrate {trace.parent}: {trace.name} is not a regular file: remove it, or train again")
+        return None
+    try:
+        return read_transfers(trace)
+    except UserError as error:
+        problems.append(f"--calibrate {trace.parent}: {error}: remove it, or train again with --trace")
+        return None
+
+
+def read_launch(path: Path) -> Launch:
+    """The last start of a run, by its events.jsonl; what is missing or damaged there is not recorded."""
+    try:
+        launches = [row for _, row in _rows(path) if row is not None and row.get("event") == "launch"]
+    except OSError:
+        return Launch()
+    last = launches[-1] if launches else {}
+    host, device, cores, memory = (last.get(name) for name in ("host", "device", "cores", "memory_bytes"))
+    local, machine = last.get("local_ranks"), None
+    if isinstance(cores, int) and _is_number(cores, 1, _MOST_CORES) and _is_number(memory, 1e6, _MOST_MEMORY):
+        assert isinstance(memory, (int, float))
+        machine = Machine(cores=cores, memory_bytes=float(memory), source="recorded by the run in events.jsonl")
+    return Launch(
+        host=host if isinstance(host, str) else None,
+        device=device if isinstance(device, str) else None,
+        machine=machine,
+        local_ranks=local if isinstance(local, int) and _is_number(local, 1, _MOST_CORES) else None,
+    )

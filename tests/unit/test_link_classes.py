@@ -1,0 +1,226 @@
+"""Which transfers go between nodes, by the planner and by listing every group of every role, as the mesh makes them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from megacore.config import ResolvedConfig
+from megacore.config.dimensions import DIMENSIONS
+from megacore.parallel.mesh import groups_of_experts, groups_of_role
+from megacore.plan.devices import Device, Link, Range
+from megacore.plan.links import groups_between_nodes
+from megacore.plan.outline import outline
+from megacore.plan.roofline import Transfer, transfer_seconds
+from megacore.plan.traffic import Sent, bytes_by_link, rank_traffic, stage_message, tied_gradients
+from tests.parity.runs import make_config
+from tests.unit.planning import planned
+
+Groups = Iterable[tuple[int, ...]]
+NODES = range(1, 17)
+SIZES: dict[str, Any] = {"num_attention_heads": 60, "hidden_size": 240, "num_layers": 10, "seq_length": 7200}
+
+
+def random_layout(seed: int) -> ResolvedConfig:
+    """Any degrees from 1 to 5, sometimes with experts, several stages per rank, or shards that are replicated."""
+    at = random.Random(seed)
+    tp, cp, dp, pp = (at.randint(1, 5) for _ in range(4))
+    changes: dict[str, Any] = {"cp": cp, "zero_stage": at.randint(0, 3), "sequence_parallel": tp > 1}
+    changes |= {"global_batch_size": 4 * dp, "micro_batch_size": 1}
+    if pp > 1 and at.random() < 0.3:
+        changes |= {"schedule": "interleaved", "virtual_stages": 2, "global_batch_size": pp * dp}
+    if at.random() < 0.4:
+        split = at.choice([tp, 1])
+        ep = at.choice([n for n in range(1, 61) if dp * cp * tp // split % n == 0 and 60 % n == 0])
+        changes |= {"num_experts": 60, "ep": ep, "etp": split, "activation": "swiglu", "disable_bias_linear": True}
+    elif changes["zero_stage"]:
+        changes["zero_shard_size"] = at.choice([n for n in range(2, 26) if dp * cp % n == 0] or [None])
+    return make_config((tp, pp, dp), "output", **SIZES, **changes)
+
+
+def families(config: ResolvedConfig) -> dict[str, list[Groups]]:
+    """The groups that transfers of a role may run in."""
+    parallel = config.parallel
+    of = {role: groups_of_role(role, DIMENSIONS, parallel.degrees) for role in ("layer", "sequence", "replicas")}
+    split = parallel.ep, parallel.expert_split
+    experts = {
+        role: groups_of_experts(role, DIMENSIONS, parallel.degrees, split)
+        for role in ("expert_layer", "dispatch", "expert_replicas")
+    }
+    n = parallel.zero_shard_size or len(of["replicas"][0])
+    shards = [ranks[i : i + n] for ranks in of["replicas"] for i in range(0, len(ranks), n)]
+    across = [ranks[i::n] for ranks in of["replicas"] for i in range(n)]
+    return {
+        "layer": [of["layer"], experts["expert_layer"]],
+        "sequence": [of["sequence"]],
+        "experts": [experts["dispatch"]],
+        "replicas": [shards, across, of["replicas"], experts["expert_replicas"]],
+    }
+
+
+def groups_of(sent: Sent, config: ResolvedConfig) -> Groups:
+    """Of the groups of its role those with its ranks, by the number and distance of ranks in the first one."""
+    for groups in families(config)[sent.role]:
+        first = next(iter(groups))
+        if len(first) == sent.ranks and first[1] - first[0] == sent.stride:
+            return groups
+    raise AssertionError(f"no group of {sent}")
+
+
+def sharing(groups: Groups, node: int) -> int:
+    """On the node with the most of them, the groups that have ranks in it and in others."""
+    found: Counter[int] = Counter()
+    for ranks in groups:
+        nodes = {rank // node for rank in ranks}
+        found.update(nodes if len(nodes) > 1 else ())
+    return max(found.values(), default=0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> None:
+    config = random_layout(seed)
+    layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
+    for rank in range(pp):
+        for sent in collectives(rank_traffic(config, layers, rank)):
+            groups = list(groups_of(sent, config))
+            assert sorted(sum(groups, ())) == list(range(world))
+            for node in NODES:
+                count = sharing(groups, node)
+                assert groups_between_nodes(sent.ranks, sent.stride, sent.among, node) == count, (sent, node)
+                assert sent.link(node) == ("network" if count else "node"), (sent, node)
+    if pp == 1:
+        return
+    pipelines = list(groups_of_role("pipeline", DIMENSIONS, config.parallel.degrees))
+    message, tied = stage_message(config), tied_gradients(config)
+    assert tied is not None
+    for node in NODES:
+        assert groups_between_nodes(message.ranks, message.stride, message.among, node) == sharing(pipelines, node)
+        ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
+        assert groups_between_nodes(tied.ranks, tied.stride, tied.among, node) == sharing(ends, node)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_are_those_of_the_rank_that_sends_most_over_each_class_of_links(seed: int) -> None:
+    config = random_layout(1000 + seed)
+    layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
+    traffic = [rank_traffic(config, layers, rank) for rank in range(pp)]
+    for node in NODES:
+        most, counted = dict[Any, float](), dict[Any, float]()
+        for rank in range(pp):
+            for key, size in bytes_by_link(traffic[rank], node).items():
+                most[key] = max(size, most.get(key, 0.0))
+        crossing = [
+            {sent: sharing(groups_of(sent, config), node) > 0 for sent in collectives(all_)} for all_ in traffic
+        ]
+        for rank in range(world):
+            sent_here = messages_of(rank, config, node)
+            for sent, is_between in crossing[rank // (world // pp)].items():
+                sent_here[sent.kind, "network" if is_between else "node"] += sent.sent_bytes
+            counted |= {key: max(size, counted.get(key, 0.0)) for key, size in sent_here.items()}
+        assert most == pytest.approx(counted, rel=1e-12), node
+
+
+def collectives(traffic: Iterable[Sent]) -> list[Sent]:
+    return [sent for sent in traffic if sent.role != "pipeline"]
+
+
+def messages_of(rank: int, config: ResolvedConfig, node: int) -> defaultdict[Any, float]:
+    """Bytes that a rank sends to other pipeline stages, from one stage of the model to the next and back."""
+    pp, stages = config.parallel.pp, config.parallel.pp * config.parallel.virtual_stages
+    size, found = config.parallel.ranks // pp, defaultdict[Any, float](float)
+    own, position = divmod(rank, size)
+
+    def send(kind: str, to_stage: int, number: float) -> None:
+        to = to_stage % pp * size + position
+        found[kind, "node" if to // node == rank // node else "network"] += number
+
+    if pp > 1:
+        for number in range(own, stages, pp):
+            for neighbour in (number - 1, number + 1):
+                if 0 <= neighbour < stages:
+                    send("pipeline", neighbour, stage_message(config).bytes * config.microbatches)
+        tied = tied_gradients(config)
+        assert tied is not None
+        if own in (0, pp - 1):
+            send("tied gradients", pp - 1 - own, tied.bytes)
+    return found
+
+
+SURE = Range(1.0, 1.0, 1.0)
+# Nodes of 8 ranks; links of 100 GB/s, and a network card of 2 GB/s for each rank.
+DEVICE = Device(
+    name="ideal",
+    reported_as="ideal",
+    memory_bytes=1e9,
+    memory_bandwidth=1e12,
+    node_link=Link(bandwidth=1e11, latency=0.0),
+    network=Link(bandwidth=2e9, latency=0.0),
+    link_efficiency=SURE,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "world", "seconds"),
+    [
+        (3, 1, 6, 2 / 3 * 0.1 / 100),  # one node
+        (3, 1, 24, 2 / 3 * 0.1 / 8),  # 6 7 8 and 15 16 17 share the cards of the second node
+        (3, 1, 9, 2 / 3 * 0.1 / 16),  # 6 7 8 has them
+        (2, 3, 12, 1 / 2 * 0.1 / 8),  # 6 9 and 7 10, but not 8 11
+        (6, 1, 12, 5 / 6 * 0.1 / 16),  # 6 to 11
+        (4, 2, 64, 3 / 4 * 0.1 / 100),
+        (4, 4, 64, 3 / 4 * 0.1 / 4),  # four groups in two nodes
+    ],
+)
+def test_groups_that_leave_a_node_share_its_network_cards(ranks: int, stride: int, world: int, seconds: float) -> None:
+    """100 MB are gathered."""
+    transfer = Transfer(
+        name="t",
+        phase="forward",
+        number=1,
+        role="layer",
+        pattern="all-gather",
+        bytes=1e8,
+        ranks=ranks,
+        stride=stride,
+        among=range(world),
+    )
+    assert transfer_seconds(transfer, DEVICE) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "between", "within"),
+    [
+        # On nodes of 8: 0-5 and 6-11; 6 and 7 are in another node than 8 to 11, and 2 is in another than 8.
+        ("--pp 2 --dp 6", {"pipeline", "data parallel"}, {"pipeline"}),
+        ("--pp 4 --dp 3 --schedule 1f1b", {"pipeline", "data parallel"}, {"pipeline"}),
+        ("--pp 2 --dp 4", set(), {"pipeline", "data parallel"}),
+        ("--pp 4 --dp 4", {"pipeline"}, {"pipeline", "data parallel"}),
+        ("--tp 4 --dp 6", {"data parallel"}, {"tensor parallel"}),
+    ],
+)
+def test_a_plan_says_which_transfers_leave_a_node(
+    layout: str, between: set[str], within: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"pretrain_gpt.py --preset llama-3-8b --global-batch-size 48 --zero-stage 1 --cluster a100-80g {layout}"
+    names = planned(capsys, flags)["bytes_per_rank_and_step"]
+    assert {name.removesuffix(", between nodes") for name in names if name.endswith(", between nodes")} == between
+    assert {name.removesuffix(", in a node") for name in names if name.endswith(", in a node")} == within
+
+
+def test_nodes_that_the_tensor_parallel_ranks_do_not_divide(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `--tp 4` on nodes of 6 ranks, the ranks 4 to 7 are in two; with 4 ranks all are in one."""
+    cluster = tmp_path / "six.toml"
+    cluster.write_text('based_on = "a100-80g"\ngpus_per_node = 6\n')
+    flags = f"pretrain_gpt.py --preset llama-3-8b --global-batch-size 48 --tp 4 --cluster {cluster}"
+    seconds = {}
+    for dp in (1, 3):
+        plan = planned(capsys, f"{flags} --dp {dp} --zero-stage 1" if dp > 1 else flags)
+        link = "in a node" if dp == 1 else "between nodes"
+        assert f"tensor parallel, {link}" in plan["bytes_per_rank_and_step"]
+        assert len([name for name in plan["bytes_per_rank_and_step"] if "tensor" in name]) == 1
+        seconds[dp] = plan["step_parts"]["tensor"]["value"] * dp
+    assert seconds[3] > 1.5 * seconds[1]  # of as many tokens; 300 GB/s in a node, and its 8 cards have 200 GB/s
