@@ -40,7 +40,7 @@ from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.measured_run import Launch, Machine, read_run
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
-from megacore.plan.planner import Plan, make_plan, scheduled
+from megacore.plan.planner import Plan, make_plan, scheduled, usable_bytes
 from megacore.plan.room import host_capacity
 from megacore.plan.search import Found, search
 from megacore.plan.search_report import search_json, search_table
@@ -278,7 +278,7 @@ def _read(args: argparse.Namespace) -> _Request:
     given, args.unread = reading.values, reading.unread
     problems += _wrong_device(args, given, cluster)
     args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
-    problems += [*_wrong_limits(args), *_wrong_given(args, given)]
+    problems += [*_wrong_limits(args, cluster), *_wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
@@ -325,7 +325,7 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
                 yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
 
 
-def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
+def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
     """Limits of a search that are not asked for, or that no layout can keep."""
     flags = [*(f"max-{name}" for name in _MOST), *(f"min-{name}" for name in _LEAST), "max-memory-gb"]
     given = {flag: value for flag in flags if (value := getattr(args, flag.replace("-", "_"), None)) is not None}
@@ -341,6 +341,14 @@ def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
         yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
+    limit = given.get("max-memory-gb")
+    if args.search and args.world_size is not None and cluster is not None and limit is not None:
+        usable = usable_bytes(cluster, args.world_size) / 1e9
+        if limit > usable:
+            yield (
+                f"--max-memory-gb {limit:g} must be at most {three_digits(usable, math.floor)}, which is what a rank "
+                f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
+            )
 
 
 def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
@@ -477,14 +485,23 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
                 "wider limits, or another --world-size or --global-batch-size"
             ]
         )
-    least = "" if found.least_memory is None else f"; the smallest needs {found.least_memory / 1e9:.3g} GB per rank"
+    assert found.least_memory is not None
+    least = three_digits(found.least_memory / 1e9, math.ceil)
+    is_limited = float(least) <= usable_bytes(request.cluster, constraints.world_size) / 1e9
     raise ConfigError(
         [
             f"--search: no layout of --world-size {constraints.world_size} fits {request.cluster.name} and the given "
-            f"limits ({found.tried} valid layouts){least}: use more ranks, a smaller --global-batch-size, or "
-            "fewer limits"
+            f"limits ({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use "
+            f"{f'--max-memory-gb {least}, ' if is_limited else ''}more ranks, a smaller --global-batch-size, or fewer "
+            "limits"
         ]
     )
+
+
+def three_digits(value: float, rounded: Callable[[float], int]) -> str:
+    """A positive number in three digits, `rounded` up or down as math.ceil and math.floor do."""
+    digits = max(2 - math.floor(math.log10(value)), 0)
+    return f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
 
 
 def _calibrate(args: argparse.Namespace) -> None:

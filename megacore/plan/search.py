@@ -6,6 +6,7 @@ computed for all.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import itertools
@@ -99,7 +100,7 @@ class Found:
         layouts: that fit, the fastest first; the first ones and those of the frontier are simulated.
         tried: valid layouts.
         left_out: of these, those not evaluated, because with larger microbatches they take longer and need more memory.
-        least_memory: of all of them, bytes, at least; None: some fit, or none is valid.
+        least_memory: bytes that the smallest of them needs; None: some fit, or none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
         wall_seconds: that the search took.
@@ -165,30 +166,37 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     """
     start = time.perf_counter()
     evaluation = _Evaluation(config, cluster, constraints)
-    results = _evaluated(evaluation, list(divisions_of(config, cluster, constraints)))
-    least = min((result.least for result in results), default=math.inf)
+    divisions = list(divisions_of(config, cluster, constraints))
+    results = _evaluated(evaluation, divisions)
     fitting = [
         Layout(config=with_choice(config, choice), memory_bytes=memory, seconds=seconds)
         for result in results
         for choice, memory, seconds in result.fitting
     ]
-    if not fitting:  # how much is missing?
-        too_large = (with_choice(config, choice) for result in results for choice in result.too_large)
-        needs = (fullest_rank(one, outline(one), on_cpu=cluster.on_cpu).expected for one in too_large)
-        least = min([least, *needs])
     fitting.sort(key=lambda layout: layout.seconds)
     layouts = [*(_simulated(layout, cluster) for layout in fitting[:_SIMULATED]), *fitting[_SIMULATED:]]
     tried = sum(result.tried for result in results)
+    least = _least_memory(evaluation, divisions, results) if tried and not fitting else None
     return Found(
         layouts=_with_simulated_frontier(layouts, cluster),
         tried=tried,
         left_out=sum(result.left_out for result in results),
-        least_memory=least if tried and not fitting else None,
+        least_memory=least,
         capacity=evaluation.capacity,
         cluster=cluster,
         wall_seconds=time.perf_counter() - start,
         fixed=constraints.fixed,
     )
+
+
+def _least_memory(
+    evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]], results: Sequence[_Result]
+) -> float:
+    """Bytes that the smallest layout needs, where none fits. What one of them needs is enough; with that capacity all
+    that need less are found."""
+    enough = min(evaluation.needed(result.smallest) for result in results if result.smallest is not None)
+    again = _evaluated(evaluation.within(enough), divisions)
+    return min((memory for result in again for _, memory, _ in result.fitting), default=enough)
 
 
 def _with_simulated_frontier(layouts: list[Layout], cluster: Cluster) -> list[Layout]:
@@ -209,16 +217,20 @@ class _Result:
     Attributes:
         tried: valid layouts.
         left_out: of these, those of larger microbatches that are worse in time and memory.
-        least: bytes of state of those whose state alone does not fit, at least.
-        too_large: those that do not fit with their activations.
+        smallest: of those that do not fit, the one that needs least as far as that is known.
         fitting: those that fit, with memory and time.
     """
 
     tried: int = 0
     left_out: int = 0
-    least: float = math.inf
-    too_large: list[Choice] = field(default_factory=list)
+    smallest: Choice | None = None
     fitting: list[tuple[Choice, float, float]] = field(default_factory=list)
+    _least: float = math.inf
+
+    def is_too_large(self, choice: Choice, at_least: float) -> None:
+        """Counts a layout that does not fit, which needs at least so many bytes."""
+        if at_least < self._least:
+            self._least, self.smallest = at_least, choice
 
 
 class _Evaluation:
@@ -234,6 +246,18 @@ class _Evaluation:
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = _Validity(config, constraints.world_size)
         self._cuts = _Cuts(constraints)
+
+    def within(self, capacity: float) -> _Evaluation:
+        """The same for ranks that may take so many bytes."""
+        other = copy.copy(self)
+        other.capacity = capacity
+        return other
+
+    def needed(self, choice: Choice) -> float:
+        """Bytes that a layout needs."""
+        config = with_choice(self._config, choice)
+        cut = self._cuts.of(config)
+        return fullest_rank(config, cut.layers, on_cpu=self._cluster.on_cpu, cut=cut).expected
 
     def __call__(self, divisions: Iterable[Mapping[str, Any]]) -> list[_Result]:
         """The layouts of each of these degrees, which divide layers in the same way."""
@@ -262,7 +286,7 @@ class _Evaluation:
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
             if state > self.capacity and not parallel.offload_optimizer:
-                result.least = min(result.least, state)
+                result.is_too_large(choice, state)
                 continue
             kind, size = training.recompute, training.micro_batch_size
             alike = id(choice.parallel)
@@ -279,7 +303,7 @@ class _Evaluation:
                     at_this_size |= {(alike, size, other) for other in more}
                     if parallel.schedule == "1f1b":
                         exceeding |= {(alike, other) for other in more}
-                result.too_large.append(choice)
+                result.is_too_large(choice, needed)
             else:
                 seconds = step_time(candidate, cut.layers, self._cluster, simulated=False, cut=cut).seconds
                 result.fitting.append((choice, needed, seconds))
@@ -407,10 +431,9 @@ class _Validity:
 
 
 def make_capacity(cluster: Cluster, constraints: Constraints) -> float:
-    """Bytes that a rank may take."""
-    if constraints.memory_bytes is not None:
-        return constraints.memory_bytes
-    return usable_bytes(cluster, constraints.world_size)
+    """Bytes that a rank may take: all that is given, but no more than the device has for it."""
+    usable = usable_bytes(cluster, constraints.world_size)
+    return usable if constraints.memory_bytes is None else min(constraints.memory_bytes, usable)
 
 
 def _simulated(layout: Layout, cluster: Cluster) -> Layout:

@@ -42,7 +42,7 @@ class Constraints:
         most: largest values, by field.
         least: smallest values, by field.
         fixed: values that the user has given, by field; they are not searched for.
-        memory_bytes: of a device; None: the cluster's.
+        memory_bytes: that a rank may take; None: what a device of the cluster has for it.
     """
 
     world_size: int
