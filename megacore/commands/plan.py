@@ -43,6 +43,7 @@ from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled, usable_bytes
 from megacore.plan.room import host_capacity
 from megacore.plan.search import Found, search
+from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
@@ -317,6 +318,11 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
             f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
             "--schedule interleaved"
         )
+    if args.max_virtual_stages == 1 and schedule == "interleaved" and virtual == 1:
+        yield (
+            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave it "
+            "out, use --max-virtual-stages 2 or more, or another --schedule"
+        )
     for name in _MOST:
         field = name.replace("-", "_")
         value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
@@ -336,7 +342,12 @@ def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator
         least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
         if least is not None and most is not None and least > most:
             yield f"--min-{name} {least} must be at most --max-{name} {most}"
-    smallest = {f"--min-{name}": given[f"min-{name}"] for name in degree_fields() if f"min-{name}" in given}
+    smallest = {}
+    for name in degree_fields():
+        if name in args.fixed:
+            smallest[f"--{name}"] = args.fixed[name]
+        elif f"min-{name}" in given:
+            smallest[f"--min-{name}"] = given[f"min-{name}"]
     ranks = math.prod(smallest.values())
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
@@ -479,12 +490,7 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
     if found.layouts:
         return
     if not found.tried:
-        raise ConfigError(
-            [
-                f"--search: no layout of --world-size {constraints.world_size} within the given limits is valid: use "
-                "wider limits, or another --world-size or --global-batch-size"
-            ]
-        )
+        raise ConfigError([conflict(request.config, request.cluster, constraints)])
     assert found.least_memory is not None
     least = three_digits(found.least_memory / 1e9, math.ceil)
     is_limited = float(least) <= usable_bytes(request.cluster, constraints.world_size) / 1e9

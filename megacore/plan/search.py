@@ -16,12 +16,12 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.config import ResolvedConfig, validate
+from megacore.config import ResolvedConfig
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut, Parts
@@ -41,6 +41,7 @@ from megacore.plan.search_space import (
 )
 from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
+from megacore.plan.validity import Validity
 
 ALIKE = 0.005
 """Part of a time, or of memory, that tells two layouts of the frontier apart: less than the formulas know."""
@@ -244,7 +245,7 @@ class _Evaluation:
         self.capacity = make_capacity(cluster, constraints)
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
-        self._is_valid = _Validity(config, constraints.world_size)
+        self._is_valid = Validity(config, constraints.world_size)
         self._cuts = _Cuts(constraints)
 
     def within(self, capacity: float) -> _Evaluation:
@@ -395,39 +396,6 @@ def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> 
     held = held_experts(config, layers, [range(len(layers))])
     dense = whole_parameters(config, layers) - held * parallel.ep * parallel.expert_split
     return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
-
-
-class _Validity:
-    """Whether layouts are valid. The rules that bind them are about one of three: the degrees and the microbatch; the
-    schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated once."""
-
-    def __init__(self, config: ResolvedConfig, world_size: int) -> None:
-        self._config, self._world_size = config, world_size
-        self._known: dict[tuple[object, ...], bool] = {}
-
-    def __call__(self, choice: Choice) -> bool:
-        parallel, training = choice.parallel, choice.training
-        degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
-        shape = (*degrees, training.micro_batch_size, parallel.sequence_parallel)
-        schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
-        savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
-
-        def plain(**of_schedule: Any) -> Choice:
-            return Choice(
-                parallel=dataclasses.replace(parallel, zero_stage=0, **of_schedule),
-                training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
-            )
-
-        return (
-            self._is_valid(shape, lambda: plain(schedule="1f1b", virtual_stages=1))
-            and self._is_valid(schedule, plain)
-            and self._is_valid(savings, lambda: choice)
-        )
-
-    def _is_valid(self, key: tuple[object, ...], choice: Callable[[], Choice]) -> bool:
-        if key not in self._known:
-            self._known[key] = not validate(with_choice(self._config, choice()), self._world_size)
-        return self._known[key]
 
 
 def make_capacity(cluster: Cluster, constraints: Constraints) -> float:
