@@ -320,8 +320,8 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
         )
     if args.max_virtual_stages == 1 and schedule == "interleaved" and virtual == 1:
         yield (
-            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave it "
-            "out, use --max-virtual-stages 2 or more, or another --schedule"
+            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave "
+            "it out, use --max-virtual-stages 2 or more, or another --schedule"
         )
     for name in _MOST:
         field = name.replace("-", "_")

@@ -111,9 +111,7 @@ def _moments_of(
     return _fullest(order, ranks, virtual_stages, adds_gradients=adds_gradients)
 
 
-def _fullest(
-    order: Iterable[Action], ranks: int, virtual_stages: int, *, adds_gradients: bool
-) -> Sequence[Moment]:
+def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int, *, adds_gradients: bool) -> Sequence[Moment]:
     order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
     for split in (False, True):
         for moment in dict.fromkeys(_walk(order, ranks, virtual_stages, split=split)):

@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import ResolvedConfig
-from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut, Parts
 from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.once import SharedResults
-from megacore.plan.outline import LayerOutline, outline
+from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import usable_bytes
+from megacore.plan.search_cuts import Cuts
 from megacore.plan.search_space import (
     RECOMPUTED,
     Choice,
@@ -39,7 +38,7 @@ from megacore.plan.search_space import (
     with_choice,
     worthwhile_recomputation,
 )
-from megacore.plan.state import held_experts, state_bytes, whole_parameters
+from megacore.plan.state import PlannedLayer, held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
 from megacore.plan.validity import Validity
 
@@ -55,7 +54,6 @@ _FAR = 1.1
 # Of the time of a smaller microbatch. A larger one that takes longer than that, and needs more memory, is worse in
 # both, and so are still larger ones: the bubble grows faster than products save.
 _SLOWER = 1.05
-Stages = tuple[range, ...]
 _MANY_DIVISIONS = 16  # of a model, which one core would take long to evaluate
 
 
@@ -190,9 +188,7 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     )
 
 
-def _least_memory(
-    evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]], results: Sequence[_Result]
-) -> float:
+def _least_memory(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]], results: Sequence[_Result]) -> float:
     """Bytes that the smallest layout needs, where none fits. What one of them needs is enough; with that capacity all
     that need less are found."""
     enough = min(evaluation.needed(result.smallest) for result in results if result.smallest is not None)
@@ -246,7 +242,7 @@ class _Evaluation:
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = Validity(config, constraints.world_size)
-        self._cuts = _Cuts(constraints)
+        self._cuts = Cuts(constraints)
 
     def within(self, capacity: float) -> _Evaluation:
         """The same for ranks that may take so many bytes."""
@@ -314,50 +310,6 @@ class _Evaluation:
         return result
 
 
-class _Cuts:
-    """How layouts cut the model into stages, of which many have the same."""
-
-    def __init__(self, constraints: Constraints) -> None:
-        self._tries_time = "pipeline_balance" not in constraints.fixed
-        self._parts: dict[Hashable, Parts] = {}
-        self._stages: dict[Hashable, Stages] = {}
-        self._alike: dict[Stages, Stages] = {}  # equal ones are one object
-        self._cuts: dict[Hashable, Cut] = {}
-
-    def parts(self, config: ResolvedConfig) -> Parts:
-        """The parts into which these degrees may cut the model."""
-        key = config.parallel.tp, config.parallel.ep, config.parallel.expert_split
-        if key not in self._parts:
-            self._parts[key] = Parts(config, outline(config))
-        return self._parts[key]
-
-    def of(self, config: ResolvedConfig) -> Cut:
-        """The cut of a layout."""
-        parts, stages = self.parts(config), self._stages_of(config, config.parallel.pipeline_balance)
-        key = id(parts), config.parallel.pp, id(stages)
-        if key not in self._cuts:
-            self._cuts[key] = Cut(config, parts, stages)
-        return self._cuts[key]
-
-    def is_as_by_time(self, config: ResolvedConfig) -> bool:
-        """Whether balancing by time, which is tried too, cuts the model in the same way."""
-        balance = config.parallel.pipeline_balance
-        if balance == "time" or not self._tries_time:
-            return False
-        return self._stages_of(config, balance) is self._stages_of(config, "time")
-
-    def _stages_of(self, config: ResolvedConfig, balance: str) -> Stages:
-        parallel, training = config.parallel, config.training
-        key: tuple[Hashable, ...] = balance, parallel.pp * parallel.virtual_stages
-        if balance == "time":  # that of layers
-            key += parallel.tp, parallel.cp, parallel.sequence_parallel, training.micro_batch_size, training.recompute
-        if key not in self._stages:
-            balanced = dataclasses.replace(config, parallel=dataclasses.replace(parallel, pipeline_balance=balance))
-            stages = tuple(stage_ranges(self.parts(config).layers, balanced))
-            self._stages[key] = self._alike.setdefault(stages, stages)
-        return self._stages[key]
-
-
 _evaluation: _Evaluation | None = None  # in a process that shares a search
 
 
@@ -389,7 +341,7 @@ def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:
     return _evaluation(group)
 
 
-def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> tuple[int, int]:
+def _even_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[int, int]:
     """Parameters of a rank, if all pipeline ranks held as many, and how many of them are of experts. They depend on the
     degrees alone."""
     parallel = config.parallel

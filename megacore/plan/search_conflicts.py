@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig
@@ -23,12 +23,14 @@ from megacore.plan.search_space import (
 from megacore.plan.validity import Validity
 
 _MOST_NAMED = 4  # values of a way out
+_Kind = Literal["fixed", "least", "most"]
+_KINDS: tuple[_Kind, ...] = "fixed", "least", "most"
 
 
 class _Given(NamedTuple):
     """A value or a limit of the command line."""
 
-    kind: Literal["fixed", "least", "most"]
+    kind: _Kind
     name: str
     value: Any
 
@@ -110,20 +112,15 @@ def _too_few_ranks(config: ResolvedConfig, constraints: Constraints) -> str | No
 
 
 def _all_of(constraints: Constraints) -> list[_Given]:
-    sources: Mapping[Literal["fixed", "least", "most"], Mapping[str, Any]] = {
-        "fixed": constraints.fixed,
-        "least": constraints.least,
-        "most": constraints.most,
-    }
-    return [_Given(kind, name, value) for kind, values in sources.items() for name, value in values.items()]
+    sources = constraints.fixed, constraints.least, constraints.most
+    pairs = zip(_KINDS, sources, strict=True)
+    return [_Given(kind, name, value) for kind, values in pairs for name, value in values.items()]
 
 
 def _with(constraints: Constraints, given: Sequence[_Given]) -> Constraints:
     """The constraints with only these."""
-    sections: dict[str, dict[str, Any]] = {"fixed": {}, "least": {}, "most": {}}
-    for kind, name, value in given:
-        sections[kind][name] = value
-    return dataclasses.replace(constraints, **sections)
+    fixed, least, most = ({name: value for kind, name, value in given if kind == one} for one in _KINDS)
+    return dataclasses.replace(constraints, fixed=fixed, least=least, most=most)
 
 
 def _without(given: Sequence[_Given], one: _Given) -> list[_Given]:
