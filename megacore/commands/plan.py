@@ -357,7 +357,7 @@ def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator
         usable = usable_bytes(cluster, args.world_size) / 1e9
         if limit > usable:
             yield (
-                f"--max-memory-gb {limit:g} must be at most {three_digits(usable, math.floor)}, which is what a rank "
+                f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
                 f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
             )
 
@@ -492,7 +492,7 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
     if not found.tried:
         raise ConfigError([conflict(request.config, request.cluster, constraints)])
     assert found.least_memory is not None
-    least = three_digits(found.least_memory / 1e9, math.ceil)
+    least = _three_digits(found.least_memory / 1e9, math.ceil)
     is_limited = float(least) <= usable_bytes(request.cluster, constraints.world_size) / 1e9
     raise ConfigError(
         [
@@ -504,7 +504,7 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
     )
 
 
-def three_digits(value: float, rounded: Callable[[float], int]) -> str:
+def _three_digits(value: float, rounded: Callable[[float], int]) -> str:
     """A positive number in three digits, `rounded` up or down as math.ceil and math.floor do."""
     digits = max(2 - math.floor(math.log10(value)), 0)
     return f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
