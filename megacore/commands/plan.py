@@ -40,9 +40,10 @@ from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.measured_run import Launch, Machine, read_run
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
-from megacore.plan.planner import Plan, make_plan, scheduled
+from megacore.plan.planner import Plan, make_plan, scheduled, usable_bytes
 from megacore.plan.room import host_capacity
 from megacore.plan.search import Found, search
+from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
@@ -278,7 +279,7 @@ def _read(args: argparse.Namespace) -> _Request:
     given, args.unread = reading.values, reading.unread
     problems += _wrong_device(args, given, cluster)
     args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
-    problems += [*_wrong_limits(args), *_wrong_given(args, given)]
+    problems += [*_wrong_limits(args, cluster), *_wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
@@ -317,6 +318,11 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
             f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
             "--schedule interleaved"
         )
+    if args.max_virtual_stages == 1 and schedule == "interleaved" and virtual == 1:
+        yield (
+            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave "
+            "it out, use --max-virtual-stages 2 or more, or another --schedule"
+        )
     for name in _MOST:
         field = name.replace("-", "_")
         value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
@@ -325,7 +331,7 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
                 yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
 
 
-def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
+def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
     """Limits of a search that are not asked for, or that no layout can keep."""
     flags = [*(f"max-{name}" for name in _MOST), *(f"min-{name}" for name in _LEAST), "max-memory-gb"]
     given = {flag: value for flag in flags if (value := getattr(args, flag.replace("-", "_"), None)) is not None}
@@ -336,11 +342,24 @@ def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
         least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
         if least is not None and most is not None and least > most:
             yield f"--min-{name} {least} must be at most --max-{name} {most}"
-    smallest = {f"--min-{name}": given[f"min-{name}"] for name in degree_fields() if f"min-{name}" in given}
+    smallest = {}
+    for name in degree_fields():
+        if name in args.fixed:
+            smallest[f"--{name}"] = args.fixed[name]
+        elif f"min-{name}" in given:
+            smallest[f"--min-{name}"] = given[f"min-{name}"]
     ranks = math.prod(smallest.values())
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
         yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
+    limit = given.get("max-memory-gb")
+    if args.search and args.world_size is not None and cluster is not None and limit is not None:
+        usable = usable_bytes(cluster, args.world_size) / 1e9
+        if limit > usable:
+            yield (
+                f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
+                f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
+            )
 
 
 def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
@@ -471,20 +490,24 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
     if found.layouts:
         return
     if not found.tried:
-        raise ConfigError(
-            [
-                f"--search: no layout of --world-size {constraints.world_size} within the given limits is valid: use "
-                "wider limits, or another --world-size or --global-batch-size"
-            ]
-        )
-    least = "" if found.least_memory is None else f"; the smallest needs {found.least_memory / 1e9:.3g} GB per rank"
+        raise ConfigError([conflict(request.config, request.cluster, constraints)])
+    assert found.least_memory is not None
+    least = _three_digits(found.least_memory / 1e9, math.ceil)
+    is_limited = float(least) <= usable_bytes(request.cluster, constraints.world_size) / 1e9
     raise ConfigError(
         [
             f"--search: no layout of --world-size {constraints.world_size} fits {request.cluster.name} and the given "
-            f"limits ({found.tried} valid layouts){least}: use more ranks, a smaller --global-batch-size, or "
-            "fewer limits"
+            f"limits ({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use "
+            f"{f'--max-memory-gb {least}, ' if is_limited else ''}more ranks, a smaller --global-batch-size, or fewer "
+            "limits"
         ]
     )
+
+
+def _three_digits(value: float, rounded: Callable[[float], int]) -> str:
+    """A positive number in three digits, `rounded` up or down as math.ceil and math.floor do."""
+    digits = max(2 - math.floor(math.log10(value)), 0)
+    return f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
 
 
 def _calibrate(args: argparse.Namespace) -> None:

@@ -267,7 +267,7 @@ class ResolvedConfig(Config):
         """Samples of one microbatch on all replicas together."""
         return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
 
-    @property
+    @functools.cached_property
     def microbatches(self) -> int:
         """Microbatches of a step on each replica, once the batch has its full size."""
         return self.training.global_batch_size // self.replica_batch_size

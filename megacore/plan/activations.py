@@ -19,7 +19,7 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.reproducible import canonical_blocks
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
-from megacore.plan.once import once_per_config
+from megacore.plan.once import once_per_layers
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
@@ -36,14 +36,14 @@ projections and its output, `product of the activation` the input of `down`, `ro
 _ALIGNMENT = 64  # bytes of which a head has a multiple where --reproducible computes the heads of a rank together
 
 
-@once_per_config
+@once_per_layers
 def residual_bytes(config: ResolvedConfig) -> float:
     """One tensor [b, s/p, h] of the residual stream: all that `--recompute full` keeps of a block."""
     split = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
 
-@once_per_config
+@once_per_layers
 def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """What one block keeps: the sum of `kept_by_operator`, whose arguments these are."""
     return sum(kept_by_operator(config, block, on_cpu=on_cpu, recompute=recompute).values())
@@ -100,7 +100,7 @@ def kept_by_operator(
     }
 
 
-@once_per_config
+@once_per_layers
 def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Gradients of activations in the backward of a block, when they take most beside what the block keeps: of the
     output and the input of `down`, when the block has freed nothing; or in attention of its weights, as far as these
@@ -150,7 +150,7 @@ def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     return _element(config) * inner
 
 
-@once_per_config
+@once_per_layers
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included."""
@@ -171,7 +171,7 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     return whole * (split / _layer_ranks(config) + short + (1 + mlps) * block.hidden_size) + residuals
 
 
-@once_per_config
+@once_per_layers
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
     whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
@@ -324,7 +324,7 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
     return 4 + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
 
 
-@once_per_config
+@once_per_layers
 def shared_bytes(config: ResolvedConfig) -> float:
     """What all blocks of a rank share: the cosines and sines of rotary positions, [s, r/2] fp32 each; and where the
     sequence is short, ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
@@ -354,7 +354,7 @@ def loss_chunks(config: ResolvedConfig) -> int:
     return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
 
 
-@once_per_config
+@once_per_layers
 def head_bytes(config: ResolvedConfig) -> float:
     """What exists in the head while its gradients are computed: `_head_tensors` and a chunk of logits, with a soft cap
     also its derivative; with several chunks also the sum of the input's gradient in fp32."""

@@ -22,6 +22,7 @@ from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
+from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, term_bytes
 from megacore.plan.traffic import recomputed_whole
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
@@ -77,15 +78,27 @@ def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> li
     for layer in layers:
         if layer.block is not None and id(layer.block) not in sizes:
             sizes[id(layer.block)] = kept_gradient_bytes(config, layer.block)
-    return [sizes.get(id(layer.block), residual_bytes(config)) for layer in layers]
+    of_others = residual_bytes(config)
+    return [sizes.get(id(layer.block), of_others) for layer in layers]
 
 
 class _OfLayer(NamedTuple):
-    """What layers that are alike have in common: what `_beside` counts, `_largest_gradient`, and `inner_bytes`."""
+    """Of a layer what `_beside` counts, `_largest_gradient`, and `inner_bytes`."""
 
     beside: float
     largest: int
     inner: float
+
+
+@once_per_layers
+def _of_layer(
+    config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float, again: float, on_cpu: bool
+) -> _OfLayer:
+    return _OfLayer(
+        beside=_beside(config, layer, table, head=head, again=again, on_cpu=on_cpu),
+        largest=_largest_gradient(config, layer),
+        inner=0.0 if layer.block is None else inner_bytes(config, layer.block),
+    )
 
 
 class Backward(NamedTuple):
@@ -140,14 +153,17 @@ def passing_bytes(
     takes_whole = config.optimizer_settings.takes_some_whole
     chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
     has_copies = expert_copies(config.parallel) > 1
-    if stage and not has_copies and not on_host:  # experts without copies are neither reduced nor gathered
+    if stage >= 2 and not has_copies and not on_host:  # experts without copies are neither reduced nor gathered
         alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
         sizes_by_chunk = [
             [size - routed for size, routed in zip(*pair, strict=True)]
             for pair in zip(sizes_by_chunk, alone, strict=True)
         ]
     found = [(0.0, 0.0)]
-    known: dict[int, _OfLayer] = {}  # blocks that are alike are one object
+    of_layers = {
+        id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
+        for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
+    }
     for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
@@ -160,13 +176,7 @@ def passing_bytes(
                 freed += kept_here[number] + waiting[number]
                 made += term * new
                 continue
-            if (key := id(layer.block or layer)) not in known:
-                known[key] = _OfLayer(
-                    beside=_beside(config, layer, table, head=head, again=again, on_cpu=on_cpu),
-                    largest=_largest_gradient(config, layer),
-                    inner=0.0 if layer.block is None else inner_bytes(config, layer.block),
-                )
-            (moment, largest, inner), reducing = known[key], 0.0
+            (moment, largest, inner), reducing = of_layers[id(layer)], 0.0
             matrix = min(largest, size)  # a shared table is in its first layer's bucket
             if stage == 3 and not splits:
                 moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
@@ -202,8 +212,9 @@ def passing_bytes(
                     moment += e * sizes[max(number - 1, 0)] / shards
             found.append((moment - freed - working, reducing))
             freed += kept_here[number] + waiting[number]
-            # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
-            later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
+            if stage == 3:
+                # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
+                later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
 

@@ -13,7 +13,12 @@ from functools import cached_property
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import layer_kind, stage_ranges
-from megacore.plan.state import PlannedLayer, held_blocks, held_by_layer, held_experts, held_parameters, shared_table
+from megacore.plan.experts import routed_parameters
+from megacore.plan.state import PlannedLayer, held_by_layer, shared_table
+from megacore.plan.whole_matrices import matrices_taken_whole
+
+Chunk = Sequence[PlannedLayer]
+"""The layers of one stage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,19 +26,13 @@ class OnRank:
     """The layers of one pipeline rank.
 
     Attributes:
-        stages: the numbers of the layers of each of its stages.
-        chunks: these layers.
-        parameters: that it holds, as `held_parameters` has them.
-        experts: how many of them are of experts.
-        blocks: how many of them are of blocks.
+        chunks: the layers of each of its stages.
+        experts: how many of its parameters are of experts, by stage.
         is_last: whether the last stage is among its stages.
     """
 
-    stages: Sequence[range]
-    chunks: Sequence[Sequence[PlannedLayer]]
-    parameters: int
-    experts: int
-    blocks: int
+    chunks: Sequence[Chunk]
+    experts_by_chunk: Sequence[int]
     is_last: bool
 
     @cached_property
@@ -47,49 +46,103 @@ class OnRank:
         return held_by_layer(self.chunks)
 
     @cached_property
+    def parameters(self) -> int:
+        """Parameters that it holds, as `held_parameters` has them."""
+        return sum(map(sum, self.by_layer))
+
+    @cached_property
+    def experts(self) -> int:
+        """How many of its parameters are of experts."""
+        return sum(self.experts_by_chunk)
+
+    @cached_property
+    def blocks(self) -> int:
+        """How many of its parameters are of blocks."""
+        pairs = zip(self.chunks, self.by_layer, strict=True)
+        return sum(n for chunk, held in pairs for layer, n in zip(chunk, held, strict=True) if layer.block is not None)
+
+    @cached_property
     def table(self) -> int:
         """Parameters of a table that two layers of a stage share."""
         return shared_table(self.chunks)
+
+
+class Parts:
+    """The parts into which a model may be cut: stages with layers that are alike are one and the same, and so are the
+    ranks that hold them.
+
+    Args:
+        config: a resolved configuration; of it only the degrees and the optimizer count.
+        layers: the whole model.
+    """
+
+    def __init__(self, config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> None:
+        self.layers = layers
+        first: dict[Hashable, PlannedLayer] = {}
+        self._alike = [first.setdefault(_kind(config, layer), layer) for layer in layers]
+        self._chunks: dict[Hashable, Chunk] = {}
+        self._ranks: dict[Hashable, OnRank] = {}
+
+    def chunk(self, numbers: range) -> Chunk:
+        """The layers of a stage; for each the first that is like it."""
+        chunk = self._alike[numbers.start : numbers.stop]
+        return self._chunks.setdefault(tuple(map(id, chunk)), chunk)
+
+    def on_rank(self, config: ResolvedConfig, chunks: Sequence[Chunk], *, is_last: bool) -> OnRank:
+        """What a pipeline rank with these stages holds."""
+        key = (is_last, *map(id, chunks))
+        if key not in self._ranks:
+            experts = [sum(routed_parameters(config, layer.block) for layer in chunk) for chunk in chunks]
+            self._ranks[key] = OnRank(chunks=chunks, experts_by_chunk=experts, is_last=is_last)
+        return self._ranks[key]
+
+
+def _kind(config: ResolvedConfig, layer: PlannedLayer) -> Hashable:
+    return layer_kind(layer), matrices_taken_whole(config, layer)
 
 
 class Cut:
     """A model in stages.
 
     Args:
-        config: a resolved configuration; of it only the degrees count.
-        layers: the whole model.
+        config: a resolved configuration; of it only the degrees and the optimizer count.
+        layers: the whole model, or its parts, if other cuts have them in common.
         stages: the numbers of the layers of each stage; None: as the configuration has them.
     """
 
     def __init__(
-        self, config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range] | None = None
+        self, config: ResolvedConfig, layers: Sequence[PlannedLayer] | Parts, stages: Sequence[range] | None = None
     ) -> None:
-        self.layers = layers
-        self.stages = stage_ranges(layers, config) if stages is None else stages
+        self._parts = layers if isinstance(layers, Parts) else Parts(config, layers)
+        self.layers = self._parts.layers
         self.ranks = ranks_of_role("pipeline", config.parallel)
+        ranges = stage_ranges(self.layers, config) if stages is None else stages
+        self.chunks = [self._parts.chunk(numbers) for numbers in ranges]
         self._on_rank: dict[int, OnRank] = {}
         self._distinct: dict[bool, list[int]] = {}
 
     def on_rank(self, config: ResolvedConfig, rank: int) -> OnRank:
         """What one pipeline rank holds; of the configuration only the degrees count."""
         if rank not in self._on_rank:
-            stages = self.stages[rank :: self.ranks]
-            self._on_rank[rank] = OnRank(
-                stages=stages,
-                chunks=[self.layers[numbers.start : numbers.stop] for numbers in stages],
-                parameters=held_parameters(self.layers, stages),
-                experts=held_experts(config, self.layers, stages),
-                blocks=held_blocks(self.layers, stages),
-                is_last=self.stages[-1] in stages,
-            )
+            is_last = rank == (len(self.chunks) - 1) % self.ranks
+            self._on_rank[rank] = self._parts.on_rank(config, self.chunks[rank :: self.ranks], is_last=is_last)
         return self._on_rank[rank]
 
     def distinct_ranks(self, *, last: bool) -> list[int]:
-        """The first, or the last, of the pipeline ranks whose layers are alike."""
+        """Pipeline ranks without those that hold no more than an earlier one, or than a later one.
+
+        Args:
+            last: leave out ranks that hold no more than a later one.
+        """
         if last not in self._distinct:
-            kinds, found = [layer_kind(layer) for layer in self.layers], dict[Hashable, int]()
-            for rank in range(self.ranks) if last else reversed(range(self.ranks)):
-                on_rank = self.stages[rank :: self.ranks]
-                found[tuple(tuple(kinds[numbers.start : numbers.stop]) for numbers in on_rank)] = rank
-            self._distinct[last] = list(found.values())
+            found: list[int] = []
+            for rank in reversed(range(self.ranks)) if last else range(self.ranks):
+                if not any(self._is_in(rank, other) for other in found):
+                    found.append(rank)
+            self._distinct[last] = found
         return self._distinct[last]
+
+    def _is_in(self, rank: int, other: int) -> bool:
+        """Whether each stage of a rank has the last layers of that of another one, or all of them."""
+        pairs = zip(self.chunks[rank :: self.ranks], self.chunks[other :: self.ranks], strict=True)
+        return all(one is larger or larger[-len(one) :] == one for one, larger in pairs)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.reproducible import canonical_blocks
-from megacore.plan.once import once_per_config
+from megacore.plan.once import once_per_layers
 
 _INDEX, _FP32 = 8, 4  # bytes
 
@@ -58,7 +58,7 @@ class ExpertShare:
         return self.held * self.hidden * self.inner
 
 
-@once_per_config
+@once_per_layers
 def expert_share(config: ResolvedConfig, block: ResolvedModel) -> ExpertShare | None:
     """The part of one rank; None where the block has no experts."""
     experts, parallel = block.experts, config.parallel
@@ -88,7 +88,7 @@ def expert_copies(parallel: ParallelConfig) -> int:
     return stage // (parallel.ep * parallel.expert_split)
 
 
-@once_per_config
+@once_per_layers
 def routed_parameters(config: ResolvedConfig, block: ResolvedModel | None) -> int:
     """Parameters of experts that a rank holds of a block."""
     share = None if block is None else expert_share(config, block)

@@ -81,13 +81,21 @@ class Moment(NamedTuple):
     split: bool
 
 
-def moments(parallel: ParallelConfig, rank: int, microbatches: int) -> Sequence[Moment]:
-    """The moments of a rank's step of which none keeps more in every respect than these."""
+def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_gradients: bool) -> Sequence[Moment]:
+    """The moments of a rank's step of which none keeps more in every respect than these.
+
+    Args:
+        parallel: schedule and degrees.
+        rank: number in the pipeline.
+        microbatches: of a replica in a step.
+        adds_gradients: whether a stage has gradients from its first backward on, and not from the beginning: then
+            moments differ in which stages have had it.
+    """
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
-        return _fullest(order, parallel.pp, parallel.virtual_stages)
+        return _fullest(order, parallel.pp, parallel.virtual_stages, adds_gradients=adds_gradients)
     few = min(microbatches, 4) if parallel.schedule == "gpipe" else _few(parallel, microbatches)
-    found = _moments_of(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages)
+    found = _moments_of(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages, adds_gradients)
     if parallel.schedule != "gpipe":
         return found
     # Each of these moments is before the second backward, and further microbatches are all held then.
@@ -96,16 +104,18 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int) -> Sequence[
 
 
 @functools.lru_cache(maxsize=4096)
-def _moments_of(name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Sequence[Moment]:
+def _moments_of(
+    name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, adds_gradients: bool
+) -> Sequence[Moment]:
     order = rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages)
-    return _fullest(order, ranks, virtual_stages)
+    return _fullest(order, ranks, virtual_stages, adds_gradients=adds_gradients)
 
 
-def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int) -> Sequence[Moment]:
+def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int, *, adds_gradients: bool) -> Sequence[Moment]:
     order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
     for split in (False, True):
         for moment in dict.fromkeys(_walk(order, ranks, virtual_stages, split=split)):
-            alike = kept.setdefault((moment.begun, moment.computing, split), [])
+            alike = kept.setdefault((moment.begun if adds_gradients else (), moment.computing, split), [])
             if not any(_holds(other, moment) for other in alike):
                 alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
     return [moment for alike in kept.values() for moment in alike]

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.activations import head_bytes, head_kept_bytes, residual_bytes, shared_bytes
-from megacore.plan.backward_memory import computed_again, kept_by_layer, kept_gradients, passing_bytes
-from megacore.plan.cut import Cut
+from megacore.plan.cut import Cut, OnRank
 from megacore.plan.in_flight import in_flight, moments
+from megacore.plan.once import once_per_state
+from megacore.plan.rank_activations import layers_of, passing_of, passing_of_whole, peaks_of, products
 from megacore.plan.state import (
     PlannedLayer,
     building_bytes,
     forgets_gradients,
     held_errors,
-    held_experts,
     late_bytes,
     state_bytes,
     term_bytes,
@@ -96,14 +94,16 @@ class RankMemory:
     def certain(self) -> float:
         """Bytes without which the run cannot proceed, of the memory in which the rank computes: a run that does not
         have them is refused."""
-        return max(self.building, self._computing_state, self._backward) + self.overhead[0]
+        state = self._computing_state
+        return max(self.building, state, self._in_backward(state)) + self.overhead[0]
 
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
         that are certain, and in backward `waiting`, `passing` and `reducing` as well."""
-        in_backward = self._backward + self.waiting + self.passing + self.reducing
-        return max(self.building, self._computing_state, in_backward)
+        state = self._computing_state
+        in_backward = self._in_backward(state) + self.waiting + self.passing + self.reducing
+        return max(self.building, state, in_backward)
 
     @property
     def on_host(self) -> float:
@@ -130,10 +130,13 @@ class RankMemory:
         """Gradients in the memory in which the rank computes, from step to step."""
         return 0.0 if self.gradients_on_host else self.state["grads"]
 
-    @property
-    def _backward(self) -> float:
-        """State and activations at the peak of forward and backward."""
-        without_gradients = self._computing_state - self.late - self._computing_gradients
+    def _in_backward(self, state: float) -> float:
+        """State and activations at the peak of forward and backward.
+
+        Args:
+            state: `_computing_state`.
+        """
+        without_gradients = state - self.late - self._computing_gradients
         return without_gradients + max(self.computing + self.working, self.completing)
 
     @property
@@ -193,24 +196,6 @@ def fullest_rank(
     return max(ranks, key=lambda rank: rank.expected)
 
 
-def least_expected(config: ResolvedConfig, cut: Cut, *, on_cpu: bool) -> float:
-    """Bytes that the first rank which `fullest_rank` computes is expected to take, at least: its state without
-    gradients and optimizer state that may be absent at the peak, and its activations in blocks."""
-    config = _for_device(config, on_cpu=on_cpu)
-    if config.parallel.schedule_csv is not None or config.parallel.offload_optimizer:
-        return 0.0
-    rank = cut.distinct_ranks(last=config.parallel.may_split_backward)[0]
-    held = cut.on_rank(config, rank)
-    state = state_bytes(held.parameters, config, experts=held.experts, blocks=held.blocks)
-    lasting = state["params"] + state["optimizer"] - late_bytes(config, state, on_cpu=on_cpu)
-    if not forgets_gradients(config) and not forgets_gradients(config, of_experts=True):
-        lasting += state["grads"]
-    if not (config.training.offload_activations and not on_cpu):
-        flying = in_flight(config.parallel, rank, config.microbatches)
-        lasting += _products(flying, [sum(kept_by_layer(chunk, config, on_cpu=on_cpu)) for chunk in held.chunks])
-    return lasting * (1 + _FRAGMENTATION)
-
-
 def _for_device(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
     """What a run does where its ranks compute: on a CPU parameters are in host memory anyway."""
     config = config.for_device(on_cpu=on_cpu)
@@ -225,8 +210,28 @@ def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
     return {kind: max(state[kind] for state in states) for kind in states[0]}
 
 
-def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> RankMemory:
-    on_rank = cut.on_rank(config, rank)
+class _State(NamedTuple):
+    """What a rank holds beside activations.
+
+    Attributes:
+        by_kind: as `state_bytes` has it.
+        building: what exists when the last layer has been made.
+        late: what does not exist while there are activations.
+        grads: by stage, gradients that its first backward in a step makes.
+        lasting: gradients that are there from the beginning.
+        makes_whole: whether a first backward makes gradients that no replica has a part of.
+    """
+
+    by_kind: dict[str, float]
+    building: float
+    late: float
+    grads: tuple[float, ...]
+    lasting: float
+    makes_whole: bool
+
+
+@once_per_state
+def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _State:
     chunks = on_rank.chunks
     padding = expert_padding = 0
     if config.optimizer_settings.takes_some_whole and 0 < zero_stage(config) < 3:
@@ -234,91 +239,66 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
         padding, expert_padding = sum(one.padding for one in buckets), sum(one.expert_padding for one in buckets)
     held = {"experts": on_rank.experts, "blocks": on_rank.blocks}
     state = state_bytes(on_rank.parameters, config, padding=padding, expert_padding=expert_padding, **held)
-    in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
-    offloads = config.training.offload_activations and not on_cpu
-    kept = [0.0 if offloads else sum(sizes) for sizes in in_blocks]
-    blocks = on_rank.distinct_blocks
-    flying = in_flight(config.parallel, rank, config.microbatches)
-    end = cut.layers[-1]
-    has_head = on_rank.is_last and end.block is None and bool(blocks)
-    # A microbatch's logits are kept until its backward; those of one are part of `working`.
-    head_kept = [head_kept_bytes(config) if has_head and chunk[-1] is end else 0.0 for chunk in chunks]
-    again = computed_again(config, blocks, on_cpu=on_cpu)
-    head = head_bytes(config) if has_head else 0.0
-    shared = shared_bytes(config) if blocks else 0.0
-    if offloads:  # two blocks are on the device at a time
-        shared += 2 * max((size for sizes in in_blocks for size in sizes), default=0.0)
-    sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
-    working = max(head, again, sent)
-    schedule = moments(config.parallel, rank, config.microbatches)
-    forgets = forgets_gradients(config)
-    totals = [sum(sizes) for sizes in on_rank.by_layer]
-    grads = [state["grads"] * total / max(sum(totals), 1) if forgets else 0.0 for total in totals]
-    forgets_experts = not forgets and forgets_gradients(config, of_experts=True)
-    if forgets_experts:
-        grads = [float(term_bytes(config) * held_experts(config, cut.layers, [numbers])) for numbers in on_rank.stages]
-    lasting = state["grads"] - sum(grads)
-    if params_on_host := config.parallel.offload_params:
-        grads, lasting, forgets, forgets_experts = [0.0 for _ in grads], 0.0, False, False
-    splits, keeps_logits = config.parallel.may_split_backward, any(head_kept)
-    kept_grads = [sum(kept_gradients(config, chunk)) if splits else 0.0 for chunk in chunks]
-
-    def held_bytes(microbatches: Sequence[int]) -> float:
-        """Of activations, by the rank's stages."""
-        logits = _products([max(n - 1, 0) for n in microbatches], head_kept) if keeps_logits else 0.0
-        return _products(microbatches, kept) + logits
-
-    def most(*, computing: bool, split: bool, first: bool = False) -> float:
-        """Of gradients and activations, at the moments in which a microbatch is computed, or else is done; or until
-        each stage has had its first backward."""
-        found = lasting
-        for moment in schedule:
-            if moment.computing is computing and moment.split is split and not (first and all(moment.begun)):
-                waiting = _products(moment.waiting, kept_grads) if splits else 0.0
-                begun = _products(moment.begun, grads)
-                held = held_bytes(moment.held)
-                found = max(found, lasting + begun + held + waiting + (shared if computing else 0.0))
-        return found
-
-    certain = [most(computing=computing, split=False) for computing in (True, False)]
-    expected = [most(computing=computing, split=True) for computing in (True, False)] if splits else certain
-    passing = partial(
-        passing_bytes, config, on_rank, head=head, again=again, working=working, kept=in_blocks, on_cpu=on_cpu
+    grads, lasting, makes_whole = [0.0] * len(chunks), 0.0, False
+    if not config.parallel.offload_params:
+        if forgets_gradients(config):
+            totals = [sum(sizes) for sizes in on_rank.by_layer]
+            grads = [state["grads"] * total / max(sum(totals), 1) for total in totals]
+            makes_whole = ranks_of_role("replicas", config.parallel) == 1
+        elif forgets_gradients(config, of_experts=True):
+            grads = [float(term_bytes(config) * experts) for experts in on_rank.experts_by_chunk]
+            makes_whole = True
+        lasting = state["grads"] - sum(grads)
+    return _State(
+        by_kind=state,
+        building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
+        late=late_bytes(config, state, on_cpu=on_cpu),
+        grads=tuple(grads),
+        lasting=lasting,
+        makes_whole=makes_whole,
     )
-    backward = passing()
-    at_least, kept_until_weights = (max(computing + working, done) for computing, done in (certain, expected))
+
+
+def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> RankMemory:
+    on_rank = cut.on_rank(config, rank)
+    held, layers = _state_of(config, on_rank, on_cpu=on_cpu), layers_of(config, on_rank, on_cpu=on_cpu)
+    state, params_on_host = held.by_kind, config.parallel.offload_params
+    flying = in_flight(config.parallel, rank, config.microbatches)
+    schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=any(held.grads))
+    peaks = peaks_of(config, on_rank, schedule, flying, grads=held.grads, lasting=held.lasting, on_cpu=on_cpu)
+    is_whole = config.parallel.zero_stage < 2 and not params_on_host
+    backward = (passing_of_whole if is_whole else passing_of)(config, on_rank, on_cpu=on_cpu)
+    at_least, kept_until_weights = (
+        max(computing + layers.working, done) for computing, done in (peaks.certain, peaks.expected)
+    )
     peak = kept_until_weights + backward.passing
-    if forgets_experts or (forgets and ranks_of_role("replicas", config.parallel) == 1):
-        peak = max(peak, most(computing=True, split=splits, first=True) + working + passing(is_first=True).passing)
+    if held.makes_whole:
+        first = passing_of(config, on_rank, on_cpu=on_cpu, is_first=True).passing
+        peak = max(peak, peaks.first + layers.working + first)
     host = dict[str, float]()
     if config.parallel.offload_optimizer and not on_cpu:
         host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
     if params_on_host:
         host |= {"params": state["params"], "grads": state["grads"]}
-    if offloads:
-        host["activations"] = _products(flying, map(sum, in_blocks))
+    if config.training.offload_activations and not on_cpu:
+        host["activations"] = products(flying, map(sum, layers.in_blocks))
     return RankMemory(
         pp_rank=rank,
         parameters=on_rank.parameters,
         state=state,
         host=host,
-        activations=max(held_bytes(flying), *(held_bytes(moment.held) for moment in schedule if not moment.split))
-        + shared,
+        activations=peaks.activations,
         in_flight=sum(flying),
-        working=working,
-        building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
-        late=late_bytes(config, state, on_cpu=on_cpu),
-        computing=certain[0],
-        completing=certain[1],
+        working=layers.working,
+        building=held.building,
+        late=held.late,
+        computing=peaks.certain[0],
+        completing=peaks.certain[1],
         waiting=kept_until_weights - at_least,
         passing=peak - kept_until_weights,
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
-        microbatch=[size + logits for size, logits in zip(kept, head_kept, strict=True)],
-        output_gradients=kept_grads,
+        microbatch=[size + logits for size, logits in zip(layers.kept, layers.head_kept, strict=True)],
+        output_gradients=layers.kept_grads,
         gradients_on_host=params_on_host,
     )
-
-
-def _products(counts: Iterable[int], sizes: Iterable[float]) -> float:
-    return sum(map(operator.mul, counts, sizes))

@@ -1,42 +1,98 @@
-"""Figures of a configuration that are asked for again and again, as by a search for each of a layout's ranks."""
+"""Figures of a configuration that are asked for again and again, as by a search for each of a layout's ranks.
+
+Most of them depend on a part of the layout alone. What layers keep of a microbatch, and how long it takes them, depends
+neither on the number of replicas nor on ZeRO. What state takes, and what replicas send of it, depends neither on the
+microbatch nor on recomputation nor on the schedule. Layouts that agree in such a part compute its figures once.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ResolvedConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_KEPT = "_planned_once"
+_LAYERS, _STATE, _SPLIT = "_planned_of_layers", "_planned_of_state", "_planned_of_split"
+_BY_VALUE = frozenset({bool, int, float, str, tuple})
 
 
-def once_per_config(
+def once_per_layers(
     function: Callable[Concatenate[ResolvedConfig, P], R],
 ) -> Callable[Concatenate[ResolvedConfig, P], R]:
     """The function, which computes once for each configuration and its other arguments.
 
-    Results are kept by the configuration itself, which does not change. Blocks are told apart by identity.
+    Of the layout it may depend only on what `seen_by_layers` names. Results are kept by the configuration, which does
+    not change. Arguments other than numbers, texts and tuples of these are told apart by identity.
     """
+    return _once(function, _LAYERS)
+
+
+def once_per_state(
+    function: Callable[Concatenate[ResolvedConfig, P], R],
+) -> Callable[Concatenate[ResolvedConfig, P], R]:
+    """As `once_per_layers`, for a function that depends only on what `seen_by_state` names."""
+    return _once(function, _STATE)
+
+
+def once_per_split(
+    function: Callable[Concatenate[ResolvedConfig, P], R],
+) -> Callable[Concatenate[ResolvedConfig, P], R]:
+    """As `once_per_layers`, for a function that depends only on how many ranks split a layer."""
+    return _once(function, _SPLIT)
+
+
+def _once(
+    function: Callable[Concatenate[ResolvedConfig, P], R], part: str
+) -> Callable[Concatenate[ResolvedConfig, P], R]:
     name = f"{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
-    def kept(config: ResolvedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
-        results: dict[Any, Any] | None = config.__dict__.get(_KEPT)
+    def once(config: ResolvedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
+        results: dict[Any, Any] | None = config.__dict__.get(part)
         if results is None:
-            results = config.__dict__[_KEPT] = {}
+            results = config.__dict__[part] = {}
         key: Any = name
         if args or kwargs:
-            key = (name, *[id(arg) if isinstance(arg, ResolvedModel) else arg for arg in args], *kwargs.values())
+            key = (name, *[arg if arg.__class__ in _BY_VALUE else id(arg) for arg in (*args, *kwargs.values())])
         found = results.get(key)
         if found is None:
-            found = results[key] = (
-                function(config, *args, **kwargs),
-                args,
-            )  # these live as long as their identity counts
+            # The arguments live as long as their identity counts.
+            found = results[key] = (function(config, *args, **kwargs), args, kwargs)
         result: R = found[0]
         return result
 
-    return kept
+    return once
+
+
+def seen_by_layers(config: ResolvedConfig) -> tuple[Hashable, ...]:
+    """What the layers of a rank see of a layout of given ranks."""
+    parallel, training = config.parallel, config.training
+    degrees = parallel.tp, parallel.cp, parallel.ep, parallel.expert_split, parallel.pp > 1
+    ways = parallel.sequence_parallel, parallel.may_split_backward, training.recompute, training.recompute_num_layers
+    return *degrees, *ways, training.micro_batch_size
+
+
+def seen_by_state(config: ResolvedConfig) -> tuple[Hashable, ...]:
+    """What the state of a rank, and its replicas, see of a layout of given ranks, of which the others are replicas."""
+    parallel = config.parallel
+    degrees = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split
+    # On stages 2 and 3 replicas communicate in every microbatch.
+    passes = (config.microbatches, parallel.may_split_backward) if parallel.zero_stage >= 2 else ()
+    return *degrees, parallel.zero_stage, *passes
+
+
+@dataclass(frozen=True)
+class SharedResults:
+    """Results that the layouts of one search have in common, as far as they agree in a part."""
+
+    _known: dict[Hashable, dict[Any, Any]] = field(default_factory=dict)
+
+    def share_with(self, config: ResolvedConfig) -> None:
+        """Lets a configuration have them; it has none so far."""
+        seen = {_LAYERS: seen_by_layers(config), _STATE: seen_by_state(config), _SPLIT: (config.parallel.tp,)}
+        for part, values in seen.items():
+            config.__dict__[part] = self._known.setdefault((part, *values), {})

@@ -6,25 +6,29 @@ computed for all.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
+import itertools
 import math
 import multiprocessing
+import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining, validate
-from megacore.pipeline.partition import stage_ranges
+from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut
-from megacore.plan.memory import GIB, fullest_rank, least_expected
-from megacore.plan.outline import LayerOutline, outline
+from megacore.plan.memory import GIB, fullest_rank
+from megacore.plan.once import SharedResults
+from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import usable_bytes
+from megacore.plan.search_cuts import Cuts
 from megacore.plan.search_space import (
     RECOMPUTED,
     Choice,
@@ -34,8 +38,9 @@ from megacore.plan.search_space import (
     with_choice,
     worthwhile_recomputation,
 )
-from megacore.plan.state import held_experts, state_bytes, whole_parameters
+from megacore.plan.state import PlannedLayer, held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
+from megacore.plan.validity import Validity
 
 ALIKE = 0.005
 """Part of a time, or of memory, that tells two layouts of the frontier apart: less than the formulas know."""
@@ -94,7 +99,7 @@ class Found:
         layouts: that fit, the fastest first; the first ones and those of the frontier are simulated.
         tried: valid layouts.
         left_out: of these, those not evaluated, because with larger microbatches they take longer and need more memory.
-        least_memory: of all of them, bytes, at least; None: some fit, or none is valid.
+        least_memory: bytes that the smallest of them needs; None: some fit, or none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
         wall_seconds: that the search took.
@@ -160,30 +165,35 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     """
     start = time.perf_counter()
     evaluation = _Evaluation(config, cluster, constraints)
-    results = _evaluated(evaluation, list(divisions_of(config, cluster, constraints)))
-    least = min((result.least for result in results), default=math.inf)
+    divisions = list(divisions_of(config, cluster, constraints))
+    results = _evaluated(evaluation, divisions)
     fitting = [
         Layout(config=with_choice(config, choice), memory_bytes=memory, seconds=seconds)
         for result in results
         for choice, memory, seconds in result.fitting
     ]
-    if not fitting:  # how much is missing?
-        too_large = (with_choice(config, choice) for result in results for choice in result.too_large)
-        needs = (fullest_rank(one, outline(one), on_cpu=cluster.on_cpu).expected for one in too_large)
-        least = min([least, *needs])
     fitting.sort(key=lambda layout: layout.seconds)
     layouts = [*(_simulated(layout, cluster) for layout in fitting[:_SIMULATED]), *fitting[_SIMULATED:]]
     tried = sum(result.tried for result in results)
+    least = _least_memory(evaluation, divisions, results) if tried and not fitting else None
     return Found(
         layouts=_with_simulated_frontier(layouts, cluster),
         tried=tried,
         left_out=sum(result.left_out for result in results),
-        least_memory=least if tried and not fitting else None,
+        least_memory=least,
         capacity=evaluation.capacity,
         cluster=cluster,
         wall_seconds=time.perf_counter() - start,
         fixed=constraints.fixed,
     )
+
+
+def _least_memory(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]], results: Sequence[_Result]) -> float:
+    """Bytes that the smallest layout needs, where none fits. What one of them needs is enough; with that capacity all
+    that need less are found."""
+    enough = min(evaluation.needed(result.smallest) for result in results if result.smallest is not None)
+    again = _evaluated(evaluation.within(enough), divisions)
+    return min((memory for result in again for _, memory, _ in result.fitting), default=enough)
 
 
 def _with_simulated_frontier(layouts: list[Layout], cluster: Cluster) -> list[Layout]:
@@ -204,20 +214,24 @@ class _Result:
     Attributes:
         tried: valid layouts.
         left_out: of these, those of larger microbatches that are worse in time and memory.
-        least: bytes of state of those whose state alone does not fit, at least.
-        too_large: those that do not fit with their activations.
+        smallest: of those that do not fit, the one that needs least as far as that is known.
         fitting: those that fit, with memory and time.
     """
 
     tried: int = 0
     left_out: int = 0
-    least: float = math.inf
-    too_large: list[Choice] = field(default_factory=list)
+    smallest: Choice | None = None
     fitting: list[tuple[Choice, float, float]] = field(default_factory=list)
+    _least: float = math.inf
+
+    def is_too_large(self, choice: Choice, at_least: float) -> None:
+        """Counts a layout that does not fit, which needs at least so many bytes."""
+        if at_least < self._least:
+            self._least, self.smallest = at_least, choice
 
 
 class _Evaluation:
-    """Evaluates the layouts that divide a model in the same way.
+    """Evaluates layouts.
 
     Args:
         config, cluster, constraints: as for `search`.
@@ -227,33 +241,49 @@ class _Evaluation:
         self.capacity = make_capacity(cluster, constraints)
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
-        self._outlines: dict[tuple[int, int], list[LayerOutline]] = {}
-        self._is_valid = _Validity(config, constraints.world_size)
+        self._is_valid = Validity(config, constraints.world_size)
+        self._cuts = Cuts(constraints)
 
-    def __call__(self, degrees: Mapping[str, Any]) -> _Result:
-        """The layouts of these degrees."""
+    def within(self, capacity: float) -> _Evaluation:
+        """The same for ranks that may take so many bytes."""
+        other = copy.copy(self)
+        other.capacity = capacity
+        return other
+
+    def needed(self, choice: Choice) -> float:
+        """Bytes that a layout needs."""
+        config = with_choice(self._config, choice)
+        cut = self._cuts.of(config)
+        return fullest_rank(config, cut.layers, on_cpu=self._cluster.on_cpu, cut=cut).expected
+
+    def __call__(self, divisions: Iterable[Mapping[str, Any]]) -> list[_Result]:
+        """The layouts of each of these degrees, which divide layers in the same way."""
+        known = SharedResults()  # as long as they are of use
+        return [self._of_division(degrees, known) for degrees in divisions]
+
+    def _of_division(self, degrees: Mapping[str, Any], known: SharedResults) -> _Result:
         result = _Result()
         even: tuple[int, int] | None = None
         exceeding = set[tuple[int, str]]()  # what is far from fitting, and so with larger microbatches
         at_this_size = set[tuple[int, int, str]]()  # the same with more activations of a microbatch
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
-        cuts = _Cuts(self._constraints)
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
             if not self._is_valid(choice):
                 continue
             parallel, training = choice.parallel, choice.training
-            if parallel.pipeline_balance != "time" and self._cut(cuts, choice).is_as_by_time:
+            candidate, on_cpu = with_choice(self._config, choice), self._cluster.on_cpu
+            known.share_with(candidate)
+            if self._cuts.is_as_by_time(candidate):
                 continue
             result.tried += 1
             if parallel.zero_stage not in states:
-                candidate = with_choice(self._config, choice)
-                even = even or _even_parameters(candidate, self._layers(candidate))
+                even = even or _even_parameters(candidate, self._cuts.parts(candidate).layers)
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
             if state > self.capacity and not parallel.offload_optimizer:
-                result.least = min(result.least, state)
+                result.is_too_large(choice, state)
                 continue
             kind, size = training.recompute, training.micro_batch_size
             alike = id(choice.parallel)
@@ -262,41 +292,22 @@ class _Evaluation:
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
-            candidate, on_cpu, cut = (
-                with_choice(self._config, choice),
-                self._cluster.on_cpu,
-                self._cut(cuts, choice).stages,
-            )
-            layers = self._layers(candidate)
-            needed = least_expected(candidate, cut, on_cpu=on_cpu)
-            if needed <= _FAR * self.capacity:
-                needed = fullest_rank(candidate, layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
+            cut = self._cuts.of(candidate)
+            needed = fullest_rank(candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *RECOMPUTED[kind]}
                     at_this_size |= {(alike, size, other) for other in more}
                     if parallel.schedule == "1f1b":
                         exceeding |= {(alike, other) for other in more}
-                result.too_large.append(choice)
+                result.is_too_large(choice, needed)
             else:
-                seconds = step_time(candidate, layers, self._cluster, simulated=False, cut=cut).seconds
+                seconds = step_time(candidate, cut.layers, self._cluster, simulated=False, cut=cut).seconds
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
                     slower.add((alike, kind))
         return result
-
-    def _cut(self, cuts: _Cuts, choice: Choice) -> _CutOnce:
-        if (cut := cuts.of(choice)) is None:
-            candidate = with_choice(self._config, choice)
-            cut = cuts.make(candidate, self._layers(candidate))
-        return cut
-
-    def _layers(self, config: ResolvedConfig) -> list[LayerOutline]:
-        sizes = config.parallel.tp, config.parallel.ep * config.parallel.expert_split
-        if sizes not in self._outlines:
-            self._outlines[sizes] = outline(config)
-        return self._outlines[sizes]
 
 
 _evaluation: _Evaluation | None = None  # in a process that shares a search
@@ -304,25 +315,33 @@ _evaluation: _Evaluation | None = None  # in a process that shares a search
 
 def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) -> list[_Result]:
     """The results of all divisions, in order; the processor's cores share a large search."""
+    groups: dict[Hashable, list[int]] = {}  # of those which have results in common
+    for number, degrees in enumerate(divisions):
+        groups.setdefault(tuple(degrees.get(name) for name in ("tp", "cp", "ep", "etp")), []).append(number)
+    work = [[divisions[number] for number in numbers] for numbers in groups.values()]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # where processes may be forked
     if cores == 1 or len(divisions) < _MANY_DIVISIONS:
-        return [evaluation(degrees) for degrees in divisions]
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
-        return list(pool.map(_evaluate, divisions))
+        found = [evaluation(group) for group in work]
+    else:
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
+            found = list(pool.map(_evaluate, work))
+    results = zip(itertools.chain(*groups.values()), itertools.chain(*found), strict=True)
+    return [result for _, result in sorted(results, key=operator.itemgetter(0))]
 
 
 def _share(evaluation: _Evaluation) -> None:
     global _evaluation
     _evaluation = evaluation
+    gc.disable()  # much is kept until the end, and there are no cycles to find in it
 
 
-def _evaluate(degrees: Mapping[str, Any]) -> _Result:
+def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:
     assert _evaluation is not None
-    return _evaluation(degrees)
+    return _evaluation(group)
 
 
-def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> tuple[int, int]:
+def _even_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[int, int]:
     """Parameters of a rank, if all pipeline ranks held as many, and how many of them are of experts. They depend on the
     degrees alone."""
     parallel = config.parallel
@@ -331,82 +350,10 @@ def _even_parameters(config: ResolvedConfig, layers: Sequence[LayerOutline]) -> 
     return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
 
 
-class _CutOnce(NamedTuple):
-    """A cut, and whether it is the one that balancing by time, which is tried too, gives."""
-
-    stages: Cut
-    is_as_by_time: bool
-
-
-class _Cuts:
-    """How the model is cut into stages by the layouts of the same degrees; ZeRO's stages have them in common."""
-
-    def __init__(self, constraints: Constraints) -> None:
-        self._tries_time = "pipeline_balance" not in constraints.fixed
-        self._known: dict[tuple[object, ...], _CutOnce] = {}
-        self._by_stages: dict[tuple[object, ...], Cut] = {}
-
-    def of(self, choice: Choice) -> _CutOnce | None:
-        """The cut of a choice, if it is known."""
-        return self._known.get(self._key(choice.parallel, choice.training))
-
-    def make(self, config: ResolvedConfig, layers: Sequence[LayerOutline]) -> _CutOnce:
-        """That of a layout."""
-        stages, as_by_time = tuple(stage_ranges(layers, config)), False
-        if config.parallel.pipeline_balance != "time" and self._tries_time:
-            by_time = dataclasses.replace(
-                config, parallel=dataclasses.replace(config.parallel, pipeline_balance="time")
-            )
-            as_by_time = tuple(stage_ranges(layers, by_time)) == stages
-        if stages not in self._by_stages:
-            self._by_stages[stages] = Cut(config, layers, stages)
-        found = self._known[self._key(config.parallel, config.training)] = _CutOnce(self._by_stages[stages], as_by_time)
-        return found
-
-    @staticmethod
-    def _key(parallel: ResolvedParallel, training: ResolvedTraining) -> tuple[object, ...]:
-        stages = parallel.schedule, parallel.virtual_stages, parallel.pipeline_balance, parallel.sequence_parallel
-        return *stages, training.micro_batch_size, training.recompute
-
-
-class _Validity:
-    """Whether layouts are valid. The rules that bind them are about one of three: the degrees and the microbatch; the
-    schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated once."""
-
-    def __init__(self, config: ResolvedConfig, world_size: int) -> None:
-        self._config, self._world_size = config, world_size
-        self._known: dict[tuple[object, ...], bool] = {}
-
-    def __call__(self, choice: Choice) -> bool:
-        parallel, training = choice.parallel, choice.training
-        degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
-        shape = (*degrees, training.micro_batch_size, parallel.sequence_parallel)
-        schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
-        savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
-
-        def plain(**of_schedule: Any) -> Choice:
-            return Choice(
-                parallel=dataclasses.replace(parallel, zero_stage=0, **of_schedule),
-                training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
-            )
-
-        return (
-            self._is_valid(shape, lambda: plain(schedule="1f1b", virtual_stages=1))
-            and self._is_valid(schedule, plain)
-            and self._is_valid(savings, lambda: choice)
-        )
-
-    def _is_valid(self, key: tuple[object, ...], choice: Callable[[], Choice]) -> bool:
-        if key not in self._known:
-            self._known[key] = not validate(with_choice(self._config, choice()), self._world_size)
-        return self._known[key]
-
-
 def make_capacity(cluster: Cluster, constraints: Constraints) -> float:
-    """Bytes that a rank may take."""
-    if constraints.memory_bytes is not None:
-        return constraints.memory_bytes
-    return usable_bytes(cluster, constraints.world_size)
+    """Bytes that a rank may take: all that is given, but no more than the device has for it."""
+    usable = usable_bytes(cluster, constraints.world_size)
+    return usable if constraints.memory_bytes is None else min(constraints.memory_bytes, usable)
 
 
 def _simulated(layout: Layout, cluster: Cluster) -> Layout:

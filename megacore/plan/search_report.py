@@ -55,15 +55,13 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
     origin: Origin = "fitted" if cluster.source.startswith("fitted") else "assumed"
 
     def row(layout: Layout) -> dict[str, Any]:
-        low, high = layout.range or (None, None)
-
         def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
-            ratios = [seconds / layout.seconds for seconds in (low or layout.seconds, high or layout.seconds)]
+            ratios = [seconds / layout.seconds for seconds in layout.range or (layout.seconds, layout.seconds)]
             ends = sorted(value / ratio if is_rate else value * ratio for ratio in ratios)
             return Figure(value=value, unit=unit, origin=origin, low=ends[0], high=ends[1])
 
         rate = config.training.global_batch_size * config.data.seq_length / layout.seconds
-        fields = {
+        fields: dict[str, Any] = {
             "flags": layout.flags,
             "layout": layout_json(layout.config),
             "fits": True,
@@ -76,7 +74,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             days = tokens / rate / goodput / 86400
             price = days * 24 * ranks * cluster.price_per_hour
             fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
-        return fields
+        return fields if layout.is_simulated else _without_ranges(fields)
 
     return {
         **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
@@ -87,4 +85,12 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         "wall_seconds": found.wall_seconds,
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],
+    }
+
+
+def _without_ranges(fields: dict[str, Any]) -> dict[str, Any]:
+    """With null for the range of every figure."""
+    return {
+        key: _without_ranges(value) if isinstance(value, dict) else None if key in ("low", "high") else value
+        for key, value in fields.items()
     }

@@ -30,7 +30,7 @@ RECOMPUTED: Mapping[Recomputed, frozenset[Recomputed]] = {
     "none": frozenset(),
 }
 _LEAST_SAVING = 0.01  # of activations; recomputation that saves less takes time for nothing
-_LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
+LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Constraints:
         most: largest values, by field.
         least: smallest values, by field.
         fixed: values that the user has given, by field; they are not searched for.
-        memory_bytes: of a device; None: the cluster's.
+        memory_bytes: that a rank may take; None: what a device of the cluster has for it.
     """
 
     world_size: int
@@ -84,7 +84,7 @@ def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constrai
     asked = constraints.fixed.get("tp", constraints.least.get("tp", 1))
     if "tp" not in constraints.most and asked > most_tp:  # across nodes, as is asked for
         most_tp = world
-    for tp, cp in itertools.product(_divisors(world), _context_degrees(config, constraints)):
+    for tp, cp in itertools.product(_divisors(world), context_degrees(config, constraints)):
         if (
             world % (tp * cp)
             or tp > most_tp
@@ -111,7 +111,7 @@ def _expert_degrees(
         yield {}
         return
     block = degrees["tp"] * degrees["cp"] * degrees["dp"]
-    splits = constraints.among("etp", (degrees["tp"], 1)) if degrees["tp"] > 1 else [1]
+    splits = constraints.among("etp", dict.fromkeys((degrees["tp"], 1)))
     for split in splits:
         for ep in _divisors(math.gcd(block // split, experts.num_experts)):
             if constraints.allow("ep", ep):
@@ -124,11 +124,9 @@ def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
     return constraints.world_size // (parallel.ranks // (parallel.tp * parallel.cp * parallel.pp * parallel.dp))
 
 
-def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[str]:
-    """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
-
-    Limits of which the smallest value is above the largest are left to the caller.
-    """
+def possible_degrees(config: ResolvedConfig, constraints: Constraints) -> dict[str, tuple[list[int], str]]:
+    """The values that each degree may have, whatever the others and the limits are, and what is asked of them besides
+    that they divide the ranks."""
     heads, layers = config.model.num_attention_heads, config.model.num_layers
     batch, sequence = config.training.global_batch_size, config.data.seq_length
     divisors, experts = _divisors(_ranks_to_divide(config, constraints)), config.model.experts
@@ -138,11 +136,20 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[
         "pp": ([d for d in divisors if d <= layers], f"are at most --num-layers {layers}"),
         "dp": ([d for d in divisors if batch % d == 0], f"divide --global-batch-size {batch}"),
     }
-    problems = []
     if experts is not None:
         number = experts.num_experts
         possible["ep"] = [d for d in divisors if number % d == 0], f"divide --num-experts {number}"
-    else:
+    return possible
+
+
+def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[str]:
+    """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
+
+    Limits of which the smallest value is above the largest, and given values that are not within the limits, are left
+    to the caller.
+    """
+    possible, problems = possible_degrees(config, constraints), []
+    if config.model.experts is None:
         of_experts = {flag_and_value(n, v) for n, v in constraints.fixed.items() if n in ("ep", "etp")}
         for limit, values_of in (("min", constraints.least), ("max", constraints.most)):
             of_experts |= {f"--{limit}-ep {value}" for name, value in values_of.items() if name == "ep"}
@@ -153,6 +160,8 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[
         least, most = constraints.least.get(name), constraints.most.get(name)
         inverted = least is not None and most is not None and least > most
         if inverted or any(constraints.allow(name, value) for value in values):
+            continue
+        if constraints.fixed.get(name) in values:  # but not within the limits
             continue
         flags = {f"--min-{name}": least, f"--max-{name}": most}
         if name in constraints.fixed:
@@ -166,11 +175,11 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[
     return problems
 
 
-def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:
-    """The given --cp, or those that leave each rank `_LEAST_POSITIONS`; within the limits, which may ask for more."""
+def context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:
+    """The given --cp, or those that leave each rank `LEAST_POSITIONS`; within the limits, which may ask for more."""
     if config.parallel.cp > 1:
         return [config.parallel.cp]
-    most = constraints.most.get("cp", max(config.data.seq_length // _LEAST_POSITIONS, constraints.least.get("cp", 1)))
+    most = constraints.most.get("cp", max(config.data.seq_length // LEAST_POSITIONS, constraints.least.get("cp", 1)))
     return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
 
 
@@ -228,9 +237,9 @@ def variants(
 
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
     """Schedules, stages per rank and partitions."""
-    if pp == 1:
-        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}]
     given = constraints.fixed.get("virtual_stages")
+    if pp == 1:  # without a pipeline there is no schedule
+        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}] if given in (None, 1) else []
     names = ("1f1b", "zero-bubble", "interleaved") if given in (None, 1) else ("interleaved",)
     balances = constraints.among("pipeline_balance", ("time", "parameters"))
     return [

@@ -14,19 +14,19 @@ import functools
 import operator
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import layer_kind
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.experts import expert_share
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.plan.once import once_per_layers, once_per_split, once_per_state
 from megacore.plan.software import Software
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
@@ -99,6 +99,7 @@ class Speed:
     element: int
     compiled: bool = False
     layer_ranks: int = 1
+    _of_sent: dict[Sent, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def software(self) -> Software:
@@ -135,7 +136,12 @@ class Speed:
 
     def transfers(self, sent: Iterable[Sent]) -> float:
         """Seconds of transfers, one after the other."""
-        return sum(one.seconds(self.cluster.device, case=self.case) for one in sent)
+        return sum(map(self._seconds, sent))
+
+    def _seconds(self, sent: Sent) -> float:
+        if (known := self._of_sent.get(sent)) is None:
+            known = self._of_sent[sent] = sent.seconds(self.cluster.device, case=self.case)
+        return known
 
     def of_keys(self, sent: Iterable[Sent]) -> float:
         """Those of keys and values."""
@@ -146,6 +152,7 @@ class Speed:
         return self.transfers(one for one in sent if one.role == "experts")
 
 
+@once_per_split
 def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
     """Speeds in the configuration's number format."""
     given = config.logging.peak_tflops
@@ -245,6 +252,7 @@ def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
     return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
+@once_per_layers
 def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
     """One microbatch through one block."""
     block = layer.block
@@ -293,6 +301,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     return Passes(forward, backward, weight_grad)
 
 
+@once_per_layers
 def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
     """One microbatch through the embedding or the head."""
     t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
@@ -328,23 +337,34 @@ class StageTime:
         """All passes together."""
         return self.passes.sum
 
+    @functools.cached_property
+    def totals(self) -> tuple[float, float, float]:
+        """Seconds of each pass."""
+        return self.passes.forward.total, self.passes.input_grad.total, self.passes.weight_grad.total
 
-def stage_time(
-    config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
-    speed: Speed,
-    *,
-    of_blocks: dict[tuple[int, bool], Passes] | None = None,
-) -> StageTime:
+    @functools.cached_property
+    def total(self) -> float:
+        """Seconds of all passes."""
+        return self.sum.total
+
+
+def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
     """What the layers of one stage take for one microbatch.
 
     Args:
         config: a resolved configuration.
         layers: of the stage.
         speed: of the device.
-        of_blocks: of blocks that other stages have as well; receives those of this one.
     """
-    known = {} if of_blocks is None else of_blocks
+    alone = _stage_alone(config, layers, speed)
+    if config.parallel.zero_stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
+        return alone
+    return _with_replicas(config, layers, alone.passes, speed)
+
+
+@once_per_layers
+def _stage_alone(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
+    """A stage whose replicas send nothing in a microbatch."""
     counts: Counter[tuple[int, bool]] = Counter()
     blocks: dict[tuple[int, bool], PlannedLayer] = {}
     total = Passes()
@@ -355,12 +375,11 @@ def stage_time(
         counts[key := (id(layer.block), again)] += 1
         blocks[key] = layer
     for key, count in counts.items():
-        if key not in known:
-            known[key] = block_passes(config, blocks[key], speed, again=key[1])
-        total += known[key].times(count)
-    return _with_replicas(config, layers, total, speed)
+        total += block_passes(config, blocks[key], speed, again=key[1]).times(count)
+    return StageTime(passes=total)
 
 
+@once_per_state
 def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
     """What replicas send of a rank's parameters, without those of experts and of those alone.
 
@@ -374,13 +393,10 @@ def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> t
 
 def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
     """With what ZeRO's stages 2 and 3 send in every microbatch."""
-    stage = config.parallel.zero_stage
-    if stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
-        return StageTime(passes=total)
     whole = [range(len(layers))]
     both = rank_replicas(config, held_parameters(layers, whole), experts=held_experts(config, layers, whole))
     gather = 0.0
-    if stage == 3:
+    if config.parallel.zero_stage == 3:
         gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)
     reduce = speed.transfers(replace(one.gradients, count=1) for one in both if one.gradients is not None)
     backward = total.input_grad.total + total.weight_grad.total
@@ -397,23 +413,15 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
 
 
 def stage_times(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
+    config: ResolvedConfig, stages: Sequence[Sequence[PlannedLayer]], speed: Speed
 ) -> tuple[StageTime, ...]:
-    """Each stage's time; stages of equal blocks take the same.
+    """Each stage's time; stages that are one and the same, as those of a `Cut` may be, take the same.
 
     Args:
         config: a resolved configuration.
-        layers: the whole model.
-        ranges: the layers of each stage.
+        stages: the layers of each.
         speed: of the device.
     """
-    known: dict[Hashable, StageTime] = {}
-    of_blocks: dict[tuple[int, bool], Passes] = {}
-    times = []
-    for numbers in ranges:
-        held = layers[numbers.start : numbers.stop]
-        kinds = tuple(map(layer_kind, held))
-        if kinds not in known:
-            known[kinds] = stage_time(config, held, speed, of_blocks=of_blocks)
-        times.append(known[kinds])
-    return tuple(times)
+    known = {id(layers): layers for layers in stages}
+    times = {key: stage_time(config, layers, speed) for key, layers in known.items()}
+    return tuple(times[id(layers)] for layers in stages)

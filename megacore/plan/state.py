@@ -83,13 +83,6 @@ def moment_bytes(parameters: int, config: ResolvedConfig, *, blocks: int) -> flo
     return kept + config.average.bytes_per_parameter
 
 
-def held_blocks(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
-    """How many of `held_parameters` are of blocks; arguments as there."""
-    held = held_by_layer([[layers[i] for i in numbers] for numbers in stages])
-    pairs = zip([layers[i] for numbers in stages for i in numbers], [n for chunk in held for n in chunk], strict=True)
-    return sum(count for layer, count in pairs if layer.block is not None)
-
-
 def zero_stage(config: ResolvedConfig) -> int:
     """The stage of ZeRO: 0 where no rank has a replica."""
     return config.parallel.zero_stage if ranks_of_role("replicas", config.parallel) > 1 else 0

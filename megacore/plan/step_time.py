@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.config import ParallelConfig, ResolvedConfig
-from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.cluster import Cluster
@@ -90,12 +89,9 @@ def step_time(
     speed = speed_of(config, cluster, case)
     parallel, m = config.parallel, config.microbatches
     cut = cut or Cut(config, layers)
-    stages = stage_times(config, layers, cut.stages, speed)
+    stages = stage_times(config, cut.chunks, speed)
     costs = pipeline_costs(config, stages, speed)
-    busy = [
-        sum(stages[number].sum.total for number in range(rank, len(stages), parallel.pp)) * m
-        for rank in range(parallel.pp)
-    ]
+    busy = [sum(stage.total for stage in stages[rank :: parallel.pp]) * m for rank in range(parallel.pp)]
     busiest = max(range(parallel.pp), key=busy.__getitem__)
     length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
     without = length
@@ -163,7 +159,7 @@ def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluste
         cluster: that computes it.
     """
     speed = speed_of(config, cluster, "expected")
-    stages = stage_times(config, layers, stage_ranges(layers, config), speed)
+    stages = stage_times(config, Cut(config, layers).chunks, speed)
     return pipeline_seconds(config, pipeline_costs(config, stages, speed))
 
 
@@ -173,10 +169,11 @@ def pipeline_costs(
     """What the simulator takes; `instant`: as if messages took no time."""
     transfer = 0.0 if config.parallel.pp == 1 or instant else _message_seconds(config, speed)
     waiting = transfer if config.parallel.schedule_name in speed.software.waits_in else 0.0
+    forward, input_grad, weight_grad = zip(*(stage.totals for stage in stages), strict=True)
     return Costs(
-        forward=[stage.passes.forward.total + waiting for stage in stages],
-        input_grad=[stage.passes.input_grad.total + waiting for stage in stages],
-        weight_grad=[stage.passes.weight_grad.total for stage in stages],
+        forward=[seconds + waiting for seconds in forward],
+        input_grad=[seconds + waiting for seconds in input_grad],
+        weight_grad=list(weight_grad),
         transfer=transfer,
     )
 

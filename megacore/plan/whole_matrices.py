@@ -18,7 +18,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
-from megacore.plan.once import once_per_config
+from megacore.plan.once import once_per_layers
 from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
@@ -311,6 +311,13 @@ def _buckets(
     return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
+def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_Matrix, ...]:
+    """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
+    if layer.block is None or not config.optimizer_settings.takes_some_whole:
+        return ()
+    return tuple(_matrices(config, layer.block, layer.name, on_cpu=False))
+
+
 @functools.lru_cache(maxsize=256)
 def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Bucket:
     """A bucket of matrices; `taken`: elements before them that shards may split."""
@@ -332,7 +339,7 @@ def _aligned(matrix: _Matrix) -> int:
     return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
 
 
-@once_per_config
+@once_per_layers
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings

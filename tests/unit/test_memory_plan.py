@@ -417,7 +417,7 @@ def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) 
 def test_gpipe_keeps_every_microbatch_until_its_first_backward() -> None:
     config = parse(*MOCK, "--preset", "gpt2-small", "--pp", "3", "--dp", "1", "--schedule", "gpipe", planned=True)
     for rank, microbatches in itertools.product(range(3), (1, 2, 3, 4, 5, 9, 30)):
-        moments = in_flight_module.moments(config.parallel, rank, microbatches)
+        moments = in_flight_module.moments(config.parallel, rank, microbatches, adds_gradients=True)
         held = {computing: max(m.held[0] for m in moments if m.computing is computing) for computing in (True, False)}
         assert held == {True: microbatches, False: microbatches - 1}
 

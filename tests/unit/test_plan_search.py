@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from megacore.plan.outline import outline
 from megacore.plan.planner import make_plan
 from megacore.plan.search import Layout, search
 from megacore.plan.search_space import Constraints
+from megacore.plan.step_time import step_time
 from tests.unit.planning import planned
 from tests.unit.refusals import parse
 from tools.plan import main
@@ -30,9 +33,11 @@ def test_a_search_is_for_the_software(capsys: pytest.CaptureFixture[str]) -> Non
     assert "software megatron-lm" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset bloom-176b --cluster h100 --world-size 32 --search --min-tp 9 --max-pp 1"
-    found = planned(capsys, f"{flags} --max-memory-gb 1000 --max-micro-batch-size 1 --global-batch-size 2")
+def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = tmp_path / "large.toml"
+    cluster.write_text('based_on = "h100"\nmemory_gb = 1000', encoding="utf-8")
+    flags = f"pretrain_gpt.py --preset bloom-176b --cluster {cluster} --world-size 32 --search --min-tp 9 --max-pp 1"
+    found = planned(capsys, f"{flags} --max-micro-batch-size 1 --global-batch-size 2")
     assert {row["layout"]["tp"] for row in found["layouts"]} == {16}
 
 
@@ -173,7 +178,86 @@ def test_a_search_refuses_what_the_plan_says_is_too_large(capsys: pytest.Capture
     peak = planned(capsys, flags)["peak_bytes"]
     assert peak / GIB == pytest.approx(12.40, abs=0.005)
     assert main([*flags.split(), "--search", "--max-memory-gb", "13"]) == 2
-    assert f"the smallest needs {peak / 1e9:.3g} GB per rank" in capsys.readouterr().err
+    assert f"the smallest needs {math.ceil(peak / 1e8) / 10} GB per rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--preset llama-3-8b --global-batch-size 64 --world-size 64 --max-memory-gb 2",
+        "--preset llama-3-8b --global-batch-size 64 --world-size 64 --max-memory-gb 4.02",
+        "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --world-size 16 --max-memory-gb 0.5",
+        "--preset gpt2-large --global-batch-size 16 --world-size 8 --zero-stage 0 --recompute none --max-memory-gb 3",
+        "--preset gpt2-large --global-batch-size 16 --world-size 8 --offload-optimizer --max-memory-gb 1",
+    ],
+)
+def test_what_the_smallest_layout_needs_is_enough_for_it_and_less_is_not(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def search_with(limit: float | str) -> int:
+        given = re.sub(r"(?<=--max-memory-gb )\S+", str(limit), flags)
+        return main(["pretrain_gpt.py", "--cluster", "h100", "--search", *given.split()])
+
+    assert main(["pretrain_gpt.py", "--cluster", "h100", "--search", *flags.split()]) == 2
+    said = re.search(r"the smallest needs (\S+) GB per rank: use --max-memory-gb (\S+), ", capsys.readouterr().err)
+    assert said is not None and said[1] == said[2]
+    assert search_with(said[1]) == 0
+    assert search_with(0.99 * float(said[1])) == 2
+    assert f"the smallest needs {said[1]} GB" in capsys.readouterr().err
+
+
+def test_a_search_takes_no_more_memory_than_the_device_has() -> None:
+    """The planner uses 97 % of it; of less that is given, all is taken."""
+    config = parse("--mock-data", "--train-iters", "9", "--vocab-size", "512", "--global-batch-size", "2")
+    usable = 0.97 * CLUSTERS["h100"].device.memory_bytes
+    for given, capacity in ((None, usable), (200e9, usable), (usable, usable), (10e9, 10e9)):
+        found = search(config, CLUSTERS["h100"], Constraints(world_size=2, memory_bytes=given))
+        assert found.capacity == pytest.approx(capacity)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fixed"),
+    [
+        ("--preset mixtral-8x7b --num-layers 5 --global-batch-size 16", {}),
+        ("--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --optimizer muon", {"micro_batch_size": 1}),
+        ("--preset qwen3-0.6b --num-layers 6 --global-batch-size 16 --grad-reduce-dtype bf16", {}),
+        ("--preset gpt2-small --num-layers 4 --global-batch-size 16 --offload-optimizer", {"zero_stage": 2}),
+        (
+            "--preset llama-3-8b-128k --num-layers 4 --global-batch-size 2",
+            {"recompute": "full", "recompute_num_layers": 1},
+        ),
+    ],
+)
+def test_what_layouts_have_in_common_is_that_of_each(flags: str, fixed: dict[str, Any]) -> None:
+    """A search computes figures once for layouts that agree in what they depend on: alone each layout has the same."""
+    config = parse("--mock-data", "--train-iters", "9", "--precision", "bf16", *flags.split(), planned=True)
+    cluster = CLUSTERS["b200"]
+    found = search(config, cluster, Constraints(world_size=8, fixed=fixed, most={"micro_batch_size": 2}))
+    assert len(found.layouts) > 50
+    for layout in found.layouts:
+        alone = dataclasses.replace(layout.config)
+        assert fullest_rank(alone, outline(alone), on_cpu=False).expected == layout.memory_bytes, layout.flags
+        if not layout.is_simulated:
+            assert step_time(alone, outline(alone), cluster, simulated=False).seconds == layout.seconds, layout.flags
+
+
+def test_what_is_estimated_has_no_range(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the table and in JSON."""
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4 --search"
+    rows = planned(capsys, f"{flags} --top 100000 --tokens 1e9")["layouts"]
+    assert {row["simulated"] for row in rows} == {True, False}
+    for row in rows:
+        training = row["training"]
+        for figure in (row["step_seconds"], row["throughput"]["tokens/s"], training["days"], training["price"]):
+            if row["simulated"]:
+                assert figure["low"] < figure["value"] < figure["high"]
+            else:
+                assert figure["low"] is None and figure["high"] is None
+    assert main([*flags.split(), "--top", "100000"]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    for row in rows:
+        line = next((line for line in table if f"`{row['flags']}`" in line), None)
+        assert line is None or (" | estimated | " in line) is not row["simulated"]
 
 
 def test_a_search_lists_no_recomputation_that_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:

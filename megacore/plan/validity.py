@@ -1,0 +1,43 @@
+"""Which of the layouts that a search tries are valid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from megacore.config import ResolvedConfig, validate
+from megacore.plan.search_space import Choice, with_choice
+
+
+class Validity:
+    """Whether layouts are valid. The rules that bind them are about one of three: the degrees and the microbatch; the
+    schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated once."""
+
+    def __init__(self, config: ResolvedConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
+        self._known: dict[tuple[object, ...], bool] = {}
+
+    def __call__(self, choice: Choice) -> bool:
+        parallel, training = choice.parallel, choice.training
+        degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
+        shape = (*degrees, training.micro_batch_size, parallel.sequence_parallel)
+        schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
+        savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
+
+        def plain(**of_schedule: Any) -> Choice:
+            return Choice(
+                parallel=dataclasses.replace(parallel, zero_stage=0, **of_schedule),
+                training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
+            )
+
+        return (
+            self._is_valid(shape, lambda: plain(schedule="1f1b", virtual_stages=1))
+            and self._is_valid(schedule, plain)
+            and self._is_valid(savings, lambda: choice)
+        )
+
+    def _is_valid(self, key: tuple[object, ...], choice: Callable[[], Choice]) -> bool:
+        if key not in self._known:
+            self._known[key] = not validate(with_choice(self._config, choice()), self._world_size)
+        return self._known[key]

@@ -1,0 +1,47 @@
+"""Figures that layouts have in common are computed once (megacore/plan/once.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megacore.config import ResolvedConfig
+from megacore.plan.once import SharedResults, once_per_layers, once_per_state
+from tests.unit.refusals import parse
+
+calls = list[str]()
+
+
+@once_per_layers
+def _of_layers(config: ResolvedConfig, number: float, thing: list[int]) -> int:
+    calls.append("layers")
+    return len(calls)
+
+
+@once_per_state
+def _of_state(config: ResolvedConfig) -> int:
+    calls.append("state")
+    return len(calls)
+
+
+def test_layouts_compute_once_what_they_have_in_common() -> None:
+    calls.clear()
+    base = parse("--mock-data", "--vocab-size", "64", "--train-iters", "1", "--global-batch-size", "16", planned=True)
+    results, thing = SharedResults(), [1]
+
+    def layout(*, micro_batch_size: int = 1, zero_stage: int = 0) -> ResolvedConfig:
+        training = dataclasses.replace(base.training, micro_batch_size=micro_batch_size)
+        parallel = dataclasses.replace(base.parallel, zero_stage=zero_stage)
+        config = dataclasses.replace(base, training=training, parallel=parallel)
+        results.share_with(config)
+        return config
+
+    first = _of_layers(layout(), 1.0, thing), _of_state(layout())
+    assert first == (1, 2)
+    # ZeRO changes the state and not the layers, and the microbatch the layers and not the state.
+    sharded, larger = layout(zero_stage=1), layout(micro_batch_size=2)
+    assert _of_layers(sharded, 1.0, thing) == first[0] and _of_state(sharded) == 3
+    assert _of_state(larger) == first[1] and _of_layers(larger, 1.0, thing) == 4
+    # Other numbers and other objects are other arguments.
+    assert _of_layers(layout(), 2.0, thing) == 5 and _of_layers(layout(), 1.0, [1]) == 6
+    # Without a search each configuration has its own.
+    assert _of_state(base) == 7 and _of_state(base) == 7
