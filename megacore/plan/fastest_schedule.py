@@ -51,6 +51,7 @@ def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cl
         layers: the whole model.
         cluster: that computes.
     """
+    config = config.for_device(on_cpu=cluster.on_cpu)
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
         return [_ONE_BY_ONE]
     others = [ScheduleChoice("zero-bubble")]

@@ -132,7 +132,8 @@ def bucket_ends(sizes: Sequence[int], shards: int, *, least: int, joined: Collec
             if (excess, squares + total * total) > whole or (total < least and end - first < len(sizes)):
                 continue
             members = _between(kinds, before[first], before[end])
-            if whole[0] == 0 and not _fits(members, shards):
+            # All in one bucket is always possible: `pack` may have found how where `_fits` has not.
+            if whole[0] == 0 and end - first < len(sizes) and not _fits(members, shards):
                 continue
             if whole[0]:
                 excess += _excess(members, shards)

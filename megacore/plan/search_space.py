@@ -20,7 +20,7 @@ from megacore.plan.outline import outline
 
 T = TypeVar("T")
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_LARGEST_MICRO_BATCH = 64
 Recomputed = Literal["none", "selective", "light", "full"]
 # Each with those that keep more activations: what does not fit with one of them does not fit with these.
 RECOMPUTED: Mapping[Recomputed, frozenset[Recomputed]] = {
@@ -206,7 +206,7 @@ def variants(
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
-    tried = _MICRO_BATCHES if degrees["cp"] == parallel.cp else (1,)
+    tried = _divisors(per_replica, most=_LARGEST_MICRO_BATCH) if degrees["cp"] == parallel.cp else [1]
     sizes = [b for b in constraints.among("micro_batch_size", tried) if per_replica % b == 0]
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
@@ -252,5 +252,5 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
     ]
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def _divisors(number: int, *, most: int | None = None) -> list[int]:
+    return [d for d in range(1, min(number, most or number) + 1) if number % d == 0]

@@ -102,6 +102,13 @@ def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[s
     assert f"; {len(layouts) - 1} other schedules, up to {slowest:.4g} s" in rows[0]
 
 
+def test_a_search_tries_every_microbatch_that_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset llama-3-8b --global-batch-size 24 --seq-length 2048 --cluster h100 --world-size 8"
+    found = planned(capsys, f"{flags} --search --max-pp 1 --max-tp 1 --top 1000")
+    assert {row["layout"]["micro_batch_size"] for row in found["layouts"]} == {1, 3}
+    assert found["layouts"][0]["layout"]["micro_batch_size"] == 3
+
+
 def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
     found = planned(capsys, f"{flags} --search --tp 2 --max-pp 1 --max-micro-batch-size 1 --top 100000")

@@ -166,3 +166,9 @@ def test_buckets_end_where_they_pack_well() -> None:
 def test_shards_change_places_so_that_ranks_have_equal_work() -> None:
     assert exchange([0, 1, 1, 2], [5.0, 1.0, 1.0, 1.0], [9.0, 0.0, 4.0], fixed=0) == [1, 2, 2, 0]
     assert exchange([0, 1, 1, 2], [5.0, 1.0, 1.0, 1.0], [9.0, 0.0, 4.0], fixed=1) == [0, 1, 1, 2]
+
+
+def test_what_only_one_bucket_packs_well_is_one_bucket() -> None:
+    """Dense matrices of two layers of DeepSeek-V3, for which `pack` finds a packing that the quick test does not."""
+    layer = [7340032, 7340032, 7340032, 1835008, 58720256, 8388608, 18874368, 11010048, 4128768]
+    assert bucket_ends(layer * 2, 4, least=6553600) == [18]
