@@ -74,14 +74,19 @@ def _microbatches(plan: Plan, drawn: int) -> str:
     return f"a step with {counted(drawn, 'microbatch', 'microbatches')} in place of {m:,}"
 
 
+def _digits(value: float, digits: int = 4) -> str:
+    """A number with as many digits, or more where it is large: `0.01441`, `6.373`, `733,042`."""
+    return f"{value:,.0f}" if value >= 10.0 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
     line, count, transfer, bubble = _drawn(plan)
     config, whole = plan.config, plan.time.bubble / plan.time.seconds
-    said = f"step {plan.time.seconds:.4g} s"
+    said = f"step {_digits(plan.time.seconds)} s"
     is_pipeline = config.parallel.pp > 1
     if is_pipeline:
-        said = f"{said}, bubble {whole:.1%} of it; a transfer takes {transfer:.3g} ms"
+        said = f"{said}, bubble {whole:.1%} of it; a transfer takes {_digits(transfer, 3)} ms"
     if count < config.microbatches:
         said = f"with {config.microbatches:,} microbatches: {said}"
         said = f"bubble {bubble:.1%} of what is drawn; {said}" if is_pipeline else said
@@ -250,9 +255,9 @@ def frontier_picture(found: Found) -> Drawing:
     most = (found.capacity if fullest > found.capacity / 4 else 1.1 * fullest) / GIB
     slowest = max(1.5 * fastest, *(1.05 * layout.seconds for layout in shown))
     area = _Plot(left=74.0, top=76.0, width=760.0, height=420.0, most=most, times=(fastest * 0.95, slowest))
-    number = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
+    layouts = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
     verb = "fit" if len(found.layouts) > 1 else "fits"
-    title = f"{number} that {verb} into {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    title = f"{layouts} that {verb} into {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
     drawing = Drawing(title=title, width=area.left + area.width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=area.left, y=22, text=title, size=15, bold=True))
@@ -262,7 +267,7 @@ def frontier_picture(found: Found) -> Drawing:
     for layout in shown:
         x, y = area.point(layout)
         fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
-        note = f"{layout.seconds:.4g} s{origin}: {layout.flags}"
+        note = f"{_digits(layout.seconds)} s{origin}: {layout.flags}"
         marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
     marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
     points = [area.point(layout) for layout in marked]
@@ -270,13 +275,13 @@ def frontier_picture(found: Found) -> Drawing:
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
         marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
     for (x, y), layout in zip(points, marked, strict=True):
-        note = f"{layout.seconds:.4g} s: {layout.flags}"
+        note = f"{_digits(layout.seconds)} s: {layout.flags}"
         marks.append(Box(x=x - _MARKER, y=y - _MARKER, width=2 * _MARKER, height=2 * _MARKER, fill=_LIMIT, note=note))
     _axes(drawing, area)
     _numbers(drawing, area, points)
     y = area.bottom + 52
     for number, layout in enumerate(marked[:_NUMBERED], start=1):
-        text = f"{number}. {layout.seconds:.4g} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
+        text = f"{number}. {_digits(layout.seconds)} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
         marks.append(Words(x=area.left, y=y, text=text, size=11.5))
         drawing.width = max(drawing.width, area.left + _LETTER * len(text) + 30)
         y += 18

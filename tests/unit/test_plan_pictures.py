@@ -127,6 +127,9 @@ def test_the_time_line_of_one_pipeline_rank_has_no_schedule_no_bubble_and_no_tra
     text = path.read_text(encoding="utf-8")
     assert "one pipeline rank, h100: a step with 8 microbatches in place of 2,048<" in text
     assert re.search(r">with 2,048 microbatches: step [0-9.]+ s<", text)
+    slow = "pretrain_gpt.py --preset llama-3-8b --pp 4 --global-batch-size 256 --cluster laptop"
+    assert main([*slow.split(), "--timeline", str(path)]) == 0
+    assert re.search(r"with 256 microbatches: step [0-9]{3},[0-9]{3} s, bubble", path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
