@@ -344,8 +344,9 @@ def _numbers(drawing: Drawing, area: _Plot, points: Sequence[tuple[float, float]
         half = _DIGIT_WIDTH * len(text) / 2
         spots = (
             (x - math.cos(angle) * (_NEAR + half + far), y + math.sin(angle) * (_NEAR + _NUMBER_HEIGHT / 2 + far))
-            for far in range(0, 90, 6)
-            for angle in map(math.radians, (45, 20, 70, 0, 90, 225))
+            for angles in ((45, 20, 70, 0, 90), (225,))  # the last, on the other side, if nothing else is free
+            for far in range(0, 60, 6)
+            for angle in map(math.radians, angles)
         )
         free = (
             (a, b)
