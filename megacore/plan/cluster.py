@@ -7,6 +7,7 @@ Prices are assumed: common list prices of rented devices, which differ by provid
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ def load_cluster(path: Path) -> Cluster:
     ranges = _ranges(table, path, problems)
     on_cpu = table.get("on_cpu", base.on_cpu if base else False)
     if not isinstance(on_cpu, bool):
-        problems.append(f"{path}: on_cpu = {on_cpu!r} must be true or false")
+        problems.append(f"{path}: on_cpu = {_shown(on_cpu)} must be true or false")
     known = {*_NUMBERS, "name", "based_on", "on_cpu", "source", "peak_tflops", "efficiency"}
     for name in sorted(table.keys() - known):
         near = nearest_name(name, known)
@@ -235,7 +236,7 @@ def _base(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster 
         return None
     if not isinstance(name, str) or name not in CLUSTERS:
         near = did_you_mean(name, CLUSTERS) if isinstance(name, str) else ""
-        problems.append(f"{path}: based_on = {name!r} is not known: use {one_of(list(CLUSTERS))}{near}")
+        problems.append(f"{path}: based_on = {_shown(name)} is not known: use {one_of(list(CLUSTERS))}{near}")
         return next(iter(CLUSTERS.values()))  # the fields that the file leaves to its base are not missing
     return CLUSTERS[name]
 
@@ -244,8 +245,21 @@ def _text(table: Mapping[str, Any], name: str, default: str, path: Path, problem
     value = table.get(name, default)
     if isinstance(value, str) and value.isprintable():
         return value
-    problems.append(f'{path}: {name} = {value!r} must be one line of text in quotes, as in {name} = "mine"')
+    problems.append(f'{path}: {name} = {_shown(value)} must be one line of text in quotes, as in {name} = "mine"')
     return default
+
+
+def _shown(value: object) -> str:
+    """A value of a TOML file as the file may have it, on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=not value.isprintable())
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_shown(item)}" for key, item in value.items()) + "}"
+    return str(value)  # numbers, dates and times
 
 
 def fields_of(cluster: Cluster) -> dict[str, float]:
@@ -282,7 +296,7 @@ def _number(
     bad = isinstance(value, bool) or not isinstance(value, int if whole else (int, float))
     if bad or not low <= value <= high:
         kind = "a whole number" if whole else "a number"
-        problems.append(f"{path}: {name} = {value!r} must be {kind} from {number(low)} to {high:,.0f}")
+        problems.append(f"{path}: {name} = {_shown(value)} must be {kind} from {number(low)} to {high:,.0f}")
         return None
     return float(value)
 
@@ -291,7 +305,7 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
     given = table.get("peak_tflops", {})
     peaks = dict(base.peaks) if base else {}
     if not isinstance(given, dict):
-        problems.append(f"{path}: peak_tflops = {given!r} must be a table, as in [peak_tflops] and bf16 = 312")
+        problems.append(f"{path}: peak_tflops = {_shown(given)} must be a table, as in [peak_tflops] and bf16 = 312")
         return peaks
     if not given and not peaks:
         problems.append(f"{path}: [peak_tflops] is missing: give TFLOP/s by format, as in bf16 = 312")
@@ -303,7 +317,7 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
             problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}{near}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_peak(value):
             bounds = f"from {number(_LEAST_TFLOPS)} to {_MOST_TFLOPS:,.0f}"
-            problems.append(f"{path}: peak_tflops.{name} = {value!r} must be a number {bounds}")
+            problems.append(f"{path}: peak_tflops.{name} = {_shown(value)} must be a number {bounds}")
         else:
             peaks[form] = value * 1e12
     return peaks
@@ -317,7 +331,7 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
     ranges: dict[str, Range] = {}
     given = table.get("efficiency", {})
     if not isinstance(given, dict):
-        problems.append(f"{path}: efficiency = {given!r} must be a table, as in [efficiency] and products = 0.7")
+        problems.append(f"{path}: efficiency = {_shown(given)} must be a table, as in [efficiency] and products = 0.7")
         return ranges
     for name, values in given.items():
         if name not in _RANGES:
@@ -329,14 +343,14 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
         number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in triple)
         if len(triple) != 3 or not number or not all(0 <= v <= (1e6 if is_time else 1) for v in triple):
             bounds = "microseconds" if is_time else "shares from 0 to 1"
-            problems.append(f"{path}: efficiency.{name} = {values!r} must be [slow, expected, fast], {bounds}")
+            problems.append(f"{path}: efficiency.{name} = {_shown(values)} must be [slow, expected, fast], {bounds}")
             continue
         if not is_time and min(triple) < _LEAST_SHARE:
-            problems.append(f"{path}: efficiency.{name} = {values!r} must be at least {_LEAST_SHARE}")
+            problems.append(f"{path}: efficiency.{name} = {_shown(values)} must be at least {_LEAST_SHARE}")
             continue
         if triple != sorted(triple, reverse=is_time):
             order = "fall" if is_time else "rise"
-            problems.append(f"{path}: efficiency.{name} = {values!r} must {order}: [slow, expected, fast]")
+            problems.append(f"{path}: efficiency.{name} = {_shown(values)} must {order}: [slow, expected, fast]")
             continue
         ranges[_RANGES[name]] = Range(*(v * (1e-6 if is_time else 1) for v in triple))
     return ranges

@@ -33,6 +33,13 @@ def is_open(config: ResolvedConfig) -> bool:
     return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None
 
 
+def is_auto(config: ResolvedConfig) -> bool:
+    """Whether --schedule auto chooses, or has chosen, the schedule."""
+    parallel = config.parallel
+    is_chosen = isinstance(parallel, ChosenSchedule) or parallel.schedule == AUTO_SCHEDULE
+    return is_chosen and parallel.schedule_csv is None
+
+
 class ScheduleChoice(NamedTuple):
     """Values of `--schedule` and `--virtual-stages`."""
 

@@ -116,11 +116,6 @@ class RankMemory:
         return self.expected_tensors > max(self.building, self._computing_state)
 
     @property
-    def gradients_apart(self) -> bool:
-        """Whether all gradients and all activations never exist at the same time."""
-        return max(self.computing, self.completing) < self._computing_gradients + self.activations
-
-    @property
     def _computing_state(self) -> float:
         """State in the memory in which the rank computes."""
         return sum(size - self.host.get(kind, 0.0) for kind, size in self.state.items())

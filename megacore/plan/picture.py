@@ -32,6 +32,7 @@ _WIDEST_FOR_NUMBERS = 3600.0  # where boxes would else have no room for them
 _GAP, _GAP_OF_MESSAGES = 4.0, 8.0  # between rows
 _LARGEST_NUMBER, _SMALLEST_NUMBER = 12.0, 6.5  # size of the numbers in boxes
 _DIGIT = 0.58  # width of a digit, of its size
+_MANY_MS = 10_000.0  # from this on an axis in milliseconds is labelled in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,15 +174,16 @@ def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
 
 
 def axis(drawing: Drawing, y: float, *, end: float, scale: float, unit: str) -> float:
-    """A time axis at a height; returns where it ends."""
+    """A time axis at a height, of a long time in milliseconds with labels in seconds; returns where it ends."""
+    shown, part = ("s", 1e-3) if unit == "ms" and end >= _MANY_MS else (unit, 1.0)
     drawing.marks.append(Line(x1=_LEFT, y1=y, x2=_LEFT + end * scale, y2=y, color=_GREY))
     step = _round_step(end / 10)
     for number in range(int(end / step + 1e-9) + 1):
         x = _LEFT + number * step * scale
         drawing.marks.append(Line(x1=x, y1=y, x2=x, y2=y + 4, color=_GREY))
-        text = f"{number * step:g}"
+        text = f"{number * step * part:,.10g}"
         drawing.marks.append(Words(x=x, y=y + 13, text=text, size=11, anchor="middle", color=_GREY))
-    drawing.marks.append(Words(x=_LEFT - 10, y=y + 13, text=unit, size=11, anchor="end", color=_GREY))
+    drawing.marks.append(Words(x=_LEFT - 10, y=y + 13, text=shown, size=11, anchor="end", color=_GREY))
     return y + 30
 
 
@@ -204,14 +206,21 @@ def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> None:
             x += 14
         drawing.marks.append(Words(x=x + 6, y=y + 7, text=NAMES[op]))
         x += 6 + 6.4 * len(NAMES[op]) + 20
-    drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True))
-    drawing.marks.append(Words(x=x + 20, y=y + 7, text="bubble"))
+    if any(_has_bubble(panel.timeline) for panel in panels):
+        drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True))
+        drawing.marks.append(Words(x=x + 20, y=y + 7, text="bubble"))
+        x += 76
     if any(panel.transfer is not None for panel in panels):
-        drawing.marks.append(Line(x1=x + 76, y1=y + 14, x2=x + 90, y2=y, color=_MESSAGE))
-        drawing.marks.append(Words(x=x + 96, y=y + 7, text="transfer"))
+        drawing.marks.append(Line(x1=x, y1=y + 14, x2=x + 14, y2=y, color=_MESSAGE))
+        drawing.marks.append(Words(x=x + 20, y=y + 7, text="transfer"))
         x += 84
     if virtual > 1:
-        drawing.marks.append(Words(x=x + 80, y=y + 7, text="later stages of a rank are lighter", color=_GREY))
+        drawing.marks.append(Words(x=x + 4, y=y + 7, text="later stages of a rank are lighter", color=_GREY))
+
+
+def _has_bubble(line: Timeline) -> bool:
+    """Whether any rank waits at any time."""
+    return min(line.busy) < line.end * (1 - 1e-9)
 
 
 def _shade(color: str, number: int, count: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megacore.config.messages import counted
@@ -17,7 +17,7 @@ from megacore.plan.canvas import Box, Drawing, Line, Words
 from megacore.plan.memory import GIB, RankMemory
 from megacore.plan.picture import Panel, axis, diagram
 from megacore.plan.planner import Plan
-from megacore.plan.search import Found
+from megacore.plan.search import Found, Layout
 from megacore.plan.simulator import Timeline
 from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
@@ -29,6 +29,10 @@ _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _STRIP = 10.0  # height of a rank's state where it is not to scale
 _LETTER = 5.8  # width of a letter of the list under the picture of a search, at most
 _SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
+_NUMBERED = 12  # layouts of the frontier, the fastest ones, that have a number and are listed under the picture
+_MARKER = 4.0  # half of the side of a point of the frontier
+_NEAR = 7.0  # from the middle of such a point to its number
+_DIGIT_WIDTH, _NUMBER_HEIGHT = 7.0, 11.0  # of these numbers
 _MOST_ROUNDS = 2  # microbatches per rank that are drawn
 
 
@@ -67,23 +71,33 @@ def _microbatches(plan: Plan, drawn: int) -> str:
     m = plan.config.microbatches
     if drawn == m:
         return counted(m, "microbatch", "microbatches")
-    return f"a step with {counted(drawn, 'microbatch', 'microbatches')} in place of {m}"
+    return f"a step with {counted(drawn, 'microbatch', 'microbatches')} in place of {m:,}"
+
+
+def _digits(value: float, digits: int = 4) -> str:
+    """A number with as many digits, or more where it is large: `0.01441`, `6.373`, `733,042`."""
+    return f"{value:,.0f}" if value >= 10.0 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
     line, count, transfer, bubble = _drawn(plan)
     config, whole = plan.config, plan.time.bubble / plan.time.seconds
-    said = f"step {plan.time.seconds:.4g} s, bubble {whole:.1%} of it"
+    said = f"step {_digits(plan.time.seconds)} s"
+    is_pipeline = config.parallel.pp > 1
+    if is_pipeline:
+        said = f"{said}, bubble {whole:.1%} of it; a transfer takes {_digits(transfer, 3)} ms"
     if count < config.microbatches:
-        said = f"bubble {bubble:.1%} of what is drawn; with {config.microbatches} microbatches: {said}"
+        said = f"with {config.microbatches:,} microbatches: {said}"
+        said = f"bubble {bubble:.1%} of what is drawn; {said}" if is_pipeline else said
+    schedule = "own schedule" if config.parallel.schedule_csv is not None else config.parallel.schedule_name
+    ranks = f"{schedule}, {config.parallel.pp} ranks" if is_pipeline else "one pipeline rank"
     panel = Panel(
-        title=f"predicted: {config.parallel.schedule}, {config.parallel.pp} ranks, {plan.cluster.name}: "
-        f"{_microbatches(plan, count)}",
-        bubble=f"{said}; a transfer takes {transfer:.3g} ms",
+        title=f"predicted: {ranks}, {plan.cluster.name}: {_microbatches(plan, count)}",
+        bubble=said,
         timeline=line,
         virtual_stages=config.parallel.virtual_stages,
-        transfer=transfer if config.parallel.pp > 1 else None,
+        transfer=transfer if is_pipeline else None,
     )
     return diagram([panel], unit="ms")
 
@@ -100,18 +114,18 @@ def memory_picture(plan: Plan) -> Drawing:
     height_note = "red line: memory of the device"
     if plan.fullest.expected < plan.capacity / 4:  # the bars would be lines
         top = plan.fullest.expected
-        height_note = f"the height of a row is {unit.text(top, 2)}"
+        height_note = f"the full row height is {unit.text(top, 2)}"
     row = 46.0 if len(plan.memory) <= 16 else 30.0
     changing = max(rank.expected - _constant(rank) for rank in plan.memory)
     cut = 0 < changing < top / 4
     if cut:  # what changes would be lines
         top = changing
-        height_note = f"the dark strip is not to scale: the height of a row above it is {unit.text(top, 2)}"
+        height_note = f"the dark strip is not to scale; above the strip, the full row height is {unit.text(top, 2)}"
     title = f"predicted memory per rank, of {size_unit([plan.capacity]).text(plan.capacity)} ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
     kinds = ["dark: weights, gradients, optimizer and buffers", "light: activations"]
-    kinds += ["yellow: kept for weight gradients"] if any(rank.waiting for rank in plan.memory) else []
+    kinds += ["ochre: kept for weight gradients"] if any(rank.waiting for rank in plan.memory) else []
     note = "; ".join([_microbatches(plan, count), *kinds, height_note])
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 27, text=note, size=12.5, color=_GREY))
     drawing.width = max(drawing.width, _LEFT + 7 * len(note))  # in any viewer's font
@@ -233,68 +247,121 @@ def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
 
 
 def frontier_picture(found: Found) -> Drawing:
-    """Time by memory of every layout that fits; the frontier is marked, and its layouts are named."""
-    width, height, left, top = 760.0, 420.0, 74.0, 60.0
-    layouts = counted(len(found.layouts), "layout")
-    title = (
-        f"{layouts} that fit{'s' * (len(found.layouts) == 1)} {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
-    )
-    drawing = Drawing(title=title, width=left + width + 30, height=0)
-    marks = drawing.marks
-    marks.append(Words(x=left, y=22, text=title, size=15, bold=True))
-    legend = "seconds per step by GiB per rank; the frontier is marked"
-    if not all(layout.is_simulated for layout in found.layouts):
-        legend += "; dark dots are simulated, light ones estimated"
-    marks.append(Words(x=left, y=42, text=legend, color=_GREY))
-    frontier = found.frontier
+    """Time by memory of the layouts that fit; the frontier is marked, and its fastest layouts are named."""
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
     fullest = max(layout.memory_bytes for layout in shown)
     # All of the memory, unless the layouts would be crowded at its left end.
     most = (found.capacity if fullest > found.capacity / 4 else 1.1 * fullest) / GIB
     slowest = max(1.5 * fastest, *(1.05 * layout.seconds for layout in shown))
-
-    def x_of(size: float) -> float:
-        return left + width * size / GIB / most
-
-    low, high = math.log(fastest * 0.95), math.log(slowest)
-
-    def y_of(seconds: float) -> float:
-        return top + height * (high - math.log(seconds)) / (high - low)
-
+    area = _Plot(left=74.0, top=76.0, width=760.0, height=420.0, most=most, times=(fastest * 0.95, slowest))
+    layouts = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
+    verb = "fit" if len(found.layouts) > 1 else "fits"
+    title = f"{layouts} that {verb} into {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    drawing = Drawing(title=title, width=area.left + area.width + 30, height=0)
+    marks = drawing.marks
+    marks.append(Words(x=area.left, y=22, text=title, size=15, bold=True))
+    for row, text in enumerate(_legend(found, drawn=len(shown))):
+        marks.append(Words(x=area.left, y=42 + 16 * row, text=text, color=_GREY))
+        drawing.width = max(drawing.width, area.left + 7 * len(text))  # in any viewer's font
     for layout in shown:
-        x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
+        x, y = area.point(layout)
         fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
-        note = f"{layout.seconds:.4g} s{origin}: {layout.flags}"
+        note = f"{_digits(layout.seconds)} s{origin}: {layout.flags}"
         marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
-    marked = [layout for layout in frontier if layout.seconds <= _SLOWEST * fastest]
-    for one, other in itertools.pairwise(marked):
-        ends = [(x_of(layout.memory_bytes), y_of(layout.seconds)) for layout in (one, other)]
-        (x1, y1), (x2, y2) = ends
+    marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
+    points = [area.point(layout) for layout in marked]
+    for (x1, y1), (x2, y2) in itertools.pairwise(points):
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
         marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
-    numbers: list[tuple[float, float]] = []
-    for number, layout in enumerate(marked[:12], start=1):
-        x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
-        marks.append(Box(x=x - 4, y=y - 4, width=8, height=8, fill=_LIMIT, note=layout.flags))
-        numbers.append(_free_spot(x, y, numbers))
-        marks.append(Words(x=numbers[-1][0], y=numbers[-1][1], text=str(number), size=11, color=_LIMIT))
-    _axes(drawing, (left, top, width, height), most=most, times=_ticks(fastest * 0.95, slowest), y_of=y_of)
-    y = top + height + 52
-    for number, layout in enumerate(marked[:12], start=1):
-        text = f"{number}. {layout.seconds:.4g} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
-        marks.append(Words(x=left, y=y, text=text, size=11.5))
-        drawing.width = max(drawing.width, left + _LETTER * len(text) + 30)
+    for (x, y), layout in zip(points, marked, strict=True):
+        note = f"{_digits(layout.seconds)} s: {layout.flags}"
+        marks.append(Box(x=x - _MARKER, y=y - _MARKER, width=2 * _MARKER, height=2 * _MARKER, fill=_LIMIT, note=note))
+    _axes(drawing, area)
+    _numbers(drawing, area, points)
+    y = area.bottom + 52
+    for number, layout in enumerate(marked[:_NUMBERED], start=1):
+        text = f"{number}. {_digits(layout.seconds)} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
+        marks.append(Words(x=area.left, y=y, text=text, size=11.5))
+        drawing.width = max(drawing.width, area.left + _LETTER * len(text) + 30)
         y += 18
     drawing.height = y + 8
     return drawing
 
 
-def _free_spot(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Where a number beside a point covers none of the others: above or below it, further off if it must be."""
-    spots = [(x + 7, y + sign * far) for far in (8, 20, 32) for sign in (-1, 1)]
-    free = (spot for spot in spots if all(abs(spot[0] - a) > 15 or abs(spot[1] - b) > 11 for a, b in taken))
-    return next(free, spots[0])
+def _legend(found: Found, *, drawn: int) -> list[str]:
+    """What the picture of a search shows, and what it leaves out."""
+    first = "seconds per step by GiB per rank; red: the frontier"
+    if len(found.frontier) > _NUMBERED:
+        first += f" of {len(found.frontier)} layouts, the {_NUMBERED} fastest with a number"
+    second = []
+    if not all(layout.is_simulated for layout in found.layouts):
+        second.append("dark dots are simulated, light ones estimated")
+    if missing := len(found.layouts) - drawn:
+        second.append(f"not drawn: {missing:,} that take{'s' * (missing == 1)} more than {_SLOWEST} times the fastest")
+    return [first, "; ".join(second)] if second else [first]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plot:
+    """Where the layouts of a search are drawn: memory to the right, time upwards, on a logarithmic scale.
+
+    Attributes:
+        left, top, width, height: in pixels.
+        most: GiB at the right end.
+        times: seconds at the lower and at the upper end.
+    """
+
+    left: float
+    top: float
+    width: float
+    height: float
+    most: float
+    times: tuple[float, float]
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+    def x_of(self, gib: float) -> float:
+        return self.left + self.width * gib / self.most
+
+    def y_of(self, seconds: float) -> float:
+        low, high = map(math.log, self.times)
+        return self.top + self.height * (high - math.log(seconds)) / (high - low)
+
+    def point(self, layout: Layout) -> tuple[float, float]:
+        return self.x_of(layout.memory_bytes / GIB), self.y_of(layout.seconds)
+
+
+def _numbers(drawing: Drawing, area: _Plot, points: Sequence[tuple[float, float]]) -> None:
+    """A number beside each of the first points of a frontier, from the fastest on, where it covers no point and no
+    other number: to the left or below, where there are no layouts. A number that has no room beside its point is
+    further off, and a line leads to it."""
+    taken: list[tuple[float, float]] = []
+    for number, (x, y) in enumerate(points[:_NUMBERED], start=1):
+        text = str(number)
+        half = _DIGIT_WIDTH * len(text) / 2
+        spots = (
+            (x - math.cos(angle) * (_NEAR + half + far), y + math.sin(angle) * (_NEAR + _NUMBER_HEIGHT / 2 + far))
+            for angles in ((45, 20, 70, 0, 90), (225,))  # the last, on the other side, if nothing else is free
+            for far in range(0, 60, 6)
+            for angle in map(math.radians, angles)
+        )
+        free = (
+            (a, b)
+            for a, b in spots
+            if a - half > area.left and b + _NUMBER_HEIGHT / 2 < area.bottom
+            if all(abs(a - c) >= half + _MARKER + 1 or abs(b - d) >= _NUMBER_HEIGHT / 2 + _MARKER for c, d in points)
+            if all(abs(a - c) >= half + _DIGIT_WIDTH + 2 or abs(b - d) >= _NUMBER_HEIGHT for c, d in taken)
+        )
+        at = next(free, (x, y))
+        taken.append(at)
+        if math.dist(at, (x, y)) > _NEAR + half + _NUMBER_HEIGHT / 2:
+            share = 1 - (half + 2) / math.dist(at, (x, y))
+            end_x, end_y = x + (at[0] - x) * share, y + (at[1] - y) * share
+            drawing.marks.append(Line(x1=x, y1=y, x2=end_x, y2=end_y, color=_GREY))
+        drawing.marks.append(Words(x=at[0], y=at[1], text=text, size=11, anchor="middle", color=_LIMIT))
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -307,24 +374,20 @@ def _ticks(low: float, high: float) -> list[float]:
 def _labels(ticks: Sequence[float]) -> list[str]:
     """As many decimals for each as the one that needs most."""
     decimals = max((len(f"{tick:.10g}".partition(".")[2]) for tick in ticks), default=0)
-    return [f"{tick:.{decimals}f}" for tick in ticks]
+    return [f"{tick:,.{decimals}f}" for tick in ticks]
 
 
-def _axes(
-    drawing: Drawing, area: tuple[float, float, float, float], *, most: float, times: Sequence[float], y_of: object
-) -> None:
-    left, top, width, height = area
-    assert callable(y_of)
-    bottom = top + height
-    drawing.marks.append(Line(x1=left, y1=bottom, x2=left + width, y2=bottom, color=_GREY))
-    drawing.marks.append(Line(x1=left, y1=top, x2=left, y2=bottom, color=_GREY))
-    sizes = _ticks(0.0, most)
+def _axes(drawing: Drawing, area: _Plot) -> None:
+    left, right, bottom = area.left, area.left + area.width, area.bottom
+    drawing.marks.append(Line(x1=left, y1=bottom, x2=right, y2=bottom, color=_GREY))
+    drawing.marks.append(Line(x1=left, y1=area.top, x2=left, y2=bottom, color=_GREY))
+    sizes, times = _ticks(0.0, area.most), _ticks(*area.times)
     for size, text in zip(sizes, _labels(sizes), strict=True):
-        x = left + width * size / most
+        x = area.x_of(size)
         drawing.marks.append(Line(x1=x, y1=bottom, x2=x, y2=bottom + 4, color=_GREY))
         drawing.marks.append(Words(x=x, y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
-    drawing.marks.append(Words(x=left + width, y=bottom + 30, text="GiB per rank", size=11, anchor="end", color=_GREY))
+    drawing.marks.append(Words(x=right, y=bottom + 30, text="GiB per rank", size=11, anchor="end", color=_GREY))
     for seconds, text in zip(times, _labels(times), strict=True):
-        y = y_of(seconds)
+        y = area.y_of(seconds)
         drawing.marks.append(Line(x1=left - 4, y1=y, x2=left, y2=y, color=_GREY))
         drawing.marks.append(Words(x=left - 8, y=y, text=f"{text} s", size=11, anchor="end", color=_GREY))

@@ -105,7 +105,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     fullest = plan.fullest
     apart = {reason: None for _, rank in kinds if (reason := terms_apart(rank)) is not None}
     if apart:
-        yield f"The columns add up to more than a peak where they do not exist together: {'; '.join(apart)}."
+        yield f"The columns add up to more than the peak: {'; '.join(apart)}."
         yield ""
     if fullest.on_host:
         yield (
@@ -122,7 +122,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     needed, usable = unit.apart(fullest.expected, plan.capacity)
     yield f"DOES NOT FIT: {where}, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; {largest}."
     yield "Each of these changes makes it fit, by the same formulas:"
-    yield from (f"{number}. {text}" for number, text in enumerate(plan.ways_out(), start=1))
+    ways = plan.ways_out()
+    yield from (f"{number}. {text}" for number, text in enumerate(ways, start=1))
+    if plan.machines_note is not None and any(" machines with as much memory" in way for way in ways):
+        yield ""
+        yield plan.machines_note
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -133,7 +137,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, text in PARTS.items():
         figure = plan.part(name)
-        if figure.high:
+        if _number(figure.high) != "0":
             yield f"| {text} | {_number(figure.value)} | {figure.value / seconds:.1%} | {_range(figure)} |"
     whole = plan.timed(seconds, "s")
     yield f"| **step** | **{_number(seconds)}** | 100% | {_range(whole)} |"

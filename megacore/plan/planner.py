@@ -14,7 +14,7 @@ from typing import Literal
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
-from megacore.plan.cluster import Cluster
+from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time
 from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
@@ -161,7 +161,18 @@ class Plan:
         """What would fit."""
         local = min(self.cluster.device.node_ranks, self.config.parallel.ranks) if self.cluster.on_cpu else 1
         room = Room(self.capacity * (local if self.cluster.on_cpu else 1), f"--cluster {self.cluster.name}")
-        return ways_out(self.config, Limits(room=room, on_cpu=self.cluster.on_cpu, local_ranks=local))
+        limits = Limits(room=room, on_cpu=self.cluster.on_cpu, local_ranks=local, cluster=self.cluster)
+        return ways_out(self.config, limits)
+
+    @property
+    def machines_note(self) -> str | None:
+        """How to plan for machines each of which has as many ranks as this plan has in all; None where the cluster is
+        one of such machines, or its ranks do not share memory."""
+        ranks, cluster = self.config.parallel.ranks, self.cluster
+        if not cluster.on_cpu or ranks >= cluster.device.node_ranks:
+            return None
+        based = f'with based_on = "{cluster.name}" and ' if cluster.name in CLUSTERS else "with "
+        return f"To plan for such machines, give --cluster a TOML file {based}gpus_per_node = {ranks}."
 
     def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
         """Days and USD of training on this number of tokens, if a share of the time makes progress."""
@@ -279,10 +290,10 @@ def terms_apart(rank: RankMemory) -> str | None:
     if sum(memory_terms(rank).values()) < rank.expected + _ROUNDING:
         return None
     if rank.is_fullest_in_backward and rank.late:
-        return "a run of one step makes the optimizer state after its backward, which frees the activations"
+        return "a run of one step makes the optimizer state after backward, which has freed the activations"
     if rank.is_fullest_in_backward:
-        return "not all gradients and all activations exist at the same time: backward makes those and frees these"
-    return "the peak is where there are no activations: while the model is built, or in the update"
+        return "backward frees activations while it makes gradients, so they never all exist at once"
+    return "the peak is while the model is built or updated, when there are no activations"
 
 
 def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory]]:
@@ -296,8 +307,3 @@ def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory
 
 def _key(rank: RankMemory) -> tuple[object, ...]:
     return rank.parameters, rank.in_flight, rank.activations, rank.working, rank.waiting, rank.passing
-
-
-def gib(size: float) -> float:
-    """Bytes in GiB."""
-    return size / GIB

@@ -29,7 +29,7 @@ from megacore.plan.traffic import stage_message, tied_gradients
 class StepTime:
     """A step of the slowest rank, in seconds, by what takes it.
 
-    The parts from `gemm` to `other` add up to `seconds`.
+    The parts from `gemm` to `host` add up to `seconds`.
 
     Attributes:
         seconds: of the step.
@@ -45,7 +45,6 @@ class StepTime:
         host: copies to and from host memory that computing does not hide.
         hidden: transfers beside computing, by role.
         stages: of one microbatch.
-        busiest: the pipeline rank that `gemm` and the others are of.
     """
 
     seconds: float
@@ -63,7 +62,6 @@ class StepTime:
     host: float
     hidden: dict[str, float]
     stages: tuple[StageTime, ...]
-    busiest: int
 
 
 def step_time(
@@ -115,7 +113,7 @@ def step_time(
         replicas=waited + end.exposed,
         tied=tied_seconds,
         pipeline=length - without,
-        bubble=max(without - busy[busiest], 0.0),  # but for rounding it is not less
+        bubble=max(without - busy[busiest], 0.0) if parallel.pp > 1 else 0.0,  # but for rounding it is not less
         slowest=slowest,
         optimizer=end.optimizer,
         host=end.host,
@@ -126,7 +124,6 @@ def step_time(
             "host memory": end.host_hidden,
         },
         stages=stages,
-        busiest=busiest,
     )
 
 

@@ -19,6 +19,8 @@ from megacore.config import ExpertsConfig, ModelConfig, ResolvedConfig, validate
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
+from megacore.plan.cluster import Cluster
+from megacore.plan.fastest_schedule import choose_schedule, is_auto, schedules_by_time
 from megacore.plan.memory import GIB, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room
@@ -67,6 +69,7 @@ class Limits:
         on_cpu: whether the ranks compute on a CPU.
         local_ranks: ranks on each machine.
         torch_is_loaded: whether `room` is what is left with torch loaded.
+        cluster: by whose times --schedule auto chooses; None: not known, and figures are those of 1F1B.
     """
 
     room: Room
@@ -74,6 +77,7 @@ class Limits:
     on_cpu: bool
     local_ranks: int = 1
     torch_is_loaded: bool = False
+    cluster: Cluster | None = None
 
     def demand(self, config: ResolvedConfig) -> Demand:
         """What the fullest rank of a configuration is expected to take."""
@@ -84,6 +88,10 @@ class Limits:
         """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
         local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
         return demand.computing * (local if self.on_cpu else 1) <= self.room.available and self.host_allows(demand)
+
+    def fits(self, config: ResolvedConfig) -> bool:
+        """Whether all ranks of a configuration have what they are expected to take."""
+        return self.allow(self.demand(config), ranks=config.parallel.ranks)
 
     def host_allows(self, demand: Demand) -> bool:
         """Whether the host has as much as is offloaded."""
@@ -126,8 +134,8 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
         for change in map(_with_its_batch, candidates):
             if any(set(way) <= set(change.flags) for way in ways) or not _is_valid(change):
                 continue
-            demand = limits.demand(change.config)
-            if limits.allow(demand, ranks=change.config.parallel.ranks):
+            if limits.fits(change.config):
+                demand = limits.demand(_with_auto_schedule(change, limits))
                 ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
                 return
 
@@ -157,6 +165,14 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
 
 def _is_valid(change: Change) -> bool:
     return not validate(change.config, change.config.parallel.ranks)
+
+
+def _with_auto_schedule(change: Change, limits: Limits) -> ResolvedConfig:
+    """The configuration with the schedule that --schedule auto, if it is given, chooses for these flags."""
+    config, names_one = change.config, any(flag.startswith("--schedule ") for flag in change.flags)
+    if limits.cluster is None or names_one or not (config.parallel.pp > 1 and is_auto(config)):
+        return config
+    return choose_schedule(config, schedules_by_time(config, outline(config), limits.cluster), limits.fits)
 
 
 def _number_of(change: Change, config: ResolvedConfig, limits: Limits) -> int | None:

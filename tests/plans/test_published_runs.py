@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from megacore.plan.planner import gib, step_flops
+from megacore.plan.memory import GIB
+from megacore.plan.planner import step_flops
 from megacore.plan.software import MEGACORE
 from tests.plans.published import BLOOM, Run, held_out_runs, megatron_runs, memory_runs, single_node_runs, timed_runs
 from tests.plans.table import checked
@@ -91,4 +92,4 @@ def test_small_models_on_one_node(hidden: int) -> None:
 
 @pytest.mark.parametrize("run", memory_runs(), ids=lambda run: run.model)
 def test_memory(run: Run) -> None:
-    assert gib(run.plan().fullest.expected) == pytest.approx(run.gib, rel=0.10)
+    assert run.plan().fullest.expected / GIB == pytest.approx(run.gib, rel=0.10)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megacore.plan.canvas import Words
+from megacore.plan.canvas import Box, Drawing, Words
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
+from megacore.plan.picture import axis
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.search import Found, Layout
 from tests.parity.runs import make_config
@@ -28,13 +31,11 @@ def test_the_picture_of_a_search_shows_its_list_whole(tmp_path: Path, capsys: py
     assert width > 74 + 5.3 * (longest + 20)  # of DejaVu Sans at 11.5, as measured in a PNG
 
 
-def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
-    """And the axes of its picture have round numbers, also for a single layout."""
+def found_of(sizes: Sequence[tuple[float, float]]) -> Found:
+    """A search whose layouts take so many seconds and so much of 10 GiB."""
     config = make_config((1, 1, 1), "")
-    sizes = [(1.0, 9.0), (1.002, 8.0), (1.004, 6.0), (1.006, 5.99), (1.2, 5.0), (1.2, 7.0), (1.3, 4.99), (2.0, 3.0)]
-    layouts = [Layout(config=config, seconds=seconds, memory_bytes=size * GIB) for seconds, size in sizes]
-    found = Found(
-        layouts=layouts,
+    return Found(
+        layouts=[Layout(config=config, seconds=seconds, memory_bytes=size * GIB) for seconds, size in sizes],
         tried=8,
         left_out=0,
         least_memory=None,
@@ -42,11 +43,53 @@ def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
         cluster=CLUSTERS["h100"],
         wall_seconds=1.0,
     )
+
+
+def numbers_of(drawing: Drawing) -> list[Words]:
+    """The numbers beside points of the frontier."""
+    return [mark for mark in drawing.marks if isinstance(mark, Words) and mark.color == "#c2410c"]
+
+
+@pytest.mark.parametrize(("time", "size"), [(1.01, 0.4), (1.09, 0.06), (1.008, 0.06), (1.07, 0.8)])
+def test_numbers_of_a_frontier_cover_no_point_and_stay_beside_theirs(time: float, size: float) -> None:
+    """Flat, steep, crowded and long frontiers, whose points lie on each other or far apart."""
+    drawing = frontier_picture(found_of([(time**n, 9.9 - size * n) for n in range(12)]))
+    points = [mark for mark in drawing.marks if isinstance(mark, Box) and mark.width == 8]
+    numbers = numbers_of(drawing)
+    assert [word.text for word in numbers] == [str(n) for n in range(1, 13)]
+    places = [(word.x, word.y, 3.5 * len(word.text)) for word in numbers]
+    for i, (x, y, half) in enumerate(places):
+        assert math.dist((x, y), (points[i].x + 4, points[i].y + 4)) < 75
+        assert x - half > 74 and y < 496  # inside the axes
+        for point in points:
+            assert abs(x - point.x - 4) > half + 4 or abs(y - point.y - 4) > 9
+        for a, b, other in places[:i]:
+            assert abs(x - a) > half + other or abs(y - b) > 10
+
+
+def test_the_picture_of_a_search_says_what_it_leaves_out() -> None:
+    many = found_of([(1.05**n, 9 - 0.4 * n) for n in range(15)] + [(5000.0, 9.5)] * 1200)
+    drawing = frontier_picture(many)
+    texts = [mark.text for mark in drawing.marks if isinstance(mark, Words)]
+    assert "1,215 layouts that fit into 10.0 GiB of h100" in texts
+    assert any("red: the frontier of 15 layouts, the 12 fastest with a number" in text for text in texts)
+    assert any("not drawn: 1,200 that take more than 4 times the fastest" in text for text in texts)
+    assert len(numbers_of(drawing)) == 12
+    assert len([mark for mark in drawing.marks if isinstance(mark, Box) and mark.width == 8]) == 15
+    few = [mark.text for mark in frontier_picture(found_of([(1.0, 9.0), (1.2, 5.0)])).marks if isinstance(mark, Words)]
+    assert "seconds per step by GiB per rank; red: the frontier" in few
+    assert not any("not drawn" in text or "of 2 layouts" in text for text in few)
+
+
+def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
+    """And the axes of its picture have round numbers, also for a single layout."""
+    sizes = [(1.0, 9.0), (1.002, 8.0), (1.004, 6.0), (1.006, 5.99), (1.2, 5.0), (1.2, 7.0), (1.3, 4.99), (2.0, 3.0)]
+    found = found_of(sizes)
     assert [layout.seconds for layout in found.frontier] == [1.004, 1.2, 2.0]
     texts = [mark.text for mark in frontier_picture(found).marks if isinstance(mark, Words)]
-    assert [text for text in texts if re.fullmatch(r"[0-9.]+", text)][3:] == ["0", "2", "4", "6", "8", "10"]
+    assert [text for text in texts if re.fullmatch(r"[0-9.]+", text)][:-3] == ["0", "2", "4", "6", "8", "10"]
     assert [text for text in texts if re.fullmatch(r"[0-9.]+ s", text)] == [f"{n / 5:.1f} s" for n in range(5, 11)]
-    one = dataclasses.replace(found, layouts=layouts[:1])
+    one = dataclasses.replace(found, layouts=found.layouts[:1])
     texts = [mark.text for mark in frontier_picture(one).marks if isinstance(mark, Words)]
     assert [text for text in texts if text.endswith(" s")] == [f"{n / 10:.1f} s" for n in range(10, 16)]
 
@@ -72,6 +115,38 @@ def test_the_time_line_says_that_it_has_fewer_microbatches_and_which_bubble_is_w
     assert whole < 10
 
 
+def test_the_time_line_of_one_pipeline_rank_has_no_schedule_no_bubble_and_no_transfers(tmp_path: Path) -> None:
+    path = tmp_path / "line.svg"
+    flags = "pretrain_gpt.py --preset gpt2-small --cluster h100"
+    assert main([*flags.split(), "--timeline", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "predicted: one pipeline rank, h100: 1 microbatch<" in text
+    assert "auto" not in text and "transfer" not in text and ">bubble</text>" not in text
+    many = f"{flags} --micro-batch-size 1 --global-batch-size 2048"
+    assert main([*many.split(), "--timeline", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "one pipeline rank, h100: a step with 8 microbatches in place of 2,048<" in text
+    assert re.search(r">with 2,048 microbatches: step [0-9.]+ s<", text)
+    slow = "pretrain_gpt.py --preset llama-3-8b --pp 4 --global-batch-size 256 --cluster laptop"
+    assert main([*slow.split(), "--timeline", str(path)]) == 0
+    assert re.search(r"with 256 microbatches: step [0-9]{3},[0-9]{3} s, bubble", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("end", "unit", "labels"),
+    [
+        (12.0, "ms", ["0", "2", "4", "6", "8", "10", "12", "ms"]),
+        (6000.0, "ms", ["0", "1,000", "2,000", "3,000", "4,000", "5,000", "6,000", "ms"]),
+        (30_000.0, "ms", ["0", "5", "10", "15", "20", "25", "30", "s"]),
+        (3000.0, "F", ["0", "500", "1,000", "1,500", "2,000", "2,500", "3,000", "F"]),
+    ],
+)
+def test_long_time_axes_are_in_seconds(end: float, unit: str, labels: list[str]) -> None:
+    drawing = Drawing(title="", width=100, height=100)
+    axis(drawing, 0.0, end=end, scale=1.0, unit=unit)
+    assert [mark.text for mark in drawing.marks if isinstance(mark, Words)] == labels
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved --virtual-stages 2", "zero-bubble"])
 def test_every_box_of_a_time_line_has_its_number_and_no_transfer_crosses_one(schedule: str, tmp_path: Path) -> None:
     path = tmp_path / "line.svg"
@@ -92,7 +167,7 @@ def test_activations_that_are_few_beside_the_state_are_drawn_by_a_scale_of_their
     path = tmp_path / "memory.svg"
     assert main([*BLOOM.split(), "--memory-timeline", str(path)]) == 0
     text = path.read_text(encoding="utf-8")
-    assert "the dark strip is not to scale: the height of a row above it is" in text
+    assert "the dark strip is not to scale; above the strip, the full row height is" in text
     heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
     assert max(heights) == pytest.approx(36, abs=0.5)  # of a row of 46 pixels
     assert sum(height > 4 for height in heights) > 0.9 * len(heights)
@@ -114,8 +189,8 @@ def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
     # The last rank has one microbatch in flight, and three more whose weights' gradients are still to be computed.
     assert split[-1]["bytes"][name] > 3 * split[-1]["bytes"]["activations"]
     text = picture.read_text(encoding="utf-8")
-    assert "yellow: kept for weight gradients" in text
-    assert "the height of a row is" in text  # a twentieth of the device's memory would be a line
+    assert "ochre: kept for weight gradients" in text
+    assert "the full row height is" in text  # a twentieth of the device's memory would be a line
     drawn = re.findall(r"kept for weight gradients: ([0-9.]+) GiB", text)
     fullest = max(rank["peak"]["value"] for rank in split) / GIB
     assert max(map(float, drawn)) == pytest.approx(fullest, rel=0.02)

@@ -236,7 +236,7 @@ def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_cluster(path)
     assert len(refused.value.problems) == 2
-    assert "based_on = 'h900' is not known" in refused.value.problems[0]
+    assert 'based_on = "h900" is not known' in refused.value.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,12 @@ def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
         ("peak_tflops = 300", "peak_tflops = 300 must be a table, as in [peak_tflops] and bf16 = 312"),
         ("name = 3", 'name = 3 must be one line of text in quotes, as in name = "mine"'),
         ("source = 3", 'source = 3 must be one line of text in quotes, as in source = "mine"'),
-        ('source = "a\\nb"', "source = 'a\\nb' must be one line of text in quotes"),
+        ('source = "a\\nb"', 'source = "a\\nb" must be one line of text in quotes'),
+        ("gpus_per_node = true", "gpus_per_node = true must be a whole number"),
+        ('memory_gb = "80"', 'memory_gb = "80" must be a number'),
+        ("memory_gb = [true, 1979-05-27]", "memory_gb = [true, 1979-05-27] must be a number"),
+        ("on_cpu = 'yes'", 'on_cpu = "yes" must be true or false'),
+        ("[memory_gb]\nbytes = 'x'", 'memory_gb = {bytes = "x"} must be a number'),
         (
             "[peak_tflops]\nbf17 = 3",
             "peak_tflops.bf17 is not a format: use fp32, tf32, bf16 or fp16 (did you mean bf16?)",
