@@ -20,7 +20,6 @@ Exit status: 0 done, 1 the losses of two frameworks differ or megacore failed, 2
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -30,21 +29,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.comparison.command_line import MEASURED, parser  # noqa: E402
+from benchmarks.comparison.fit import misfits  # noqa: E402
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
 from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
 from benchmarks.comparison.job import (  # noqa: E402
-    KINDS,
-    PEERS,
     PRODUCTS_FLOPS,
     Job,
     Layout,
@@ -57,12 +55,11 @@ from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
 from benchmarks.comparison.picture import picture  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
 from benchmarks.comparison.stages import cut  # noqa: E402
-from megacore.commands.tool import ToolParser  # noqa: E402
-from megacore.errors import EXIT_REFUSED  # noqa: E402
+from megacore.config.cli import refusal  # noqa: E402
+from megacore.errors import EXIT_REFUSED, ConfigError  # noqa: E402
 from megacore.plan.canvas import save  # noqa: E402
 
 PRODUCTS = "products"
-MEASURED = ROOT / "docs" / "reports" / "measured.md"
 # Ways whose largest model is sought, and its sizes: few tokens and a wide model, so that state outweighs activations.
 LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
 LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)
@@ -71,13 +68,17 @@ _LONG_START = 20.0  # seconds, of a framework's ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    command_line = parser(__doc__)
+    try:
+        arguments = command_line.parse_args(argv)
+    except ConfigError as error:
+        command_line.exit(EXIT_REFUSED, refusal(command_line.prog, error.problems) + "\n")
     pythons, missing = interpreters(arguments.peers)
     results = Results(
         date=f"{datetime.now(UTC):%Y-%m-%d}",
         machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, gloo",
         versions={"torch": version("torch").split("+")[0], **_versions(pythons)},
-        sizes=Sizes(**{name.name: getattr(arguments, name.name) for name in dataclasses.fields(Sizes)}),
+        sizes=arguments.sizes,
         missing=missing,
     )
     for kind in arguments.modes:
@@ -101,49 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row.implementation}, {row.layout}: losses differ by {difference:.1e} from megacore's", file=sys.stderr)
     failed = [what for what in results.missing if what.startswith("megacore")]
     return 1 if apart or failed or not results.rows else 0
-
-
-class _Parser(ToolParser):
-    def error(self, message: str) -> NoReturn:
-        """Refuse the command line in one line."""
-        self.exit(EXIT_REFUSED, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--ranks", type=_positive, default=2, metavar="N", help="most ranks. Default: 2; combinations take 4")
-    add("--peers", type=_names(PEERS), default=list(PEERS), help=f"from {','.join(PEERS)}. Default: all")
-    add("--modes", type=_names(tuple(KINDS)), default=list(KINDS), help=f"from {','.join(KINDS)}. Default: all")
-    add("--rounds", type=_positive, default=6, metavar="N", help="rounds of each framework. Default: 6")
-    add("--steps", type=_positive, default=2, metavar="N", help="steps of a round. Default: 2")
-    add("--patience", type=_positive, default=300, metavar="S",
-        help="seconds that a framework has to start, and for each turn; else it is left out. Default: 300")  # fmt: skip
-    add("--memory-limit-mib", type=int, default=1024, metavar="N",
-        help="memory per rank of the largest model; 0: do not seek it. Default: 1024")  # fmt: skip
-    add("--output", type=Path, default=ROOT / "output" / "compare", metavar="DIR", help="Default: output/compare")
-    add("--measured", action="store_true", help=f"write the section of {MEASURED.relative_to(ROOT)} as well")
-    for field in dataclasses.fields(Sizes):
-        add(f"--{field.name}", type=_positive, default=field.default, metavar="N", help=f"Default: {field.default}")
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number from 1")
-    return int(text)
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A type of argparse: names separated by commas."""
-
-    def names(text: str) -> list[str]:
-        given = [name for name in text.split(",") if name]
-        if unknown := [name for name in given if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not known; use {', '.join(known)}")
-        return given
-
-    return names
 
 
 def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
@@ -208,7 +166,8 @@ class Comparison:
         self._say(f"{layout.kind} on {layout.ranks} ranks")
         begin = time.monotonic()
         try:
-            self._require_divisible(layout)
+            if unfit := misfits(self.results.sizes, [layout]):
+                raise ValueError(next(iter(unfit.values())))
             stages = cut(self.results.sizes, layout)
         except ValueError as error:
             self.results.missing[f"{layout.kind} on {layout.ranks} ranks"] = str(error).splitlines()[0]
@@ -244,11 +203,6 @@ class Comparison:
                 )
             self._say(f"  measured in {time.monotonic() - begin:.0f} s")
 
-    def _require_divisible(self, layout: Layout) -> None:
-        pieces, batch = layout.dp * layout.microbatches, self.results.sizes.batch
-        if batch % pieces:
-            raise ValueError(f"--batch {batch} must be a multiple of {pieces}: replicas x microbatches")
-
     def _turns(self, sides: dict[str, Side], layout: Layout, *, rounds: int, steps: int) -> dict[str, list[Turn]]:
         """Pairs of turns: one step after the change, and the timed ones. Every other round is in reverse order, so that
         no side always follows the same one. A side that fails takes part no more."""
@@ -271,6 +225,11 @@ class Comparison:
         """
         self.results.largest_sizes = LARGEST_SIZES
         for layout in layouts(kinds, ranks):
+            if unfit := misfits(dataclasses.replace(LARGEST_SIZES, layers=layout.pp), [layout]):
+                self.results.missing[f"largest model, {layout.kind} on {layout.ranks} ranks"] = (
+                    "its size is fixed, and " + next(iter(unfit.values())).split(":")[0]
+                )
+                continue
             for name, python in self._pythons.items():
                 if name == PRODUCTS or f"{name}, {layout.kind} on {layout.ranks} ranks" in self.results.missing:
                     continue

@@ -6,32 +6,48 @@
 Every rank is a process that runs pretrain_gpt.py, from its flags to its exit. The processes are forked from a server
 that has torch and megacore loaded (tests/distributed.py), so that they share that memory. What a launch costs a rank is
 measured inside (rank_costs.py): CPU seconds do not depend on how many other ranks wait for the same cores, as seconds
-on the clock do. Flags that are not listed here go to pretrain_gpt.py. The exit status is 1 where a loss differs.
+on the clock do. Flags that are not listed here go to pretrain_gpt.py. What it would refuse of any layout is refused
+before a rank starts. The exit status is 1 where a loss differs, 2 after a refusal.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config.messages import counted
+from megacore.checkpoint.check import check_load, settings_to_continue
+from megacore.commands.plan_parser import PlanParser, take_misspelled
+from megacore.commands.tool import positive, run_tool
+from megacore.config import Config
+from megacore.config.cli import parse_config
+from megacore.config.flags import read_flags
+from megacore.config.messages import counted, one_of
+from megacore.convert.start import check_init_from_hf, shape_from_hf
+from megacore.data.gpt.build import check_inputs, vocabulary_size
+from megacore.errors import ConfigError
+from megacore.pipeline.schedule_file import check_schedule
 
 if TYPE_CHECKING:
     from benchmarks.rank_costs import RankCosts
 
 TOLERANCE = 1e-5  # relative, of a loss
+MOST_RANKS = 4096  # of a job: processes of one machine, of 37 MB each
+ONE = (1, 1, 1)
+Degrees = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +65,7 @@ class Job:
     seconds: float
 
 
-def run_job(degrees: tuple[int, int, int], flags: Sequence[str], *, timeout: float) -> Job:
+def run_job(degrees: Degrees, flags: Sequence[str], *, timeout: float) -> Job:
     """Run pretrain_gpt.py on tp x pp x dp ranks.
 
     Args:
@@ -61,9 +77,8 @@ def run_job(degrees: tuple[int, int, int], flags: Sequence[str], *, timeout: flo
     from benchmarks.rank_costs import train
     from tests.distributed import run_distributed
 
-    tp, pp, dp = map(str, degrees)
     with tempfile.TemporaryDirectory(prefix="many-ranks-") as directory:
-        argv = ["--tp", tp, "--pp", pp, "--dp", dp, *flags, "--output-dir", directory]
+        argv = _command(degrees, flags, directory)
         start = time.perf_counter()
         ranks = run_distributed(train, math.prod(degrees), argv, timeout=timeout, init=False)
         seconds = time.perf_counter() - start
@@ -72,7 +87,13 @@ def run_job(degrees: tuple[int, int, int], flags: Sequence[str], *, timeout: flo
     return Job(ranks=ranks, losses=losses, seconds=seconds)
 
 
-def tiny_model(layouts: Sequence[tuple[int, int, int]], options: Namespace) -> list[str]:
+def _command(degrees: Degrees, flags: Sequence[str], directory: str) -> list[str]:
+    """The words for pretrain_gpt.py."""
+    tp, pp, dp = map(str, degrees)
+    return ["--tp", tp, "--pp", pp, "--dp", dp, *flags, "--output-dir", directory]
+
+
+def tiny_model(layouts: Sequence[Degrees], options: Namespace) -> list[str]:
     """Flags of a GPT with a block or more for every stage, and of batches for every replica."""
     tp, pp, dp = (math.lcm(*degrees) for degrees in zip(*layouts, strict=True))
     heads = max(tp, 4)
@@ -88,14 +109,17 @@ def tiny_model(layouts: Sequence[tuple[int, int, int]], options: Namespace) -> l
         "log-interval": 1,
         "eval-interval": 0,
         "lr": 0.01,
+        "hidden-dropout": 0,  # masks depend on tp
+        "attention-dropout": 0,
     }
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    words += ["--hidden-dropout", "0", "--attention-dropout", "0"]  # masks depend on tp
+    given = read_flags(options.flags).values
+    kept = {name: value for name, value in sizes.items() if name.replace("-", "_") not in given}
+    words = [word for name, value in kept.items() for word in (f"--{name}", str(value))]
     # Every rank would count the memory that it shares with the others as its own.
     return ["--mock-data", "--device", "cpu", *words, "--no-memory-check", *options.flags]
 
 
-def rows(degrees: tuple[int, int, int], job: Job, worst: float) -> dict[str, str]:
+def rows(degrees: Degrees, job: Job, worst: float) -> dict[str, str]:
     """The columns of a job's row in the table."""
     ranks, count = job.ranks, len(job.ranks)
 
@@ -127,23 +151,84 @@ def parse(argv: Sequence[str]) -> Namespace:
     return _parser().parse_args(argv)
 
 
-class _Parser(ToolParser):
-    """Leaves the flags that it does not know to pretrain_gpt.py."""
+class _Parser(PlanParser):
+    """Leaves the flags that it does not know to pretrain_gpt.py, and refuses all that is wrong together."""
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
-        options, options.flags = self.parse_known_args(argv, namespace)
+        """As argparse has it, with `layouts` and `flags`.
+
+        Raises:
+            ConfigError: all problems, those that pretrain_gpt.py would find in any layout among them.
+        """
+        options = super().parse_args(argv, namespace)
+        take_misspelled(options, self.names(), Config)
+        problems: list[str] = options.problems
         counts = {name: len(getattr(options, name)) for name in ("tp", "pp", "dp")}
         if not min(counts.values()) == max(counts.values()) > 0:
             given = ", ".join(f"--{name} {counted(count, 'time')}" for name, count in counts.items())
-            self.error(f"every layout needs --tp, --pp and --dp, and given are {given}: give each once per layout")
-        options.layouts = list(zip(options.tp, options.pp, options.dp, strict=True))
+            problems.append(f"every layout needs --tp, --pp and --dp, and given are {given}: give each once per layout")
+        for name in ("steps", "microbatches"):
+            if getattr(options, name) is None:  # which is a problem by now
+                setattr(options, name, self.get_default(name))
+        columns = ([value for (value,) in getattr(options, name)] for name in counts)
+        layouts = [degrees for degrees in zip(*columns, strict=False) if None not in degrees]
+        problems += [_too_many(degrees) for degrees in layouts if math.prod(degrees) > MOST_RANKS]
+        options.layouts = [degrees for degrees in layouts if math.prod(degrees) <= MOST_RANKS]
+        flags = tiny_model(options.layouts or [ONE], options)
+        of_layouts = [problem for degrees in options.layouts for problem in _refused(degrees, flags)]
+        where = " (in one process, with which layouts are compared)" if options.layouts else ""
+        of_one = [problem + where for problem in _refused(ONE, flags) if problem not in of_layouts]
+        problems += [*of_layouts, *of_one]
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
         return options
 
 
-def _parser() -> ToolParser:
+def _too_many(degrees: Degrees) -> str:
+    """Why a layout has too many ranks, and how far one of its degrees, or all, may go."""
+    ranks, names = math.prod(degrees), ("tp", "pp", "dp")
+    most = {name: MOST_RANKS * degree // ranks for name, degree in zip(names, degrees, strict=True)}
+    ways = [f"--{name} {value}" + (" or less" if value > 1 else "") for name, value in most.items() if value]
+    product = " x ".join(f"--{name} {degree}" for name, degree in zip(names, degrees, strict=True))
+    way_out = f"use {one_of(ways)}" if ways else f"choose degrees whose product is {MOST_RANKS:,} or less"
+    return (
+        f"{product} = {ranks:,} ranks, each a process of this machine, which must be at most {MOST_RANKS:,}: {way_out}"
+    )
+
+
+def _refused(degrees: Degrees, flags: Sequence[str]) -> list[str]:
+    """What pretrain_gpt.py would refuse of a layout."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):  # notes too, which the ranks give
+            parse_config(
+                _command(degrees, flags, tempfile.gettempdir()),
+                prog="pretrain_gpt.py",
+                description="",
+                kind=Config,
+                shape=shape_from_hf,
+                continued=settings_to_continue,
+                vocabulary=vocabulary_size,
+                checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
+                planned=True,
+                world_size=math.prod(degrees),
+            )
+    except SystemExit as stop:
+        if not stop.code:  # after --version
+            raise
+        found = re.findall(r"^  - (.*(?:\n    .*)*)", said.getvalue(), re.MULTILINE)
+        return [problem.replace("\n    ", "\n") for problem in found]
+    return []
+
+
+def _parser() -> PlanParser:
     parser = _Parser(prog="many_ranks.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.set_defaults(entry=None)  # which a plan has
+    parser.elsewhere["--output-dir"] = "has no effect, as every job writes into a temporary directory: leave it out"
     for name in ("tp", "pp", "dp"):
-        parser.add_argument(f"--{name}", type=positive, action="append", default=[], help="once for each layout")
+        # With nargs, so that another value is no contradiction.
+        add = parser.add_argument
+        add(f"--{name}", type=positive, nargs=1, action="append", default=[], help="once for each layout")
     parser.add_argument("--steps", type=positive, default=3)
     parser.add_argument("--microbatches", type=positive, default=2, help="of each replica and step")
     parser.add_argument("--timeout", type=_seconds, default=900.0, help="seconds for a job, on a quiet machine")
@@ -171,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
 def _differences(options: Namespace) -> Iterator[float]:
     """Of the losses of each layout from those of one process, relative; prints the table."""
     flags = tiny_model(options.layouts, options)
-    expected = run_job((1, 1, 1), flags, timeout=options.timeout).losses
+    expected = run_job(ONE, flags, timeout=options.timeout).losses
     for number, degrees in enumerate(options.layouts):
         job = run_job(degrees, flags, timeout=options.timeout)
         worst = max(abs(a - b) / abs(b) for a, b in zip(job.losses, expected, strict=True))

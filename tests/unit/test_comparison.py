@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import many_ranks
 from benchmarks.compare import Comparison, main, next_layers
+from benchmarks.comparison.command_line import parser
+from benchmarks.comparison.fit import misfits
 from benchmarks.comparison.inputs import write_inputs
 from benchmarks.comparison.job import KINDS, ONE, Job, Layout, Sizes, layouts, rank_counts
 from benchmarks.comparison.launcher import SideFailed, Turn, remove_stale_locks
@@ -162,21 +165,107 @@ def test_the_picture_has_a_bar_for_every_figure(results: Results) -> None:
 
 @pytest.mark.parametrize("flags", ["--peers jax", "--modes dp,xyz", "--ranks 0"])
 def test_wrong_flags_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flags.split()[0] in refused(flags, capsys)
+
+
+def refused(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What compare.py says when it refuses flags."""
     with pytest.raises(SystemExit) as stop:
         main(flags.split())
     assert stop.value.code == 2
-    assert flags.split()[0] in capsys.readouterr().err
+    return capsys.readouterr().err
+
+
+def test_all_that_is_wrong_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused("--ranks 0 --peers torch,deepspeedd --modes foo,dp --output /proc/x --bogus --rank 2 x", capsys)
+    for problem in (
+        "--ranks 0 must be a whole number from 1",
+        "--peers deepspeedd is not known: did you mean deepspeed?",
+        "--modes foo is not known: use dp, ",
+        "--output /proc/x cannot be written: /proc takes no new files",
+        "--bogus is not a flag",
+        "--rank is not a flag: did you mean --ranks?",
+    ):
+        assert problem in said
+    assert "6 problems" in said
+
+
+def test_an_output_that_is_no_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert "is not a directory" in refused(f"--output {tmp_path / 'file'}", capsys)
+    assert "Not a directory" in refused(f"--output {tmp_path / 'file' / 'x'}", capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--ranks 3 --modes tp --heads 4 --hidden 64 --layers 2", ["use --heads 6 with --hidden 60 or 66"]),
+        (
+            "--hidden 7 --heads 3 --batch 3",
+            [
+                "use --heads 2 with --hidden 6 or 8\n",
+                "use --hidden 6 or 8 with --heads 2\n",
+                "--batch 3 must be a multiple of 4 ",
+            ],
+        ),
+        ("--ranks 4 --modes pp-interleaved", ["--layers 4 must be at least 8 ", "use --layers 8 or more"]),
+        ("--ranks 2 --modes tp-sp --seq 5", ["--seq 5 must be a multiple of 2 ", "use --seq 4 or 6"]),
+        ("--ranks 2 --modes tp --peers megatron-core --vocab 5", ["--vocab 5 must be a multiple of 2 "]),
+    ],
+)
+def test_sizes_that_a_layout_cannot_divide_are_refused_with_sizes_that_it_can(
+    flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(flags, capsys)
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_sizes_that_fit_are_cut(ranks: int) -> None:
+    """What is advised of the layers is what megacore's partition takes."""
+    for layout in layouts(list(KINDS), ranks):
+        for layers in range(1, 20):
+            is_refused = "layers" in misfits(Sizes(layers=layers), [layout])
+            if is_refused:
+                with pytest.raises(ValueError, match="stages"):
+                    cut(Sizes(layers=layers), layout)
+            else:
+                cut(Sizes(layers=layers), layout)
+
+
+def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(results: Results, tmp_path: Path) -> None:
+    assert parser().parse_args(["--ranks", "8"]).sizes == Sizes()
+    comparison = Comparison(results, {}, tmp_path, tmp_path / "log")
+    comparison.measure(KINDS["tp"](4), rounds=1, steps=1)
+    assert results.missing["tp on 4 ranks"].startswith("--heads 2 must be a multiple of 4")
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("compare.py --ranks 0", "compare.py: error: argument --ranks: 0 must be a whole number from 1"),
-        ("many_ranks.py --tp 0 --pp 1 --dp 1", "many_ranks.py: error: argument --tp: 0 must be at least 1"),
-        ("many_ranks.py --tp 2 --pp 1", "--tp 1 time, --pp 1 time, --dp 0 times: give each once per layout"),
+        ("compare.py --ranks 0", ["--ranks 0 must be a whole number from 1 to 1024"]),
+        (
+            "many_ranks.py --tp x --pp 0 --dp z --steps 0 --timeout 0",
+            ["--tp 'x' is not a", "--pp 0 must be at least 1", "--dp 'z'", "--steps 0 must", "--timeout 0 must"],
+        ),
+        ("many_ranks.py --tp 2 --pp 1", ["--tp 1 time, --pp 1 time, --dp 0 times: give each once per layout"]),
+        (
+            "many_ranks.py --tp 64 --pp 64 --dp 64 --bogus 4 --step 2",
+            ["= 262,144 ranks, ", "4,096: use --tp 1, --pp 1 or --dp 1", "--bogus is not", "did you mean --steps?"],
+        ),
+        (
+            "many_ranks.py --tp 3 --pp 2 --dp 1 --zero-stage 9 --output-dir x",
+            [
+                "--tp 3 must divide --num-attention-heads 4: use 1, 2 or 4",
+                "use 3 or less",
+                "--output-dir has no effect",
+            ],
+        ),
     ],
 )
-def test_a_wrong_flag_is_refused_in_a_line_before_torch_is_loaded(command: str, said: str) -> None:
+def test_wrong_flags_are_refused_together_before_torch_is_loaded(command: str, said: list[str]) -> None:
     name, *flags = command.split()
     code = (
         "import runpy, sys\n"
@@ -187,4 +276,13 @@ def test_a_wrong_flag_is_refused_in_a_line_before_torch_is_loaded(command: str, 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == "False\n"
-    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in said)
+    assert "Traceback" not in done.stderr and done.stderr.count("megacore: refused") == 1
+
+
+def test_the_sizes_of_a_tiny_model_can_be_chosen() -> None:
+    degrees = ["--tp", "2", "--pp", "1", "--dp", "1", "--tp", "1", "--pp", "2", "--dp", "2"]
+    options = many_ranks.parse([*degrees, "--steps", "2", "--num-attention-heads", "8"])
+    assert options.layouts == [(2, 1, 1), (1, 2, 2)]
+    flags = many_ranks.tiny_model(options.layouts, options)
+    assert flags.count("--num-attention-heads") == 1 and flags[-2:] == ["--num-attention-heads", "8"]
