@@ -329,3 +329,16 @@ def test_a_search_has_layouts_for_fewer_samples_than_ranks(capsys: pytest.Captur
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 2 --cluster a100-40g --world-size 8 --search"
     found = planned(capsys, f"{flags} --max-pp 1 --max-micro-batch-size 1")
     assert {row["layout"]["dp"] for row in found["layouts"]} == {2}
+
+
+def test_the_flags_of_a_row_name_how_many_blocks_are_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset llama-3-8b --cluster h100 --world-size 16 --global-batch-size 64"
+    given = "--recompute full --recompute-num-layers 8"
+    best = planned(capsys, f"{flags} {given} --search --tp 2 --micro-batch-size 1")["layouts"][0]
+    assert best["flags"].endswith(given)
+    plan = planned(capsys, f"{flags} {best['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
+    assert plan["flags"] == best["flags"] and plan["layout"] == best["layout"]
+    assert plan["layout"]["recompute_num_layers"] == 8
+    assert main([*flags.split(), *best["flags"].split()]) == 0
+    assert "recompute full (first 8 blocks of each stage)" in capsys.readouterr().out
