@@ -23,10 +23,11 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag_and_value
-from megacore.config.flags import read_flags, without_fields
+from megacore.config.flags import Given, read_flags, without_fields
 from megacore.config.help import DRY_RUN_FLAGS
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
+from megacore.config.toml import read_toml
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
@@ -64,11 +65,12 @@ _SEARCHED = (
 )  # fmt: skip
 # Of these, what the degrees of the layout that is searched from may not allow; and what is for one layout only.
 _OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
-# A search for a batch of a given size need not have a sample for each rank; without one the batch has a sample for
-# each. One with a given --dp chooses the other degrees.
+# Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
+# degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
 _OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+_SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size", "deepspeed_config"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
 
@@ -278,10 +280,13 @@ def _read(args: argparse.Namespace) -> _Request:
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
     problems += _wrong_device(args, given, cluster)
+    args.usual_batch = _usual_batch(args, reading, kind)
+    args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
     problems += [*_wrong_limits(args, cluster), *_wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
+    is_smaller = args.search and given.keys() & _BATCH_OR_REPLICAS
     config = parse_config(
         _with_defaults(args, given, kind, problems),
         prog=args.help_of,
@@ -295,7 +300,7 @@ def _read(args: argparse.Namespace) -> _Request:
             lambda resolved: _require_possible_limits(resolved, cluster, args),
         ],
         planned=True,
-        world_size=None if args.search and given.keys() & _BATCH_OR_REPLICAS else args.world_size,
+        world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
     )
     assert cluster is not None
@@ -412,6 +417,8 @@ def _with_defaults(
     where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
     from may not."""
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
+    if args.usual_batch is not None:
+        flags += ["--global-batch-size", str(args.usual_batch)]
     if "config" in given:
         return flags
     flags = [*flags, *_usual_flags(args, given)]
@@ -424,6 +431,18 @@ def _with_defaults(
         problems.append("the model needs a vocabulary: use --preset NAME, --vocab-size N or --tokenizer PATH")
         defaults += ["--vocab-size", "50257"]  # the run is refused; what else is wrong with it is still to be found
     return [*flags, *defaults]
+
+
+def _usual_batch(args: argparse.Namespace, reading: Given, kind: type[Config]) -> int | None:
+    """The batch of a search where nothing gives one: a microbatch for each rank, whatever the degrees are. None: the
+    batch is given, or follows from settings of another trainer or from a ramp."""
+    given, foreign = reading.values, {name for setting in reading.foreign for name in setting.fields}
+    file = Given() if given.get("config") is None else read_toml(given["config"], kind)
+    decided = {*given, *file.values, *reading.unread, *file.unread, *foreign}
+    if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or "micro_batch_size" in foreign:
+        return None
+    micro = {**file.values, **given}.get("micro_batch_size", 1)
+    return int(args.world_size * max(micro, 1))
 
 
 def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
@@ -460,7 +479,7 @@ def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
 
 def _search(args: argparse.Namespace, request: _Request) -> None:
     constraints = _constraints(args)
-    found = search(request.config, request.cluster, constraints)
+    found = search(request.config, request.cluster, constraints, names_batch=args.names_batch)
     _require_found(found, request, constraints)
     if args.json:
         print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))

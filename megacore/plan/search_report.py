@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from megacore.config.fields import flag_and_value
+from megacore.config.messages import counted
 from megacore.plan.memory import GIB
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_json, run_json, training_json
 from megacore.plan.planner import Figure, Origin
 from megacore.plan.search import Found, Layout
+from megacore.plan.state import whole_parameters
 
 
 def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
@@ -22,6 +25,8 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
         f"(searched in {found.wall_seconds:.1f} s{left_out})",
+        "",
+        *_run(found),
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
@@ -46,6 +51,15 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         lines.append(row)
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
+
+
+def _run(found: Found) -> Iterator[str]:
+    """What all layouts train, as the report of a plan names it."""
+    config = found.layouts[0].config
+    name = f"{config.model.preset}, " if config.model.preset else ""
+    batch, length = config.training.global_batch_size, config.data.seq_length
+    yield f"- model: {name}{whole_parameters(config, outline(config)):,} parameters (exact)"
+    yield f"- batch: {counted(batch, 'sequence')} of {counted(length, 'token')}"
 
 
 def search_json(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
