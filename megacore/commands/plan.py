@@ -220,6 +220,8 @@ def _plan(args: argparse.Namespace) -> None:
     if args.calibrate is not None:
         _calibrate(args)
         return
+    if "--calibrate" in args.misspelled:
+        raise ConfigError(args.problems)
     request = _read(args)
     request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
@@ -255,7 +257,7 @@ def _read(args: argparse.Namespace) -> _Request:
     entry = Path(args.entry).name if args.entry else None
     kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
     take_misspelled(args, args.own_flags, kind)
-    problems: list[str] = [*args.problems, *idle_flags(args.given, _NEEDS)]
+    problems: list[str] = [*args.problems, *idle_flags(args.given, _NEEDS, args.misspelled)]
     cluster = _cluster(args, problems)
     if entry not in ENTRIES:
         named = "no entry point is given" if entry is None else f"{entry} is no entry point"

@@ -400,7 +400,7 @@ def test_a_cluster_is_suggested_only_where_its_name_is_near(
     [
         ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl is missing"]),
         ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
-        ("--goodput", ["--goodput needs a value: --goodput SHARE"]),
+        ("--calibrate", ["--calibrate needs a value: --calibrate DIR"]),
         (
             "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
             ["--search: no layout of --world-size 4 fits h100"],
@@ -416,6 +416,45 @@ def test_every_refusal_is_a_list(
     assert last == "Flags and their defaults: plan.py --help"
     for line, said in zip(listed, problems, strict=True):
         assert line.startswith("  - ") and said.replace("{tmp}", str(tmp_path)) in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--cluster", ["--cluster needs a value: --cluster NAME"]),
+        (
+            "--cluster --search",
+            ["--cluster needs a value: --cluster NAME", "--search needs --world-size: the number of ranks"],
+        ),
+        (
+            "--cluster h100 --search=yes --world-size=65 --goodput=2 --tokens",
+            [
+                "--search yes: a switch takes no value: use --search",
+                "--tokens needs a value: --tokens N",
+                "--goodput 2 must be a number from 0.01 to 1",
+            ],
+        ),
+        (
+            "--cluster none.toml --json=1 --top",
+            [
+                "--json 1: a switch takes no value: use --json",
+                "--top needs a value: --top N",
+                "--cluster none.toml: there is no such file",
+            ],
+        ),
+    ],
+)
+def test_a_flag_that_cannot_be_read_hides_no_other_problem(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --tp 5 --pp 13"
+    known = ["--tp 5 must divide --num-attention-heads 12", "--tp 5 must divide --ffn-hidden-size", "--pp 13 must be at"]
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*run.split(), *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted([*known, *problems]), strict=True):
+        assert line.startswith(f"  - {said}"), line
 
 
 @pytest.mark.parametrize(
@@ -490,6 +529,8 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
         ),
         ("--dry-run --cluster nope --world-size", "--world-size needs a value: --world-size N"),
         ("--dry-run maybe --cluster nope", "--dry-run maybe is not known: use plan or full"),
+        ("--dry-run=ful --bogus 3", "--dry-run ful is not known: use plan or full (did you mean full?)"),
+        ("--dry-run ful --bogus 3", "--bogus is not a flag"),
         ("--dry-run --cluster nope --clustr x", "--clustr is not a flag: did you mean --cluster?"),
         ("--dry-run --cluster cpu --device cuda", "--device cuda: the cluster cpu computes on CPUs"),
     ],
