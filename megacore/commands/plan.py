@@ -48,6 +48,7 @@ from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
+from megacore.train.fake_settings import unfit_settings
 
 _DRY_RUN = "--dry-run"
 _T = TypeVar("_T")
@@ -143,7 +144,7 @@ def _full_parser(entry: str) -> PlanParser:
     parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
-    parser.set_defaults(software=None)
+    parser.set_defaults(software=None, is_full=True)
     return parser
 
 
@@ -204,7 +205,7 @@ def _parser(prog: str, usage: str) -> PlanParser:
         metavar="GB",
         help="--search: largest memory per device. Default: that of the cluster",
     )
-    parser.set_defaults(is_dry_run=False)
+    parser.set_defaults(is_dry_run=False, is_full=False)
     return parser
 
 
@@ -239,8 +240,6 @@ def _run_fully(args: argparse.Namespace) -> None:
     from megacore.commands.dry_run import report_ranks
 
     request = _read(args)
-    if request.config.parallel.device == "cpu" and not request.cluster.on_cpu:  # by a file: flags are refused before
-        raise ConfigError([f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu"])
     config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
     report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
 
@@ -281,7 +280,8 @@ def _read(args: argparse.Namespace) -> _Request:
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
-    problems += _wrong_device(args, given, cluster)
+    args.given_device = given.get("device")
+    problems += _wrong_device(given, cluster)
     args.usual_batch = _usual_batch(args, reading, kind)
     args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
@@ -300,6 +300,7 @@ def _read(args: argparse.Namespace) -> _Request:
             check_schedule,
             lambda resolved: _require_peak(resolved, cluster),
             lambda resolved: _require_possible_limits(resolved, cluster, args),
+            lambda resolved: _require_full_dry_run(resolved, cluster, args),
         ],
         planned=True,
         world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
@@ -307,6 +308,17 @@ def _read(args: argparse.Namespace) -> _Request:
     )
     assert cluster is not None
     return _Request(config, cluster)
+
+
+def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
+    if not args.is_full:
+        return
+    problems = list(unfit_settings(config))
+    is_named = args.given_device is not None  # by a flag, which is refused in other words
+    if config.parallel.device == "cpu" and cluster is not None and not cluster.on_cpu and not is_named:
+        problems.append(f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
@@ -394,7 +406,7 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return replace(cluster, software=software)
 
 
-def _wrong_device(args: argparse.Namespace, given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
+def _wrong_device(given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
     """That the flags of the run ask for another device than the cluster's."""
     device = given.get("device", "auto")
     if cluster is None or device == "auto" or cluster.on_cpu == (device == "cpu"):

@@ -541,3 +541,19 @@ def test_a_dry_run_refuses_flags_of_other_modes(flags: str, said: str, capsys: p
         raise SystemExit(dry_run([*run.split(), *flags.split()], "pretrain_gpt.py"))
     assert stop.value.code == 2
     assert f"  - {said}" in capsys.readouterr().err
+
+
+def test_what_a_full_dry_run_cannot_do_is_reported_with_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[parallel]\ndevice = "cpu"\n', encoding="utf-8")
+    flags = f"--mock-data --preset gpt2-small --train-iters 2 --dry-run=full --compile --config {file} --timeline x.svg"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(dry_run(flags.split(), "pretrain_gpt.py"))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert "3 problems" in text
+    assert "  - --compile: compiled code does not run on fake tensors" in text
+    assert "  - device = cpu: --dry-run=full takes the job for one of h100; add --cluster cpu" in text
+    assert "  - --timeline has no effect with --dry-run=full" in text
