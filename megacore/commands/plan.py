@@ -16,15 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megacore.commands.plan_parser import ENTRIES, PlanParser, idle_flags, named_entry, take_misspelled
+from megacore.commands.plan_parser import ENTRIES, PlanParser, dashed, idle_flags, named_entry, take_misspelled
 from megacore.commands.tool import positive, run_tool
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.fields import flag_and_value
 from megacore.config.flags import Given, read_flags, without_fields
-from megacore.config.help import DRY_RUN_FLAGS
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.config.toml import read_toml
@@ -97,7 +97,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
 
 def is_dry_run(argv: Sequence[str]) -> bool:
     """Whether `--dry-run`, in either form, is among the flags of an entry point."""
-    return any(word.split("=")[0] == _DRY_RUN for word in argv)
+    return any(word.split("=")[0] == _DRY_RUN for word in map(dashed, argv))
 
 
 def dry_run(argv: Sequence[str], entry: str) -> int:
@@ -106,7 +106,8 @@ def dry_run(argv: Sequence[str], entry: str) -> int:
     Returns:
         The exit status: 0 done, 2 refused, or a rank failed.
     """
-    if f"{_DRY_RUN}=full" in argv or any(pair == (_DRY_RUN, "full") for pair in itertools.pairwise(argv)):
+    words = [dashed(word) for word in argv]
+    if f"{_DRY_RUN}=full" in words or (_DRY_RUN, "full") in itertools.pairwise(words):
         parser = _full_parser(entry)
         action = _run_fully
         way_out = f"has no effect with {_DRY_RUN}=full, which computes no time: leave it out, or use {_DRY_RUN}"

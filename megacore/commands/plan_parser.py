@@ -137,9 +137,7 @@ class PlanParser(ToolParser):
 
     def _with_dashes(self, word: str) -> str:
         """A flag of ours that is spelled with underscores, which the trainer accepts too."""
-        name, equals, value = word.partition("=")
-        dashed = name.replace("_", "-")
-        return f"{dashed}{equals}{value}" if name.startswith("--") and dashed in self.names() else word
+        return flag if (flag := dashed(word)).partition("=")[0] in self.names() else word
 
     def _contradictions(self, words: Sequence[str]) -> Iterator[str]:
         """Flags that are given twice with different values, of which argparse takes the last."""
@@ -153,6 +151,12 @@ class PlanParser(ToolParser):
             if len(distinct := list(dict.fromkeys(texts))) > 1:
                 both = " and as ".join(f"{flag} {text}" for text in distinct)
                 yield f"{flag} is given twice, as {both}: keep one of them"
+
+
+def dashed(word: str) -> str:
+    """A flag without underscores in its name; other words as they are."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type[Config]) -> None:
