@@ -64,12 +64,14 @@ _SEARCHED = (
     *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
     "sequence_parallel", "recompute", "recompute_num_layers",
 )  # fmt: skip
-# Of these, what the degrees of the layout that is searched from may not allow; and what is for one layout only.
+# Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
+# other degrees, so that it is resolved without them.
 _OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
+# Fields that only one layout can have.
 _OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
 _SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size", "deepspeed_config"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
@@ -202,9 +204,10 @@ def _parser(prog: str, usage: str) -> PlanParser:
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add(
         "--max-memory-gb",
-        type=_price,
+        type=_gigabytes,
         metavar="GB",
-        help="--search: largest memory per device. Default: that of the cluster",
+        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's, which the ranks of a "
+        "CPU share",
     )
     parser.set_defaults(is_dry_run=False, is_full=False)
     return parser
@@ -281,6 +284,7 @@ def _read(args: argparse.Namespace) -> _Request:
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
+    args.foreign = {name for setting in reading.foreign for name in setting.fields}
     args.given_device = given.get("device")
     problems += _wrong_device(given, cluster)
     args.usual_batch = _usual_batch(args, reading, kind)
@@ -333,6 +337,7 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
         if name in given:
             yield from ParallelConfig(**{name: given[name]}).wrong_fields().values()
     schedule, virtual = given.get("schedule", AUTO_SCHEDULE), given.get("virtual_stages", 1)
+    yield from _without_effect_in_search(args, given)
     if virtual > 1 and schedule not in ("interleaved", AUTO_SCHEDULE):
         yield (
             f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
@@ -349,6 +354,45 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
         for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
             if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
                 yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
+
+
+def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Flags of a search that change nothing beside others."""
+    for name in _MOST:
+        field = name.replace("-", "_")
+        if (value := given.get(field)) is None:
+            continue
+        most, least = getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        if most is not None and value <= most:
+            yield f"--max-{name} {most} has no effect with --{name} {value}: leave one of them out"
+        if least is not None and value >= least:
+            yield f"--min-{name} {least} has no effect with --{name} {value}: leave one of them out"
+    if (only := _only_one("pp", args, given)) is not None:
+        for name in ("schedule", "pipeline_balance"):
+            if name in args.fixed:
+                flag = flag_and_value(name, given[name])
+                yield f"{flag} has no effect with {only}, which leaves no pipeline: leave one of them out"
+    if (only := _only_one("tp", args, given)) is not None and given.get("sequence_parallel"):
+        yield f"--sequence-parallel has no effect with {only}: leave one of them out"
+    schedule, most = args.fixed.get("schedule", "interleaved"), args.max_virtual_stages
+    if most is not None and "virtual_stages" not in given and schedule != "interleaved":
+        yield f"--max-virtual-stages {most} has no effect with --schedule {schedule}: leave one of them out"
+    if _lacks_recompute(args, given):
+        layers = given["recompute_num_layers"]
+        yield f"--recompute-num-layers {layers} is for --recompute full: add --recompute full, or leave it out"
+
+
+def _only_one(name: str, args: argparse.Namespace, given: Mapping[str, Any]) -> str | None:
+    """The flag that leaves a degree no value but 1."""
+    if given.get(name) == 1:
+        return f"--{name} 1"
+    return f"--max-{name} 1" if getattr(args, f"max_{name}") == 1 and name not in given else None
+
+
+def _lacks_recompute(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    """Whether --search is given a number of blocks to recompute and nothing says how."""
+    named = {*given, *args.unread, *args.foreign}
+    return args.search and "recompute_num_layers" in given and not named & {"recompute", "config", "deepspeed_config"}
 
 
 def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
@@ -432,6 +476,8 @@ def _with_defaults(
     where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
     from may not."""
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
+    if _lacks_recompute(args, given):  # which is refused; what else is wrong is still to be found
+        flags += ["--recompute", "full"]
     if args.usual_batch is not None:
         flags += ["--global-batch-size", str(args.usual_batch)]
     if "config" in given:
@@ -451,10 +497,10 @@ def _with_defaults(
 def _usual_batch(args: argparse.Namespace, reading: Given, kind: type[Config]) -> int | None:
     """The batch of a search where nothing gives one: a microbatch for each rank, whatever the degrees are. None: the
     batch is given, or follows from settings of another trainer or from a ramp."""
-    given, foreign = reading.values, {name for setting in reading.foreign for name in setting.fields}
+    given = reading.values
     file = Given() if given.get("config") is None else read_toml(given["config"], kind)
-    decided = {*given, *file.values, *reading.unread, *file.unread, *foreign}
-    if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or "micro_batch_size" in foreign:
+    decided = {*given, *file.values, *reading.unread, *file.unread, *args.foreign}
+    if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or "micro_batch_size" in args.foreign:
         return None
     micro = {**file.values, **given}.get("micro_batch_size", 1)
     return int(args.world_size * max(micro, 1))
@@ -604,6 +650,12 @@ def _price(text: str) -> float:
     return _number(text, low=0.0, high=1e6, example="2.5")
 
 
+def _gigabytes(text: str) -> float:
+    if not 0 < (value := _float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, as in 80")
+    return value
+
+
 def _share(text: str) -> float:
     return _number(text, low=0.01, high=1.0, example="0.9")
 
@@ -615,10 +667,14 @@ def _stage(text: str) -> int:
 
 
 def _number(text: str, *, low: float, high: float, example: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
+    if not low <= (value := _float(text)) <= high:
         raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
     return value
+
+
+def _float(text: str) -> float:
+    """A number; NaN where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

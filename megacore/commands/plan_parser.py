@@ -145,8 +145,10 @@ class PlanParser(ToolParser):
         for word, following in itertools.zip_longest(words, words[1:]):
             flag, equals, text = word.partition("=")
             action = self._option_string_actions.get(flag)
-            if action is not None and action.nargs is None:
-                values.setdefault(flag, []).append(text if equals else str(following))
+            if action is None or action.nargs not in (None, "?"):
+                continue
+            is_alone = action.nargs == "?" and not equals and following not in (action.choices or ())
+            values.setdefault(flag, []).append(str(action.const) if is_alone else text if equals else str(following))
         for flag, texts in values.items():
             if len(distinct := list(dict.fromkeys(texts))) > 1:
                 both = " and as ".join(f"{flag} {text}" for text in distinct)
@@ -205,7 +207,9 @@ def idle_flags(given: Collection[str], needs: Mapping[str, str], meant: Collecti
 def _place_without_value(words: Sequence[str], flag: str) -> int:
     """Where a flag ends the command line, or another flag follows it."""
     places = [place for place, word in enumerate(words) if word == flag]
-    return next((place for place in places if words[place + 1 : place + 2] == [] or words[place + 1][:1] == "-"), places[-1])
+    return next(
+        (place for place in places if words[place + 1 : place + 2] == [] or words[place + 1][:1] == "-"), places[-1]
+    )
 
 
 def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -68,7 +68,8 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",
-        f"recompute {training.recompute}" + ("" if recomputed is None else f" (first {recomputed} blocks of each stage)"),
+        f"recompute {training.recompute}"
+        + ("" if recomputed is None else f" (first {recomputed} blocks of each stage)"),
         config.precision.precision,
     ]
     yield f"# Plan: {config.model.preset or 'model'} on {parallel.ranks} x {cluster.name}"

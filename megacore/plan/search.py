@@ -158,9 +158,7 @@ def frontier_of(layouts: Iterable[Layout]) -> list[Layout]:
     return best
 
 
-def search(
-    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, names_batch: bool = False
-) -> Found:
+def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, names_batch: bool = False) -> Found:
     """All layouts of a run.
 
     Args:

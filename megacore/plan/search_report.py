@@ -45,8 +45,8 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
             f"`{layout.flags}`{mark} |"
         )
         if tokens:
-            days = tokens / rate / goodput / 86400
-            price = days * 24 * layout.config.parallel.ranks * found.cluster.price_per_hour
+            ranks = layout.config.parallel.ranks
+            days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             row += f" {days:,.2f} | {price:,.0f} |"
         lines.append(row)
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
@@ -66,7 +66,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
     """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
     config, cluster = found.layouts[0].config, found.cluster
     ranks = config.parallel.ranks
-    origin: Origin = "fitted" if cluster.source.startswith("fitted") else "assumed"
+    origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 
     def row(layout: Layout) -> dict[str, Any]:
         def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
@@ -85,8 +85,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "simulated": layout.is_simulated,
         }
         if tokens is not None:
-            days = tokens / rate / goodput / 86400
-            price = days * 24 * ranks * cluster.price_per_hour
+            days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
         return fields if layout.is_simulated else _without_ranges(fields)
 

@@ -1,5 +1,5 @@
-"""Settings that need the values of tensors, so that `--dry-run=full` refuses them. Nothing here loads torch: the command
-line is refused before that takes its seconds."""
+"""Settings that need the values of tensors, so that `--dry-run=full` refuses them. Nothing here loads torch, so that a
+refusal does not wait for it."""
 
 from __future__ import annotations
 

@@ -217,6 +217,45 @@ def test_every_contradiction_of_a_search_is_reported_at_once(capsys: pytest.Capt
     assert text.count("\n  - ") == 5
 
 
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--schedule zero-bubble --max-pp 1", ["--schedule zero-bubble has no effect with --max-pp 1"]),
+        (
+            "--schedule interleaved --pipeline-balance time --pp 1",
+            [
+                "--schedule interleaved has no effect with --pp 1, which leaves no pipeline: leave one of them out",
+                "--pipeline-balance time has no effect with --pp 1",
+            ],
+        ),
+        ("--sequence-parallel --max-tp 1", ["--sequence-parallel has no effect with --max-tp 1: leave one of them"]),
+        ("--max-virtual-stages 4 --schedule 1f1b", ["--max-virtual-stages 4 has no effect with --schedule 1f1b"]),
+        (
+            "--min-tp 2 --tp 2 --max-tp 2",
+            ["--min-tp 2 has no effect with --tp 2: leave one of them", "--max-tp 2 has no effect with --tp 2"],
+        ),
+        ("--zero-stage 1 --max-zero-stage 2", ["--max-zero-stage 2 has no effect with --zero-stage 1"]),
+        (
+            "--recompute-num-layers 13",
+            ["--recompute-num-layers 13 is for --recompute full: add", "--recompute-num-layers 13 must be at most"],
+        ),
+        ("--recompute none --recompute-num-layers 3", ["--recompute-num-layers 3 has no effect with --recompute none"]),
+        ("--max-memory-gb 0", ["--max-memory-gb 0 must be a number above 0, as in 80"]),
+        ("--max-memory-gb nan", ["--max-memory-gb nan must be a number above 0"]),
+    ],
+)
+def test_what_changes_nothing_in_a_search_is_refused(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*run.split(), *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted(problems), strict=True):
+        assert line.startswith(f"  - {said}"), line
+
+
 def test_efficiencies_are_in_order(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
@@ -448,7 +487,11 @@ def test_a_flag_that_cannot_be_read_hides_no_other_problem(
     flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = "pretrain_gpt.py --preset gpt2-small --tp 5 --pp 13"
-    known = ["--tp 5 must divide --num-attention-heads 12", "--tp 5 must divide --ffn-hidden-size", "--pp 13 must be at"]
+    known = [
+        "--tp 5 must divide --num-attention-heads 12",
+        "--tp 5 must divide --ffn-hidden-size",
+        "--pp 13 must be at",
+    ]
     with pytest.raises(SystemExit) as stop:
         raise SystemExit(main([*run.split(), *flags.split()]))
     assert stop.value.code == 2
@@ -529,6 +572,10 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
         ),
         ("--dry-run --cluster nope --world-size", "--world-size needs a value: --world-size N"),
         ("--dry-run maybe --cluster nope", "--dry-run maybe is not known: use plan or full"),
+        (
+            "--dry-run=full --dry-run --cluster nope",
+            "--dry-run is given twice, as --dry-run full and as --dry-run plan",
+        ),
         ("--dry-run=ful --bogus 3", "--dry-run ful is not known: use plan or full (did you mean full?)"),
         ("--dry-run ful --bogus 3", "--bogus is not a flag"),
         ("--dry-run --cluster nope --clustr x", "--clustr is not a flag: did you mean --cluster?"),
