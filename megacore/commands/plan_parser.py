@@ -94,16 +94,16 @@ class PlanParser(ToolParser):
         if why == "expected one argument":
             said = f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
             return _Refused(flag, said, _place_without_value(words, flag), 1)
-        if value := re.fullmatch(r"ignored explicit argument '(.*)'", why, re.DOTALL):
-            said = f"{flag} {value[1]}: a switch takes no value: use {flag}"
-            return _Refused(flag, said, words.index(f"{flag}={value[1]}"), 1, (flag,))
-        if (value := re.match(r"invalid choice: '(.*?)' ", why, re.DOTALL)) and action.choices is not None:
+        joined = {place: word.partition("=")[2] for place, word in enumerate(words) if word.startswith(f"{flag}=")}
+        if why.startswith("ignored explicit argument"):
+            place, value = next(iter(joined.items()))
+            return _Refused(flag, f"{flag} {value}: a switch takes no value: use {flag}", place, 1, (flag,))
+        if why.startswith("invalid choice") and action.choices is not None:
             choices = list(action.choices)
-            said = f"{flag} {value[1]} is not known: use {one_of(choices)}{did_you_mean(value[1], choices)}"
-            if (joined := f"{flag}={value[1]}") in words:
-                return _Refused(flag, said, words.index(joined), 1)
-            pairs = list(itertools.pairwise(words))
-            return _Refused(flag, said, pairs.index((flag, value[1])), 2)
+            apart = {place: value for place, (word, value) in enumerate(itertools.pairwise(words)) if word == flag}
+            place, value = next(one for one in [*joined.items(), *apart.items()] if one[1] not in choices)
+            said = f"{flag} {value} is not known: use {one_of(choices)}{did_you_mean(value, choices)}"
+            return _Refused(flag, said, place, 1 if place in joined else 2)
         raise ConfigError([f"{flag}: {why}"])
 
     def names(self) -> frozenset[str]:

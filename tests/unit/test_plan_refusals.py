@@ -474,9 +474,9 @@ def test_every_refusal_is_a_list(
             ],
         ),
         (
-            "--cluster none.toml --json=1 --top",
+            "--cluster none.toml --json='1' --top",
             [
-                "--json 1: a switch takes no value: use --json",
+                "--json '1': a switch takes no value: use --json",
                 "--top needs a value: --top N",
                 "--cluster none.toml: there is no such file",
             ],
@@ -577,6 +577,7 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "--dry-run is given twice, as --dry-run full and as --dry-run plan",
         ),
         ("--dry-run=ful --bogus 3", "--dry-run ful is not known: use plan or full (did you mean full?)"),
+        ("--dry-run 'ful' --bogus 3", "--dry-run 'ful' is not known: use plan or full (did you mean full?)"),
         ("--dry-run ful --bogus 3", "--bogus is not a flag"),
         ("--dry-run --cluster nope --clustr x", "--clustr is not a flag: did you mean --cluster?"),
         ("--dry-run --cluster cpu --device cuda", "--device cuda: the cluster cpu computes on CPUs"),
