@@ -16,17 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megacore.commands.plan_parser import ENTRIES, PlanParser, idle_flags, named_entry, take_misspelled
+from megacore.commands.plan_parser import ENTRIES, PlanParser, dashed, idle_flags, named_entry, take_misspelled
 from megacore.commands.tool import positive, run_tool
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.fields import flag_and_value
-from megacore.config.flags import read_flags, without_fields
-from megacore.config.help import DRY_RUN_FLAGS
+from megacore.config.flags import Given, read_flags, without_fields
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
+from megacore.config.toml import read_toml
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
@@ -47,6 +48,7 @@ from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
+from megacore.train.fake_settings import unfit_settings
 
 _DRY_RUN = "--dry-run"
 _T = TypeVar("_T")
@@ -62,13 +64,16 @@ _SEARCHED = (
     *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
     "sequence_parallel", "recompute", "recompute_num_layers",
 )  # fmt: skip
-# Of these, what the degrees of the layout that is searched from may not allow; and what is for one layout only.
+# Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
+# other degrees, so that it is resolved without them.
 _OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
-# A search for a batch of a given size need not have a sample for each rank; without one the batch has a sample for
-# each. One with a given --dp chooses the other degrees.
+# Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
+# degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
+# Fields that only one layout can have.
 _OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+_SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size", "deepspeed_config"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
 
@@ -94,7 +99,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
 
 def is_dry_run(argv: Sequence[str]) -> bool:
     """Whether `--dry-run`, in either form, is among the flags of an entry point."""
-    return any(word.split("=")[0] == _DRY_RUN for word in argv)
+    return any(word.split("=")[0] == _DRY_RUN for word in map(dashed, argv))
 
 
 def dry_run(argv: Sequence[str], entry: str) -> int:
@@ -103,7 +108,8 @@ def dry_run(argv: Sequence[str], entry: str) -> int:
     Returns:
         The exit status: 0 done, 2 refused, or a rank failed.
     """
-    if f"{_DRY_RUN}=full" in argv or any(pair == (_DRY_RUN, "full") for pair in itertools.pairwise(argv)):
+    words = [dashed(word) for word in argv]
+    if f"{_DRY_RUN}=full" in words or (_DRY_RUN, "full") in itertools.pairwise(words):
         parser = _full_parser(entry)
         action = _run_fully
         way_out = f"has no effect with {_DRY_RUN}=full, which computes no time: leave it out, or use {_DRY_RUN}"
@@ -141,7 +147,7 @@ def _full_parser(entry: str) -> PlanParser:
     parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
-    parser.set_defaults(software=None)
+    parser.set_defaults(software=None, is_full=True)
     return parser
 
 
@@ -198,11 +204,12 @@ def _parser(prog: str, usage: str) -> PlanParser:
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add(
         "--max-memory-gb",
-        type=_price,
+        type=_gigabytes,
         metavar="GB",
-        help="--search: largest memory per device. Default: that of the cluster",
+        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's, which the ranks of a "
+        "CPU share",
     )
-    parser.set_defaults(is_dry_run=False)
+    parser.set_defaults(is_dry_run=False, is_full=False)
     return parser
 
 
@@ -218,6 +225,8 @@ def _plan(args: argparse.Namespace) -> None:
     if args.calibrate is not None:
         _calibrate(args)
         return
+    if "--calibrate" in args.misspelled:
+        raise ConfigError(args.problems)
     request = _read(args)
     request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
@@ -235,8 +244,6 @@ def _run_fully(args: argparse.Namespace) -> None:
     from megacore.commands.dry_run import report_ranks
 
     request = _read(args)
-    if request.config.parallel.device == "cpu" and not request.cluster.on_cpu:  # by a file: flags are refused before
-        raise ConfigError([f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu"])
     config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
     report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
 
@@ -253,7 +260,7 @@ def _read(args: argparse.Namespace) -> _Request:
     entry = Path(args.entry).name if args.entry else None
     kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
     take_misspelled(args, args.own_flags, kind)
-    problems: list[str] = [*args.problems, *idle_flags(args.given, _NEEDS)]
+    problems: list[str] = [*args.problems, *idle_flags(args.given, _NEEDS, args.misspelled)]
     cluster = _cluster(args, problems)
     if entry not in ENTRIES:
         named = "no entry point is given" if entry is None else f"{entry} is no entry point"
@@ -277,11 +284,16 @@ def _read(args: argparse.Namespace) -> _Request:
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
-    problems += _wrong_device(args, given, cluster)
+    args.foreign = {name for setting in reading.foreign for name in setting.fields}
+    args.given_device = given.get("device")
+    problems += _wrong_device(given, cluster)
+    args.usual_batch = _usual_batch(args, reading, kind)
+    args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
     problems += [*_wrong_limits(args, cluster), *_wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
+    is_smaller = args.search and given.keys() & _BATCH_OR_REPLICAS
     config = parse_config(
         _with_defaults(args, given, kind, problems),
         prog=args.help_of,
@@ -293,13 +305,25 @@ def _read(args: argparse.Namespace) -> _Request:
             check_schedule,
             lambda resolved: _require_peak(resolved, cluster),
             lambda resolved: _require_possible_limits(resolved, cluster, args),
+            lambda resolved: _require_full_dry_run(resolved, cluster, args),
         ],
         planned=True,
-        world_size=None if args.search and given.keys() & _BATCH_OR_REPLICAS else args.world_size,
+        world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
     )
     assert cluster is not None
     return _Request(config, cluster)
+
+
+def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
+    if not args.is_full:
+        return
+    problems = list(unfit_settings(config))
+    is_named = args.given_device is not None  # by a flag, which is refused in other words
+    if config.parallel.device == "cpu" and cluster is not None and not cluster.on_cpu and not is_named:
+        problems.append(f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
@@ -313,6 +337,7 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
         if name in given:
             yield from ParallelConfig(**{name: given[name]}).wrong_fields().values()
     schedule, virtual = given.get("schedule", AUTO_SCHEDULE), given.get("virtual_stages", 1)
+    yield from _without_effect_in_search(args, given)
     if virtual > 1 and schedule not in ("interleaved", AUTO_SCHEDULE):
         yield (
             f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
@@ -329,6 +354,45 @@ def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator
         for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
             if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
                 yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
+
+
+def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Flags of a search that change nothing beside others."""
+    for name in _MOST:
+        field = name.replace("-", "_")
+        if (value := given.get(field)) is None:
+            continue
+        most, least = getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        if most is not None and value <= most:
+            yield f"--max-{name} {most} has no effect with --{name} {value}: leave one of them out"
+        if least is not None and value >= least:
+            yield f"--min-{name} {least} has no effect with --{name} {value}: leave one of them out"
+    if (only := _only_one("pp", args, given)) is not None:
+        for name in ("schedule", "pipeline_balance"):
+            if name in args.fixed:
+                flag = flag_and_value(name, given[name])
+                yield f"{flag} has no effect with {only}, which leaves no pipeline: leave one of them out"
+    if (only := _only_one("tp", args, given)) is not None and given.get("sequence_parallel"):
+        yield f"--sequence-parallel has no effect with {only}: leave one of them out"
+    schedule, most = args.fixed.get("schedule", "interleaved"), args.max_virtual_stages
+    if most is not None and "virtual_stages" not in given and schedule != "interleaved":
+        yield f"--max-virtual-stages {most} has no effect with --schedule {schedule}: leave one of them out"
+    if _lacks_recompute(args, given):
+        layers = given["recompute_num_layers"]
+        yield f"--recompute-num-layers {layers} is for --recompute full: add --recompute full, or leave it out"
+
+
+def _only_one(name: str, args: argparse.Namespace, given: Mapping[str, Any]) -> str | None:
+    """The flag that leaves a degree no value but 1."""
+    if given.get(name) == 1:
+        return f"--{name} 1"
+    return f"--max-{name} 1" if getattr(args, f"max_{name}") == 1 and name not in given else None
+
+
+def _lacks_recompute(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    """Whether --search is given a number of blocks to recompute and nothing says how."""
+    named = {*given, *args.unread, *args.foreign}
+    return args.search and "recompute_num_layers" in given and not named & {"recompute", "config", "deepspeed_config"}
 
 
 def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
@@ -387,7 +451,7 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return replace(cluster, software=software)
 
 
-def _wrong_device(args: argparse.Namespace, given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
+def _wrong_device(given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
     """That the flags of the run ask for another device than the cluster's."""
     device = given.get("device", "auto")
     if cluster is None or device == "auto" or cluster.on_cpu == (device == "cpu"):
@@ -412,6 +476,10 @@ def _with_defaults(
     where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
     from may not."""
     flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
+    if _lacks_recompute(args, given):  # which is refused; what else is wrong is still to be found
+        flags += ["--recompute", "full"]
+    if args.usual_batch is not None:
+        flags += ["--global-batch-size", str(args.usual_batch)]
     if "config" in given:
         return flags
     flags = [*flags, *_usual_flags(args, given)]
@@ -424,6 +492,18 @@ def _with_defaults(
         problems.append("the model needs a vocabulary: use --preset NAME, --vocab-size N or --tokenizer PATH")
         defaults += ["--vocab-size", "50257"]  # the run is refused; what else is wrong with it is still to be found
     return [*flags, *defaults]
+
+
+def _usual_batch(args: argparse.Namespace, reading: Given, kind: type[Config]) -> int | None:
+    """The batch of a search where nothing gives one: a microbatch for each rank, whatever the degrees are. None: the
+    batch is given, or follows from settings of another trainer or from a ramp."""
+    given = reading.values
+    file = Given() if given.get("config") is None else read_toml(given["config"], kind)
+    decided = {*given, *file.values, *reading.unread, *file.unread, *args.foreign}
+    if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or "micro_batch_size" in args.foreign:
+        return None
+    micro = {**file.values, **given}.get("micro_batch_size", 1)
+    return int(args.world_size * max(micro, 1))
 
 
 def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
@@ -460,7 +540,7 @@ def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
 
 def _search(args: argparse.Namespace, request: _Request) -> None:
     constraints = _constraints(args)
-    found = search(request.config, request.cluster, constraints)
+    found = search(request.config, request.cluster, constraints, names_batch=args.names_batch)
     _require_found(found, request, constraints)
     if args.json:
         print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
@@ -570,6 +650,12 @@ def _price(text: str) -> float:
     return _number(text, low=0.0, high=1e6, example="2.5")
 
 
+def _gigabytes(text: str) -> float:
+    if not 0 < (value := _float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, as in 80")
+    return value
+
+
 def _share(text: str) -> float:
     return _number(text, low=0.01, high=1.0, example="0.9")
 
@@ -581,10 +667,14 @@ def _stage(text: str) -> int:
 
 
 def _number(text: str, *, low: float, high: float, example: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
+    if not low <= (value := _float(text)) <= high:
         raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
     return value
+
+
+def _float(text: str) -> float:
+    """A number; NaN where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -12,22 +12,44 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megacore.commands.tool import ToolParser
 from megacore.config import Config
 from megacore.config.flags import flags_by_name, read_flags
-from megacore.config.messages import nearest_name, one_of
+from megacore.config.messages import did_you_mean, nearest_name, one_of
 from megacore.errors import ConfigError
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
+
+
+class _Complaint(Exception):
+    """The first thing that argparse finds wrong."""
+
+
+class _Refused(NamedTuple):
+    """Words of a command line that argparse refuses.
+
+    Attributes:
+        flag: that they begin with.
+        said: what is wrong with them.
+        place: of the first of them.
+        length: their number.
+        instead: words that are read in their place.
+    """
+
+    flag: str
+    said: str
+    place: int
+    length: int
+    instead: tuple[str, ...] = ()
 
 
 class PlanParser(ToolParser):
     """Leaves the flags that it does not know to the trainer's parser, and collects what is wrong with its own.
 
     The parsed namespace has, beside the values: `flags`, the words for the trainer; `problems`, what is wrong so far;
-    `given`, the planner's flags that were given; `misspelled`, those that were probably meant.
+    `given`, the planner's flags that were given; `misspelled`, those that were probably meant or have no value.
 
     Attributes:
         elsewhere: flags of other modes, with what to do instead.
@@ -55,23 +77,34 @@ class PlanParser(ToolParser):
         return value
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
-        raise ConfigError([*self._problems, self._in_our_words(message)])
+        """Refuse the command line; `parse_args` goes on without the words that are wrong."""
+        raise _Complaint(message)
 
-    def _in_our_words(self, message: str) -> str:
-        """What argparse complains of, as the trainer says it."""
-        found = re.fullmatch(r"argument (--[\w-]+): (.*)", message)
+    def _refused(self, message: str, words: Sequence[str]) -> _Refused:
+        """What argparse complains of, as the trainer says it, and the words that it is about.
+
+        Raises:
+            ConfigError: it is about no flag.
+        """
+        found = re.fullmatch(r"argument (--[\w-]+): (.*)", message, re.DOTALL)
         if found is None:
-            return message
+            raise ConfigError([message])
         flag, why = found.groups()
         action = self._option_string_actions[flag]
         if why == "expected one argument":
-            return f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
-        if value := re.fullmatch(r"ignored explicit argument '(.*)'", why):
-            return f"{flag} {value[1]}: a switch takes no value: use {flag}"
-        if (value := re.match(r"invalid choice: '(.*?)' ", why)) and action.choices is not None:
-            return f"{flag} {value[1]} is not known: use {one_of(list(action.choices))}"
-        return f"{flag}: {why}"
+            said = f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
+            return _Refused(flag, said, _place_without_value(words, flag), 1)
+        joined = {place: word.partition("=")[2] for place, word in enumerate(words) if word.startswith(f"{flag}=")}
+        if why.startswith("ignored explicit argument"):
+            place, value = next(iter(joined.items()))
+            return _Refused(flag, f"{flag} {value}: a switch takes no value: use {flag}", place, 1, (flag,))
+        if why.startswith("invalid choice") and action.choices is not None:
+            choices = list(action.choices)
+            apart = {place: value for place, (word, value) in enumerate(itertools.pairwise(words)) if word == flag}
+            place, value = next(one for one in [*joined.items(), *apart.items()] if one[1] not in choices)
+            said = f"{flag} {value} is not known: use {one_of(choices)}{did_you_mean(value, choices)}"
+            return _Refused(flag, said, place, 1 if place in joined else 2)
+        raise ConfigError([f"{flag}: {why}"])
 
     def names(self) -> frozenset[str]:
         """The flags that this parser knows."""
@@ -80,7 +113,16 @@ class PlanParser(ToolParser):
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         """As argparse has it; what belongs to the trainer is in `flags`."""
         words = [self._with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
-        known, rest = self.parse_known_args(words, namespace)
+        refused: list[_Refused] = []
+        while True:
+            self._problems = [one.said for one in refused]
+            try:
+                known, rest = self.parse_known_args(words, namespace)
+                break
+            except _Complaint as complaint:
+                one = self._refused(str(complaint), words)
+                refused.append(one)
+                words[one.place : one.place + one.length] = one.instead
         known.flags = rest
         _give_back_value(known, words)
         _take_entry(known)
@@ -89,15 +131,13 @@ class PlanParser(ToolParser):
             if flag in (word.split("=")[0] for word in known.flags):
                 self._problems.append(f"{flag} {way_out}")
                 known.flags = _without(known.flags, flag)
-        known.problems, known.misspelled = self._problems, set()
+        known.problems, known.misspelled = self._problems, {one.flag for one in refused}
         known.given = [flag for word in words if (flag := word.split("=")[0]) in self.names()]
         return known
 
     def _with_dashes(self, word: str) -> str:
         """A flag of ours that is spelled with underscores, which the trainer accepts too."""
-        name, equals, value = word.partition("=")
-        dashed = name.replace("_", "-")
-        return f"{dashed}{equals}{value}" if name.startswith("--") and dashed in self.names() else word
+        return flag if (flag := dashed(word)).partition("=")[0] in self.names() else word
 
     def _contradictions(self, words: Sequence[str]) -> Iterator[str]:
         """Flags that are given twice with different values, of which argparse takes the last."""
@@ -105,12 +145,20 @@ class PlanParser(ToolParser):
         for word, following in itertools.zip_longest(words, words[1:]):
             flag, equals, text = word.partition("=")
             action = self._option_string_actions.get(flag)
-            if action is not None and action.nargs is None:
-                values.setdefault(flag, []).append(text if equals else str(following))
+            if action is None or action.nargs not in (None, "?"):
+                continue
+            is_alone = action.nargs == "?" and not equals and following not in (action.choices or ())
+            values.setdefault(flag, []).append(str(action.const) if is_alone else text if equals else str(following))
         for flag, texts in values.items():
             if len(distinct := list(dict.fromkeys(texts))) > 1:
                 both = " and as ".join(f"{flag} {text}" for text in distinct)
                 yield f"{flag} is given twice, as {both}: keep one of them"
+
+
+def dashed(word: str) -> str:
+    """A flag without underscores in its name; other words as they are."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type[Config]) -> None:
@@ -143,16 +191,25 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def idle_flags(given: Collection[str], needs: Mapping[str, str]) -> Iterator[str]:
+def idle_flags(given: Collection[str], needs: Mapping[str, str], meant: Collection[str]) -> Iterator[str]:
     """That a flag changes nothing without another.
 
     Args:
         given: flags that were given.
         needs: flags by what they have no effect without.
+        meant: flags that were probably given too.
     """
     for flag, other in needs.items():
-        if flag in given and other not in given:
+        if flag in given and other not in given and other not in meant:
             yield f"{flag} has no effect without {other}: add {other}, or leave it out"
+
+
+def _place_without_value(words: Sequence[str], flag: str) -> int:
+    """Where a flag ends the command line, or another flag follows it."""
+    places = [place for place, word in enumerate(words) if word == flag]
+    return next(
+        (place for place in places if words[place + 1 : place + 2] == [] or words[place + 1][:1] == "-"), places[-1]
+    )
 
 
 def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:

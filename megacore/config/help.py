@@ -11,11 +11,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.fields import FieldInfo, field_docs, field_infos
 from megacore.config.flags import FILES, all_fields, flags_by_name
 from megacore.config.megatron_flags import FOREIGN
@@ -34,37 +35,6 @@ _USUAL = {
 }
 _ALL = "all"
 _SHORT = ""
-
-
-class DryRunFlag(NamedTuple):
-    """A flag that is no setting of a run: it asks for a dry run, or describes the job of one.
-
-    Attributes:
-        value: what follows the flag, for the help.
-        text: the help text; "Default: ..." ends it.
-    """
-
-    value: str
-    text: str
-
-
-DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
-    "--dry-run": DryRunFlag(
-        "[plan|full]",
-        "Examines the run instead of starting it. plan: predicts memory, time per step and traffic. full: builds every "
-        "kind of rank and takes a step on tensors without values, to find errors in shapes, types and devices. "
-        "--dry-run --help lists all flags of a plan. Default: no dry run; plan, where no value follows.",
-    ),
-    "--world-size": DryRunFlag(
-        "N", "Number of ranks of the job that --dry-run examines. Default: --tp x --cp x --pp x --dp."
-    ),
-    "--cluster": DryRunFlag(
-        "NAME",
-        "Cluster that --dry-run plans for: its name, or a FILE.toml (docs/guides/planner.md). Default: laptop; h100 "
-        "with --dry-run=full.",
-    ),
-}
-"""The flags that `megacore.commands.plan` reads, which are fields of no section; it shows these texts too."""
 
 _WIDEST = 120
 _COLUMN = 26  # where the texts of the short page begin

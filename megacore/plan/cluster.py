@@ -54,6 +54,23 @@ class Cluster:
     def name(self) -> str:
         return self.device.name
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether its speeds are those of a measured run, which a cluster file says in its `source`."""
+        return self.source.startswith("fitted")
+
+    def cost(self, tokens: float, *, tokens_per_second: float, goodput: float, ranks: int) -> tuple[float, float]:
+        """Days and USD of training on this number of tokens.
+
+        Args:
+            tokens: of the whole training.
+            tokens_per_second: of all ranks together.
+            goodput: share of the time that makes progress.
+            ranks: number of devices.
+        """
+        seconds = tokens / tokens_per_second / goodput
+        return seconds / 86400, seconds / 3600 * ranks * self.price_per_hour
+
     def peak(self, form: str) -> float | None:
         """FLOP/s of products in a format, or None."""
         return next((value for key, value in self.peaks.items() if key == form), None)

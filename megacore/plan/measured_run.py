@@ -122,9 +122,13 @@ def read_run(directory: Path) -> MeasuredRun:
     steps = _steps(directory / "metrics.jsonl", problems)
     trace = directory / "trace.json"
     transfers = _transfers(trace, problems)
+    launch = Launch()
+    try:
+        launch = read_launch(directory / "events.jsonl")
+    except ConfigError as error:
+        problems += error.problems
     if problems or config is None or steps is None:
         raise ConfigError(problems)
-    launch = read_launch(directory / "events.jsonl")
     return MeasuredRun(directory=directory, config=config, steps=steps, launch=launch, trace=trace, transfers=transfers)
 
 
@@ -179,27 +183,20 @@ def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
 def _steps(path: Path, problems: list[str]) -> Steps | None:
     """All rows without the first quarter, in which caches, threads and memory warm up."""
     where = f"--calibrate {path.parent}: {path.name}"
+    damages: list[str] = []
     try:
-        rows = list(_rows(path))
+        rows = _undamaged_rows(path, damages)
     except FileNotFoundError:
         problems.append(f"{where} is missing: {_RUN}")
         return None
-    except OSError as error:
-        problems.append(f"{where} cannot be read: {error.strerror}")
-        return None
-    damaged = [line for line, row in rows if row is None]
-    times = [(line, row[_TIME]) for line, row in rows if row is not None and _TIME in row]
+    problems += damages
+    times = [(line, row[_TIME]) for line, row in rows if _TIME in row]
     wrong = [(line, value) for line, value in times if not _is_time(value)]
-    if damaged:
-        said = f"line {damaged[0]} is no JSON object"
-        if len(damaged) > 1:
-            said = f"{len(damaged)} lines are no JSON objects, the first is line {damaged[0]}"
-        problems.append(f"{where} is damaged: {said}: {_RUN}, as the run wrote it")
     if wrong:
         (line, value), others = wrong[0], f" ({counted(len(wrong), 'such line')})" if len(wrong) > 1 else ""
         bounds = f"a number of seconds from {number(_LEAST_SECONDS)} to {_MOST_SECONDS:,.0f}"
         problems.append(f"{where}, line {line}: {_TIME} = {_shortened(value)} must be {bounds}{others}")
-    if damaged or wrong:
+    if damages or wrong:
         return None
     if len(times) < LEAST_ROWS:
         problems.append(
@@ -210,6 +207,28 @@ def _steps(path: Path, problems: list[str]) -> Steps | None:
     first = max(len(times) // 4, 1)
     used = [float(value) for _, value in times[first:]]
     return Steps(len(used), first, quantile(used, 0.1), statistics.median(used), quantile(used, 0.9))
+
+
+def _undamaged_rows(path: Path, problems: list[str]) -> list[tuple[int, Mapping[str, Any]]]:
+    """The objects of a JSON lines file of a run by the numbers of their lines; what else is in it is a problem.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    where = f"--calibrate {path.parent}: {path.name}"
+    try:
+        rows = list(_rows(path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        problems.append(f"{where} cannot be read: {error.strerror}")
+        return []
+    if damaged := [line for line, row in rows if row is None]:
+        said = f"line {damaged[0]} is no JSON object"
+        if len(damaged) > 1:
+            said = f"{len(damaged)} lines are no JSON objects, the first is line {damaged[0]}"
+        problems.append(f"{where} is damaged: {said}: {_RUN}, as the run wrote it")
+    return [(line, row) for line, row in rows if row is not None]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
@@ -260,11 +279,18 @@ def _transfers(trace: Path, problems: list[str]) -> MeasuredTransfers | None:
 
 
 def read_launch(path: Path) -> Launch:
-    """The last start of a run, by its events.jsonl; what is missing or damaged there is not recorded."""
+    """The last start of a run, by its events.jsonl; what is missing there is not recorded.
+
+    Raises:
+        ConfigError: the file is damaged, or cannot be read.
+    """
+    problems: list[str] = []
     try:
-        launches = [row for _, row in _rows(path) if row is not None and row.get("event") == "launch"]
-    except OSError:
+        launches = [row for _, row in _undamaged_rows(path, problems) if row.get("event") == "launch"]
+    except FileNotFoundError:
         return Launch()
+    if problems:
+        raise ConfigError(problems)
     last = launches[-1] if launches else {}
     host, device, cores, memory = (last.get(name) for name in ("host", "device", "cores", "memory_bytes"))
     local, machine = last.get("local_ranks"), None

@@ -68,6 +68,7 @@ def layout_json(config: ResolvedConfig) -> dict[str, Any]:
         "micro_batch_size": training.micro_batch_size,
         "num_microbatches": config.microbatches,
         "recompute": training.recompute,
+        "recompute_num_layers": training.recompute_num_layers,
     }
 
 
@@ -97,6 +98,8 @@ def layout_flags(config: ResolvedConfig) -> str:
     elif parallel.tp > 1:  # which is not the default everywhere
         parts.append("--no-sequence-parallel")
     parts.append(f"--recompute {training.recompute}")
+    if training.recompute_num_layers is not None:
+        parts.append(f"--recompute-num-layers {training.recompute_num_layers}")
     return " ".join(parts)
 
 

@@ -58,6 +58,7 @@ def markdown(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -
 def _head(plan: Plan) -> Iterator[str]:
     config, cluster = plan.config, plan.cluster
     parallel, training = config.parallel, config.training
+    recomputed = training.recompute_num_layers
     every = [*reversed(parallel.degrees.items()), ("ep", parallel.ep)]
     if config.model.experts is not None and parallel.expert_split != parallel.tp:
         every.append(("etp", parallel.expert_split))
@@ -67,7 +68,8 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",
-        f"recompute {training.recompute}",
+        f"recompute {training.recompute}"
+        + ("" if recomputed is None else f" (first {recomputed} blocks of each stage)"),
         config.precision.precision,
     ]
     yield f"# Plan: {config.model.preset or 'model'} on {parallel.ranks} x {cluster.name}"

@@ -104,7 +104,7 @@ class Plan:
     @property
     def timed_origin(self) -> Origin:
         """Where the times are from."""
-        return "fitted" if self.cluster.source.startswith("fitted") else "assumed"
+        return "fitted" if self.cluster.is_fitted else "assumed"
 
     @property
     def is_small(self) -> bool:
@@ -176,9 +176,8 @@ class Plan:
 
     def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
         """Days and USD of training on this number of tokens, if a share of the time makes progress."""
-        seconds = tokens / self.tokens_per_second / goodput
-        hours = seconds / 3600 * self.config.parallel.ranks
-        return seconds / 86400, hours * self.cluster.price_per_hour
+        ranks = self.config.parallel.ranks
+        return self.cluster.cost(tokens, tokens_per_second=self.tokens_per_second, goodput=goodput, ranks=ranks)
 
 
 def usable_bytes(cluster: Cluster, ranks: int) -> float:

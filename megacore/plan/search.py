@@ -66,12 +66,14 @@ class Layout:
         memory_bytes: of the fullest rank.
         seconds: of a step, expected.
         range: of it from the fast to the slow case, once it is simulated.
+        names_batch: whether its flags include --global-batch-size, which the user has not given.
     """
 
     config: ResolvedConfig
     memory_bytes: float
     seconds: float
     range: tuple[float, float] | None = None
+    names_batch: bool = False
 
     @property
     def is_simulated(self) -> bool:
@@ -88,7 +90,8 @@ class Layout:
     @property
     def flags(self) -> str:
         """The flags that make it."""
-        return layout_flags(self.config)
+        flags = layout_flags(self.config)
+        return f"{flags} --global-batch-size {self.config.training.global_batch_size}" if self.names_batch else flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,20 +158,21 @@ def frontier_of(layouts: Iterable[Layout]) -> list[Layout]:
     return best
 
 
-def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Found:
+def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, names_batch: bool = False) -> Found:
     """All layouts of a run.
 
     Args:
         config: of any layout; model, batch and precision are kept.
         cluster: that computes.
         constraints: what a layout may be.
+        names_batch: whether the flags of the layouts include --global-batch-size.
     """
     start = time.perf_counter()
     evaluation = _Evaluation(config, cluster, constraints)
     divisions = list(divisions_of(config, cluster, constraints))
     results = _evaluated(evaluation, divisions)
     fitting = [
-        Layout(config=with_choice(config, choice), memory_bytes=memory, seconds=seconds)
+        Layout(config=with_choice(config, choice), memory_bytes=memory, seconds=seconds, names_batch=names_batch)
         for result in results
         for choice, memory, seconds in result.fitting
     ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from megacore.config.fields import flag_and_value
+from megacore.config.messages import counted
 from megacore.plan.memory import GIB
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_json, run_json, training_json
 from megacore.plan.planner import Figure, Origin
 from megacore.plan.search import Found, Layout
+from megacore.plan.state import whole_parameters
 
 
 def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
@@ -22,6 +25,8 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
         f"(searched in {found.wall_seconds:.1f} s{left_out})",
+        "",
+        *_run(found),
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
@@ -40,19 +45,28 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
             f"`{layout.flags}`{mark} |"
         )
         if tokens:
-            days = tokens / rate / goodput / 86400
-            price = days * 24 * layout.config.parallel.ranks * found.cluster.price_per_hour
+            ranks = layout.config.parallel.ranks
+            days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             row += f" {days:,.2f} | {price:,.0f} |"
         lines.append(row)
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
 
 
+def _run(found: Found) -> Iterator[str]:
+    """What all layouts train, as the report of a plan names it."""
+    config = found.layouts[0].config
+    name = f"{config.model.preset}, " if config.model.preset else ""
+    batch, length = config.training.global_batch_size, config.data.seq_length
+    yield f"- model: {name}{whole_parameters(config, outline(config)):,} parameters (exact)"
+    yield f"- batch: {counted(batch, 'sequence')} of {counted(length, 'token')}"
+
+
 def search_json(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
     """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
     config, cluster = found.layouts[0].config, found.cluster
     ranks = config.parallel.ranks
-    origin: Origin = "fitted" if cluster.source.startswith("fitted") else "assumed"
+    origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 
     def row(layout: Layout) -> dict[str, Any]:
         def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
@@ -71,8 +85,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "simulated": layout.is_simulated,
         }
         if tokens is not None:
-            days = tokens / rate / goodput / 86400
-            price = days * 24 * ranks * cluster.price_per_hour
+            days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
         return fields if layout.is_simulated else _without_ranges(fields)
 

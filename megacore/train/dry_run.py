@@ -48,6 +48,7 @@ from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.train.bert_task import BertTask
 from megacore.train.fake_job import CPU, HOST_READS, NoWeights, absent_accelerator, fake_job
+from megacore.train.fake_settings import unfit_settings
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
 from megacore.train.task import Task
@@ -126,7 +127,7 @@ def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator
     Raises:
         ConfigError: a setting cannot run on fake tensors.
     """
-    if problems := list(_unfit(config)):
+    if problems := list(unfit_settings(config)):
         raise ConfigError(problems)
     return _reports(config.for_device(on_cpu=on_cpu), on_cpu=on_cpu, workers=workers)
 
@@ -143,19 +144,6 @@ def _reports(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[
             reports = stack.enter_context(pool).map(run, firsts)
         for report, kind in zip(reports, kinds, strict=True):
             yield replace(report, alike=kind[1:])
-
-
-def _unfit(config: ResolvedConfig) -> Iterator[str]:
-    if config.training.compile:
-        yield (
-            "--compile: compiled code does not run on fake tensors; leave --compile out, which changes no shape, or "
-            "use --dry-run without full"
-        )
-    if getattr(config.optimizer_settings, "moments_dtype", "fp32") == "int8":
-        yield (
-            "--moments-dtype int8: which blocks of moments ranks share follows from numbers that fake tensors do not "
-            "have; use --moments-dtype bf16, or --dry-run without full"
-        )
 
 
 def rank_kinds(config: ResolvedConfig) -> list[list[int]]:

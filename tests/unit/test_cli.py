@@ -186,6 +186,8 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--learning-rate", "3"], ("--learning-rate is not a flag: did you mean --lr?",)),
     (["--data-pth", "3"], ("--data-pth is not a flag: did you mean --data-path?",)),
     (["-x"], ("-x is not a flag", "--help")),
+    (["--world_size", "8"], ("--world-size has no effect without --dry-run: add --dry-run, or leave it out",)),
+    (["--cluster", "h100"], ("--cluster has no effect without --dry-run: add --dry-run",)),
     (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
     (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
     (["--swiglu", "--activation", "gelu"], ("--swiglu is --activation swiglu", "--activation gelu is given as well")),

@@ -138,6 +138,18 @@ def test_a_damaged_line_is_refused_by_its_number(damage: bytes, said: str, tmp_p
     assert problem.startswith(f"--calibrate {tmp_path}: metrics.jsonl is damaged: {said}")
 
 
+def test_a_damaged_record_of_the_machine_is_no_missing_one(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.5] * 2)
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "launch", "cores"\n{"event": "exit"}\n', encoding="utf-8")
+    rows, said = refusal_of(tmp_path)
+    assert said.startswith(f"--calibrate {tmp_path}: events.jsonl is damaged: line 1 is no JSON object")
+    assert "metrics.jsonl has 2 rows" in rows
+    path.write_text('{"event": "exit"}\n{"event": "launch", "co', encoding="utf-8")  # a killed run
+    write_rows(tmp_path, [0.5] * 8)
+    assert read_run(tmp_path).launch.machine is None
+
+
 def test_the_line_that_a_killed_run_did_not_finish_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path, [0.5] * 8)
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -145,7 +157,7 @@ def test_the_line_that_a_killed_run_did_not_finish_is_left_out(tmp_path: Path) -
     assert read_run(tmp_path).steps.rows == 6
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "trace.json", "cluster.toml"])
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "events.jsonl", "trace.json", "cluster.toml"])
 @pytest.mark.parametrize("kind", ["directory", "pipe"])
 def test_what_is_no_file_is_refused_and_not_waited_for(
     name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

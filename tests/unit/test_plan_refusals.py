@@ -217,6 +217,45 @@ def test_every_contradiction_of_a_search_is_reported_at_once(capsys: pytest.Capt
     assert text.count("\n  - ") == 5
 
 
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--schedule zero-bubble --max-pp 1", ["--schedule zero-bubble has no effect with --max-pp 1"]),
+        (
+            "--schedule interleaved --pipeline-balance time --pp 1",
+            [
+                "--schedule interleaved has no effect with --pp 1, which leaves no pipeline: leave one of them out",
+                "--pipeline-balance time has no effect with --pp 1",
+            ],
+        ),
+        ("--sequence-parallel --max-tp 1", ["--sequence-parallel has no effect with --max-tp 1: leave one of them"]),
+        ("--max-virtual-stages 4 --schedule 1f1b", ["--max-virtual-stages 4 has no effect with --schedule 1f1b"]),
+        (
+            "--min-tp 2 --tp 2 --max-tp 2",
+            ["--min-tp 2 has no effect with --tp 2: leave one of them", "--max-tp 2 has no effect with --tp 2"],
+        ),
+        ("--zero-stage 1 --max-zero-stage 2", ["--max-zero-stage 2 has no effect with --zero-stage 1"]),
+        (
+            "--recompute-num-layers 13",
+            ["--recompute-num-layers 13 is for --recompute full: add", "--recompute-num-layers 13 must be at most"],
+        ),
+        ("--recompute none --recompute-num-layers 3", ["--recompute-num-layers 3 has no effect with --recompute none"]),
+        ("--max-memory-gb 0", ["--max-memory-gb 0 must be a number above 0, as in 80"]),
+        ("--max-memory-gb nan", ["--max-memory-gb nan must be a number above 0"]),
+    ],
+)
+def test_what_changes_nothing_in_a_search_is_refused(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*run.split(), *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted(problems), strict=True):
+        assert line.startswith(f"  - {said}"), line
+
+
 def test_efficiencies_are_in_order(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
@@ -405,7 +444,7 @@ def test_a_cluster_is_suggested_only_where_its_name_is_near(
     [
         ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl is missing"]),
         ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
-        ("--goodput", ["--goodput needs a value: --goodput SHARE"]),
+        ("--calibrate", ["--calibrate needs a value: --calibrate DIR"]),
         (
             "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
             ["--search: no layout of --world-size 4 fits h100"],
@@ -421,6 +460,49 @@ def test_every_refusal_is_a_list(
     assert last == "Flags and their defaults: plan.py --help"
     for line, said in zip(listed, problems, strict=True):
         assert line.startswith("  - ") and said.replace("{tmp}", str(tmp_path)) in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--cluster", ["--cluster needs a value: --cluster NAME"]),
+        (
+            "--cluster --search",
+            ["--cluster needs a value: --cluster NAME", "--search needs --world-size: the number of ranks"],
+        ),
+        (
+            "--cluster h100 --search=yes --world-size=65 --goodput=2 --tokens",
+            [
+                "--search yes: a switch takes no value: use --search",
+                "--tokens needs a value: --tokens N",
+                "--goodput 2 must be a number from 0.01 to 1",
+            ],
+        ),
+        (
+            "--cluster none.toml --json='1' --top",
+            [
+                "--json '1': a switch takes no value: use --json",
+                "--top needs a value: --top N",
+                "--cluster none.toml: there is no such file",
+            ],
+        ),
+    ],
+)
+def test_a_flag_that_cannot_be_read_hides_no_other_problem(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --tp 5 --pp 13"
+    known = [
+        "--tp 5 must divide --num-attention-heads 12",
+        "--tp 5 must divide --ffn-hidden-size",
+        "--pp 13 must be at",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*run.split(), *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted([*known, *problems]), strict=True):
+        assert line.startswith(f"  - {said}"), line
 
 
 @pytest.mark.parametrize(
@@ -495,6 +577,13 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
         ),
         ("--dry-run --cluster nope --world-size", "--world-size needs a value: --world-size N"),
         ("--dry-run maybe --cluster nope", "--dry-run maybe is not known: use plan or full"),
+        (
+            "--dry-run=full --dry-run --cluster nope",
+            "--dry-run is given twice, as --dry-run full and as --dry-run plan",
+        ),
+        ("--dry-run=ful --bogus 3", "--dry-run ful is not known: use plan or full (did you mean full?)"),
+        ("--dry-run 'ful' --bogus 3", "--dry-run 'ful' is not known: use plan or full (did you mean full?)"),
+        ("--dry-run ful --bogus 3", "--bogus is not a flag"),
         ("--dry-run --cluster nope --clustr x", "--clustr is not a flag: did you mean --cluster?"),
         ("--dry-run --cluster cpu --device cuda", "--device cuda: the cluster cpu computes on CPUs"),
     ],
@@ -505,3 +594,19 @@ def test_a_dry_run_refuses_flags_of_other_modes(flags: str, said: str, capsys: p
         raise SystemExit(dry_run([*run.split(), *flags.split()], "pretrain_gpt.py"))
     assert stop.value.code == 2
     assert f"  - {said}" in capsys.readouterr().err
+
+
+def test_what_a_full_dry_run_cannot_do_is_reported_with_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[parallel]\ndevice = "cpu"\n', encoding="utf-8")
+    flags = f"--mock-data --preset gpt2-small --train-iters 2 --dry-run=full --compile --config {file} --timeline x.svg"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(dry_run(flags.split(), "pretrain_gpt.py"))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert "3 problems" in text
+    assert "  - --compile: compiled code does not run on fake tensors" in text
+    assert "  - device = cpu: --dry-run=full takes the job for one of h100; add --cluster cpu" in text
+    assert "  - --timeline has no effect with --dry-run=full" in text

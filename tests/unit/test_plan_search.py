@@ -336,3 +336,51 @@ def test_a_search_has_layouts_for_fewer_samples_than_ranks(capsys: pytest.Captur
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 2 --cluster a100-40g --world-size 8 --search"
     found = planned(capsys, f"{flags} --max-pp 1 --max-micro-batch-size 1")
     assert {row["layout"]["dp"] for row in found["layouts"]} == {2}
+
+
+def test_the_flags_of_a_row_name_how_many_blocks_are_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset llama-3-8b --cluster h100 --world-size 16 --global-batch-size 64"
+    given = "--recompute full --recompute-num-layers 8"
+    best = planned(capsys, f"{flags} {given} --search --tp 2 --micro-batch-size 1")["layouts"][0]
+    assert best["flags"].endswith(given)
+    plan = planned(capsys, f"{flags} {best['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
+    assert plan["flags"] == best["flags"] and plan["layout"] == best["layout"]
+    assert plan["layout"]["recompute_num_layers"] == 8
+    assert main([*flags.split(), *best["flags"].split()]) == 0
+    assert "recompute full (first 8 blocks of each stage)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["--min-pp 2", "--tp 2", "--dp 2 --pp 2", "--config {file}"])
+def test_a_search_without_a_batch_has_one_that_no_degree_changes(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is shown, and it is among the flags, so that planning a row gives the same time."""
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\ntrain_iters = 10\n[data]\nmock_data = true\n", encoding="utf-8")
+    given = given.replace("{file}", str(file))
+    flags = f"pretrain_gpt.py --preset gpt2-large --cluster h100 --world-size 8 --max-micro-batch-size 1 {given}"
+    found = planned(capsys, f"{flags} --search --top 1")
+    best = found["layouts"][0]
+    assert found["global_batch_size"] == 8 and best["flags"].endswith(" --global-batch-size 8")
+    run = re.sub("--(min|max)[a-z-]+ [0-9]+|--[a-z]p 2", "", flags)
+    plan = planned(capsys, f"{run} {best['flags']}")
+    assert plan["global_batch_size"] == 8
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
+    assert main([*flags.split(), "--search"]) == 0
+    _, _, model, batch, *_ = capsys.readouterr().out.splitlines()
+    assert model == "- model: gpt2-large, 774,030,080 parameters (exact)"
+    assert batch == "- batch: 8 sequences of 1024 tokens"
+
+
+def test_the_batch_of_a_file_is_that_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    text = "[training]\ntrain_iters = 10\nglobal_batch_size = 48\n[data]\nmock_data = true\n"
+    file.write_text(text, encoding="utf-8")
+    flags = f"pretrain_gpt.py --preset gpt2-large --cluster h100 --world-size 8 --search --max-pp 1 --config {file}"
+    found = planned(capsys, flags)
+    assert found["global_batch_size"] == 48
+    assert all(row["flags"].endswith(" --global-batch-size 48") for row in found["layouts"])
+    given = planned(capsys, f"{flags} --global-batch-size 16")
+    assert given["global_batch_size"] == 16
+    assert not any("--global-batch-size" in row["flags"] for row in given["layouts"])

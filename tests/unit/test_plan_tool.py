@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.commands.plan import dry_run, is_dry_run
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
 from tests.unit.planning import BLOOM, planned
@@ -247,6 +248,24 @@ def test_dry_run_plans_in_place_of_training() -> None:
     command = [sys.executable, "pretrain_gpt.py", *flags.split()]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "# Plan: gpt2-tiny on 4 x cpu" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--dry_run", "refused: 1 problem\n  - --tokens many must be a number"),
+        ("--dry_run=plan", "refused: 1 problem\n  - --tokens many must be a number"),
+        ("--dry_run=full", "refused: 1 problem\n  - --tokens has no effect with --dry-run=full"),
+        ("--dry_run full", "refused: 1 problem\n  - --tokens has no effect with --dry-run=full"),
+    ],
+)
+def test_a_dry_run_may_be_spelled_with_an_underscore(flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--mock-data --preset gpt2-tiny --train-iters 10 --tokens many {flag}".split()
+    assert is_dry_run(words)
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(dry_run(words, "pretrain_gpt.py"))
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_terms_of_a_rank_add_up_to_its_peak(capsys: pytest.CaptureFixture[str]) -> None:
