@@ -202,20 +202,19 @@ def passing_bytes(
                     later_bucket = both
                 reducing = max(later_bucket, 0.0) / shards
                 moment += bucket + later_bucket
-                first = (
-                    term * projection(layer.block, ranks_of_role("layer", config.parallel)) if layer.block else matrix
-                )
-                later_bucket = 0.0 if is_joined else limit + first
+                ranks = ranks_of_role("layer", config.parallel)
+                first = projection(layer.block, ranks) if layer.block else matrix
+                later_bucket = 0.0 if is_joined else limit + term * first
             if stage == 3:
                 gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                 if layer.name == "head" and not splits:
                     gathered += table
                 reducing = term * later_size / shards
-                filled = term * size
+                own_bucket = term * size
                 if layer.name == "embedding" and table:  # made when its two gradients have been added
-                    both, alone = 3.0 * e * table, gradient_bytes(config, layer, table, on_cpu=on_cpu)
-                    filled = max(alone + filled, both) - max(alone, both)
-                moment += e * gathered + filled + term * later_size
+                    added, one = 3.0 * e * table, gradient_bytes(config, layer, table, on_cpu=on_cpu)
+                    own_bucket = max(one + own_bucket, added) - max(one, added)
+                moment += e * gathered + own_bucket + term * later_size
                 if on_host and shards > 1:
                     reducing *= 3
                     moment += e * sizes[max(number - 1, 0)] / shards
@@ -225,6 +224,10 @@ def passing_bytes(
             if stage == 3:
                 # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
                 later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
+        if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
+            # The last bucket, while it is reduced; of the embedding it is large.
+            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (later_bucket, 0.0)
+            found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
 
