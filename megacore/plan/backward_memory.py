@@ -210,7 +210,7 @@ def passing_bytes(
                 if layer.name == "head" and not splits:
                     gathered += table
                 reducing = term * later_size / shards
-                own_bucket = term * size
+                own_bucket = float(term * size)
                 if layer.name == "embedding" and table:  # made when its two gradients have been added
                     added, one = 3.0 * e * table, gradient_bytes(config, layer, table, on_cpu=on_cpu)
                     own_bucket = max(one + own_bucket, added) - max(one, added)
