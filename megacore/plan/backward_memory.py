@@ -23,7 +23,7 @@ from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.model_size import largest_product, projection, vocabulary_rows
 from megacore.plan.once import once_per_layers
-from megacore.plan.state import PlannedLayer, term_bytes
+from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
@@ -132,9 +132,11 @@ def passing_bytes(
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
       and one that is fetched to be added to.
 
-    A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: those of ranks
-    without replicas, or of experts without copies. On an accelerator it copies those of the layer itself into their
-    buffer.
+    - stage 3: in the head also the table that it shares with the embedding, whose bucket is made after both gradients.
+
+    A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
+    and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
+    of the layer itself into their buffer where they are not sharded.
 
     Args:
         config: a resolved configuration.
@@ -153,7 +155,8 @@ def passing_bytes(
     takes_whole = config.optimizer_settings.takes_some_whole
     chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
     has_copies = expert_copies(config.parallel) > 1
-    if stage >= 2 and not has_copies and not on_host:  # experts without copies are neither reduced nor gathered
+    holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
+    if not holds_experts:
         alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
         sizes_by_chunk = [
             [size - routed for size, routed in zip(*pair, strict=True)]
@@ -168,7 +171,7 @@ def passing_bytes(
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, new, later_size, later_bucket = 0.0, 0.0, 0, 0, 0.0
+        freed, made, new, later_size, later_bucket = 0.0, 0.0, 0.0, 0, 0.0
         inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here)
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
@@ -181,10 +184,10 @@ def passing_bytes(
             if stage == 3 and not splits:
                 moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
             if is_first:
-                has_replicas = ranks_of_role("replicas", config.parallel) > 1
-                new = routed_parameters(config, layer.block) if has_replicas else size
+                unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
+                new = unsharded + sharded
                 copied = 0 if _sums_take_rows(config, layer, table) else largest
-                moment += made + (0.0 if on_cpu else term * min(copied, new))
+                moment += made + (0.0 if on_cpu else term * min(copied, unsharded))
                 made += term * new
             if stage == 2 and whole.of_layer and whole.of_layer[number]:
                 filled, reduced = whole.unreduced(number)
@@ -199,24 +202,59 @@ def passing_bytes(
                     later_bucket = both
                 reducing = max(later_bucket, 0.0) / shards
                 moment += bucket + later_bucket
-                first = (
-                    term * projection(layer.block, ranks_of_role("layer", config.parallel)) if layer.block else matrix
-                )
-                later_bucket = 0.0 if is_joined else limit + first
+                ranks = ranks_of_role("layer", config.parallel)
+                first = projection(layer.block, ranks) if layer.block else matrix
+                later_bucket = 0.0 if is_joined else limit + term * first
             if stage == 3:
                 gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
+                if layer.name == "head" and not splits:
+                    gathered += table
                 reducing = term * later_size / shards
-                moment += e * gathered + term * (size + later_size)
+                own_bucket = float(term * size)
+                if layer.name == "embedding" and table:  # made when its two gradients have been added
+                    added, one = 3.0 * e * table, gradient_bytes(config, layer, table, on_cpu=on_cpu)
+                    own_bucket = max(one + own_bucket, added) - max(one, added)
+                moment += e * gathered + own_bucket + term * later_size
                 if on_host and shards > 1:
                     reducing *= 3
                     moment += e * sizes[max(number - 1, 0)] / shards
-            found.append((moment - freed - working, reducing))
+            # The shards of a first backward are those that stay.
+            found.append((moment - freed - working, 0.0 if is_first else reducing))
             freed += kept_here[number] + waiting[number]
             if stage == 3:
                 # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
                 later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
+        if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
+            # The last bucket, while it is reduced; of the embedding it is large.
+            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (later_bucket, 0.0)
+            found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
+
+
+class _Made(NamedTuple):
+    """Gradients that a first backward makes of a layer and that outlive it: their number, on this rank."""
+
+    unsharded: float
+    sharded: float
+
+
+def _made_by_first(config: ResolvedConfig, layer: PlannedLayer, size: int, *, holds_experts: bool) -> _Made:
+    """Of a layer of `size` parameters, with or without those of experts."""
+    routed = routed_parameters(config, layer.block)
+    counts = [
+        (size - routed if holds_experts else size, False, ranks_of_role("replicas", config.parallel)),
+        (routed, True, expert_copies(config.parallel)),
+    ]
+    unsharded = sharded = 0.0
+    for count, of_experts, ranks in counts:
+        if not forgets_gradients(config, of_experts=of_experts):
+            continue
+        if ranks == 1:
+            unsharded += count
+        else:
+            sharded += count / (ranks if of_experts else shard_ranks(config.parallel))
+    return _Made(unsharded, sharded)
 
 
 def _inside_runs(chunk: Sequence[PlannedLayer], *figures: Sequence[float]) -> list[bool]:

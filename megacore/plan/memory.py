@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.plan.backward_memory import Backward
 from megacore.plan.cut import Cut, OnRank
+from megacore.plan.experts import expert_copies
 from megacore.plan.in_flight import in_flight, moments
 from megacore.plan.once import once_per_state
 from megacore.plan.rank_activations import layers_of, passing_of, passing_of_whole, peaks_of, products
@@ -236,13 +238,17 @@ def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _Stat
     state = state_bytes(on_rank.parameters, config, padding=padding, expert_padding=expert_padding, **held)
     grads, lasting, makes_whole = [0.0] * len(chunks), 0.0, False
     if not config.parallel.offload_params:
-        if forgets_gradients(config):
-            totals = [sum(sizes) for sizes in on_rank.by_layer]
-            grads = [state["grads"] * total / max(sum(totals), 1) for total in totals]
-            makes_whole = ranks_of_role("replicas", config.parallel) == 1
-        elif forgets_gradients(config, of_experts=True):
-            grads = [float(term_bytes(config) * experts) for experts in on_rank.experts_by_chunk]
-            makes_whole = True
+        forgets, forgets_experts = forgets_gradients(config), forgets_gradients(config, of_experts=True)
+        copies = expert_copies(config.parallel) if zero_stage(config) >= 2 else 1
+        of_experts = [term_bytes(config) * experts / copies for experts in on_rank.experts_by_chunk]
+        if forgets:
+            totals = [sum(sizes) - n for sizes, n in zip(on_rank.by_layer, on_rank.experts_by_chunk, strict=True)]
+            of_others = state["grads"] - sum(of_experts)
+            grads = [of_others * total / max(sum(totals), 1) for total in totals]
+        if forgets_experts:
+            grads = [size + experts for size, experts in zip(grads, of_experts, strict=True)]
+        makes_whole = ranks_of_role("replicas", config.parallel) == 1 and forgets
+        makes_whole |= copies == 1 and forgets_experts and any(of_experts)
         lasting = state["grads"] - sum(grads)
     return _State(
         by_kind=state,
@@ -266,10 +272,12 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
     at_least, kept_until_weights = (
         max(computing + layers.working, done) for computing, done in (peaks.certain, peaks.expected)
     )
-    peak = kept_until_weights + backward.passing
-    if held.makes_whole:
-        first = passing_of(config, on_rank, on_cpu=on_cpu, is_first=True).passing
-        peak = max(peak, peaks.first + layers.working + first)
+    computing, begun = peaks.expected[0] + layers.working, peaks.first + layers.working
+    found = [backward._replace(passing=backward.passing + computing - kept_until_weights), Backward(0.0, 0.0)]
+    if held.makes_whole or begun + sum(held.grads) > computing:  # else a later backward takes more than the first
+        first = passing_of(config, on_rank, on_cpu=on_cpu, is_first=True)
+        found.append(first._replace(passing=first.passing + begun - kept_until_weights))
+    backward = max(found, key=sum)
     host = dict[str, float]()
     if config.parallel.offload_optimizer and not on_cpu:
         host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
@@ -290,7 +298,7 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
         computing=peaks.certain[0],
         completing=peaks.certain[1],
         waiting=kept_until_weights - at_least,
-        passing=peak - kept_until_weights,
+        passing=backward.passing,
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
         microbatch=[size + logits for size, logits in zip(layers.kept, layers.head_kept, strict=True)],

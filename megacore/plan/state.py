@@ -200,4 +200,4 @@ def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bo
     copies = expert_copies(config.parallel) if of_experts else ranks_of_role("replicas", config.parallel)
     if copies == 1:
         return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
-    return config.parallel.zero_stage >= 2
+    return zero_stage(config) >= 2

@@ -337,7 +337,7 @@ def test_one_step_has_no_moments_beside_its_activations(precision: str, size: in
 def test_buckets_grow_with_the_replicas() -> None:
     """ZeRO stage 2 keeps two buckets, where sequences are short: of 1 MiB for 16 replicas, of 4 for 64, a sixteenth of
     a MiB for each. Before the first of long ones is filled, backward has freed more than the other takes."""
-    sizes = ("--bucket-size-mb", "1", "--seq-length", "64", "--global-batch-size", "64")
+    sizes = ("--bucket-size-mb", "1", "--seq-length", "64", "--global-batch-size", "128")
     flags = (*MOCK, "--preset", "gpt2-small", "--zero-stage", "2", *sizes)
     passing = []
     for dp in (16, 64):
