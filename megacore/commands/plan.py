@@ -8,22 +8,39 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megacore.commands.plan_parser import ENTRIES, PlanParser, dashed, idle_flags, named_entry, take_misspelled
+from megacore.commands.plan_calibration import run_calibration
+from megacore.commands.plan_parser import (
+    ENTRIES,
+    PlanParser,
+    dashed,
+    idle_flags,
+    named_entry,
+    price,
+    share,
+    take_misspelled,
+    tokens,
+)
+from megacore.commands.plan_search import (
+    OF_DEGREES,
+    SEARCHED,
+    add_search_flags,
+    lacks_recompute,
+    require_possible_limits,
+    run_search,
+    wrong_given,
+    wrong_limits,
+)
 from megacore.commands.tool import positive, run_tool
-from megacore.config import Config, ParallelConfig, ResolvedConfig
+from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
-from megacore.config.dimensions import degree_fields
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
-from megacore.config.fields import flag_and_value
 from megacore.config.flags import Given, read_flags, without_fields
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
@@ -31,48 +48,22 @@ from megacore.config.toml import read_toml
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
-from megacore.files import replace_bytes, why_unwritable
-from megacore.parallel.processors import available_cores
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.calibration import base_of, calibrate, machine_of, wrong_base
-from megacore.plan.calibration_report import calibration_json, calibration_text
 from megacore.plan.canvas import require_writable, save
-from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
-from megacore.plan.measured_run import Launch, Machine, read_run
-from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
+from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
+from megacore.plan.plan_picture import memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
-from megacore.plan.planner import Plan, make_plan, scheduled, usable_bytes
-from megacore.plan.room import host_capacity
-from megacore.plan.search import Found, search
-from megacore.plan.search_conflicts import conflict
-from megacore.plan.search_report import search_json, search_table
-from megacore.plan.search_space import Constraints, impossible_limits
+from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 from megacore.train.fake_settings import unfit_settings
 
 _DRY_RUN = "--dry-run"
-_T = TypeVar("_T")
 _DATA_FIELDS = {"mock_data", "data_path"}
 MOST_RANKS = 1 << 20
-
-
-# Limits of --search: flags without their dashes and "max" or "min".
-_LEAST = (*degree_fields(), "ep")
-_MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
-# Fields that --search chooses, unless they are given.
-_SEARCHED = (
-    *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
-    "sequence_parallel", "recompute", "recompute_num_layers",
-)  # fmt: skip
-# Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
-# other degrees, so that it is resolved without them.
-_OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
-# Fields that only one layout can have.
-_OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
 _SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size", "deepspeed_config"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
@@ -174,41 +165,18 @@ def _parser(prog: str, usage: str) -> PlanParser:
         metavar="NAME",
         help=f"predict the step time of this trainer: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
     )
-    add("--tokens", type=_tokens, metavar="N", help="also print days and price of training on N tokens, as in 300e9")
+    add("--tokens", type=tokens, metavar="N", help="also print days and price of training on N tokens, as in 300e9")
     add(
         "--goodput",
-        type=_share,
+        type=share,
         default=0.9,
         metavar="SHARE",
         help="share of the time in which training makes progress. Default: 0.9",
     )
-    add("--price-per-hour", type=_price, metavar="USD", help="price per device and hour. Default: that of the cluster")
+    add("--price-per-hour", type=price, metavar="USD", help="price per device and hour. Default: that of the cluster")
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted timeline of the pipeline (.svg or .png)")
     add("--memory-timeline", type=Path, metavar="FILE", help="draw the memory of every rank over a step (.svg or .png)")
-    add("--search", action="store_true", help="compare all layouts of --world-size ranks instead of planning one")
-    add("--top", type=positive, default=10, metavar="N", help="number of layouts that --search prints. Default: 10")
-    add(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw time and memory of the layouts that --search finds (.svg or .png)",
-    )
-    for name in _MOST:
-        add(
-            f"--max-{name}",
-            type=positive if name != "zero-stage" else _stage,
-            metavar="N",
-            help=f"--search: largest --{name}",
-        )
-        if name in _LEAST:
-            add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
-    add(
-        "--max-memory-gb",
-        type=_gigabytes,
-        metavar="GB",
-        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's, which the ranks of a "
-        "CPU share",
-    )
+    add_search_flags(parser)
     parser.set_defaults(is_dry_run=False, is_full=False)
     return parser
 
@@ -223,14 +191,14 @@ class _Request:
 
 def _plan(args: argparse.Namespace) -> None:
     if args.calibrate is not None:
-        _calibrate(args)
+        run_calibration(args)
         return
     if "--calibrate" in args.misspelled:
         raise ConfigError(args.problems)
     request = _read(args)
     request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
-        _search(args, request)
+        run_search(args, request.config, request.cluster)
         return
     plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
     if args.json:
@@ -289,8 +257,8 @@ def _read(args: argparse.Namespace) -> _Request:
     problems += _wrong_device(given, cluster)
     args.usual_batch = _usual_batch(args, reading, kind)
     args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
-    args.fixed = {name: given[name] for name in _SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
-    problems += [*_wrong_limits(args, cluster), *_wrong_given(args, given)]
+    args.fixed = {name: given[name] for name in SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
+    problems += [*wrong_limits(args, cluster), *wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     is_smaller = args.search and given.keys() & _BATCH_OR_REPLICAS
@@ -304,7 +272,7 @@ def _read(args: argparse.Namespace) -> _Request:
         checks=[
             check_schedule,
             lambda resolved: _require_peak(resolved, cluster),
-            lambda resolved: _require_possible_limits(resolved, cluster, args),
+            lambda resolved: require_possible_limits(resolved, cluster, args),
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
         ],
         planned=True,
@@ -323,113 +291,6 @@ def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args:
     if config.parallel.device == "cpu" and cluster is not None and not cluster.on_cpu and not is_named:
         problems.append(f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu")
     if problems:
-        raise ConfigError(problems)
-
-
-def _wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
-    """Values of the run that a search cannot keep."""
-    if not args.search:
-        return
-    for name in _OF_ONE_LAYOUT:
-        if name in given:
-            yield f"{flag_and_value(name, given[name])} is for one layout: leave it out, or leave --search out"
-    for name in _OF_DEGREES:  # which `_with_defaults` leaves out
-        if name in given:
-            yield from ParallelConfig(**{name: given[name]}).wrong_fields().values()
-    schedule, virtual = given.get("schedule", AUTO_SCHEDULE), given.get("virtual_stages", 1)
-    yield from _without_effect_in_search(args, given)
-    if virtual > 1 and schedule not in ("interleaved", AUTO_SCHEDULE):
-        yield (
-            f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
-            "--schedule interleaved"
-        )
-    if args.max_virtual_stages == 1 and schedule == "interleaved" and virtual == 1:
-        yield (
-            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave "
-            "it out, use --max-virtual-stages 2 or more, or another --schedule"
-        )
-    for name in _MOST:
-        field = name.replace("-", "_")
-        value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
-        for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
-            if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
-                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
-
-
-def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
-    """Flags of a search that change nothing beside others."""
-    for name in _MOST:
-        field = name.replace("-", "_")
-        if (value := given.get(field)) is None:
-            continue
-        most, least = getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
-        if most is not None and value <= most:
-            yield f"--max-{name} {most} has no effect with --{name} {value}: leave one of them out"
-        if least is not None and value >= least:
-            yield f"--min-{name} {least} has no effect with --{name} {value}: leave one of them out"
-    if (only := _only_one("pp", args, given)) is not None:
-        for name in ("schedule", "pipeline_balance"):
-            if name in args.fixed:
-                flag = flag_and_value(name, given[name])
-                yield f"{flag} has no effect with {only}, which leaves no pipeline: leave one of them out"
-    if (only := _only_one("tp", args, given)) is not None and given.get("sequence_parallel"):
-        yield f"--sequence-parallel has no effect with {only}: leave one of them out"
-    schedule, most = args.fixed.get("schedule", "interleaved"), args.max_virtual_stages
-    if most is not None and "virtual_stages" not in given and schedule != "interleaved":
-        yield f"--max-virtual-stages {most} has no effect with --schedule {schedule}: leave one of them out"
-    if _lacks_recompute(args, given):
-        layers = given["recompute_num_layers"]
-        yield f"--recompute-num-layers {layers} is for --recompute full: add --recompute full, or leave it out"
-
-
-def _only_one(name: str, args: argparse.Namespace, given: Mapping[str, Any]) -> str | None:
-    """The flag that leaves a degree no value but 1."""
-    if given.get(name) == 1:
-        return f"--{name} 1"
-    return f"--max-{name} 1" if getattr(args, f"max_{name}") == 1 and name not in given else None
-
-
-def _lacks_recompute(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
-    """Whether --search is given a number of blocks to recompute and nothing says how."""
-    named = {*given, *args.unread, *args.foreign}
-    return args.search and "recompute_num_layers" in given and not named & {"recompute", "config", "deepspeed_config"}
-
-
-def _wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
-    """Limits of a search that are not asked for, or that no layout can keep."""
-    flags = [*(f"max-{name}" for name in _MOST), *(f"min-{name}" for name in _LEAST), "max-memory-gb"]
-    given = {flag: value for flag in flags if (value := getattr(args, flag.replace("-", "_"), None)) is not None}
-    if not args.search:
-        for flag, value in given.items():
-            yield f"--{flag} {value} limits --search: add --search, or leave it out"
-    for name in _LEAST:
-        least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
-        if least is not None and most is not None and least > most:
-            yield f"--min-{name} {least} must be at most --max-{name} {most}"
-    smallest = {}
-    for name in degree_fields():
-        if name in args.fixed:
-            smallest[f"--{name}"] = args.fixed[name]
-        elif f"min-{name}" in given:
-            smallest[f"--min-{name}"] = given[f"min-{name}"]
-    ranks = math.prod(smallest.values())
-    if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
-        product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
-        yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
-    limit = given.get("max-memory-gb")
-    if args.search and args.world_size is not None and cluster is not None and limit is not None:
-        usable = usable_bytes(cluster, args.world_size) / 1e9
-        if limit > usable:
-            yield (
-                f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
-                f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
-            )
-
-
-def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
-    if not args.search or args.world_size is None or cluster is None:
-        return
-    if problems := impossible_limits(config, _constraints(args)):
         raise ConfigError(problems)
 
 
@@ -475,8 +336,8 @@ def _with_defaults(
     """The flags of the run, with those that runs of the software usually have, and mock data and a number of steps
     where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
     from may not."""
-    flags = without_fields(args.flags, _OF_DEGREES, kind) if args.search else list(args.flags)
-    if _lacks_recompute(args, given):  # which is refused; what else is wrong is still to be found
+    flags = without_fields(args.flags, OF_DEGREES, kind) if args.search else list(args.flags)
+    if lacks_recompute(args, given):  # which is refused; what else is wrong is still to be found
         flags += ["--recompute", "full"]
     if args.usual_batch is not None:
         flags += ["--global-batch-size", str(args.usual_batch)]
@@ -508,7 +369,7 @@ def _usual_batch(args: argparse.Namespace, reading: Given, kind: type[Config]) -
 
 def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
     """Flags that runs of the software have where these are left out, for what neither a model nor a file decides."""
-    decided = {*given, *args.unread, *(_SEARCHED if args.search else ())}
+    decided = {*given, *args.unread, *(SEARCHED if args.search else ())}
     if given.keys() & _SOURCES_OF_MODEL:
         decided |= {"hidden_dropout", "attention_dropout"}
     if given.keys() & {"virtual_stages", "pipeline_layout", "schedule_csv"}:
@@ -533,148 +394,3 @@ def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
         raise ConfigError(
             [f"--precision {precision}: the peak of {cluster.name} in it is not known: use {known}, or --peak-tflops"]
         )
-
-
-# ---- search and calibration ------------------------------------------------------------------------------------------
-
-
-def _search(args: argparse.Namespace, request: _Request) -> None:
-    constraints = _constraints(args)
-    found = search(request.config, request.cluster, constraints, names_batch=args.names_batch)
-    _require_found(found, request, constraints)
-    if args.json:
-        print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
-    else:
-        print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
-    if args.picture is not None:
-        save(frontier_picture(found), args.picture)
-        print(f"wrote {args.picture}", file=sys.stderr)
-
-
-def _constraints(args: argparse.Namespace) -> Constraints:
-    """The limits of a search."""
-    return Constraints(
-        world_size=args.world_size,
-        most={
-            name: value
-            for name in (flag.replace("-", "_") for flag in _MOST)
-            if (value := getattr(args, f"max_{name}")) is not None
-        },
-        least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
-        fixed=args.fixed,
-        memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
-    )
-
-
-def _require_found(found: Found, request: _Request, constraints: Constraints) -> None:
-    if found.layouts:
-        return
-    if not found.tried:
-        raise ConfigError([conflict(request.config, request.cluster, constraints)])
-    assert found.least_memory is not None
-    least = _three_digits(found.least_memory / 1e9, math.ceil)
-    is_limited = float(least) <= usable_bytes(request.cluster, constraints.world_size) / 1e9
-    raise ConfigError(
-        [
-            f"--search: no layout of --world-size {constraints.world_size} fits {request.cluster.name} and the given "
-            f"limits ({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use "
-            f"{f'--max-memory-gb {least}, ' if is_limited else ''}more ranks, a smaller --global-batch-size, or fewer "
-            "limits"
-        ]
-    )
-
-
-def _three_digits(value: float, rounded: Callable[[float], int]) -> str:
-    """A positive number in three digits, `rounded` up or down as math.ceil and math.floor do."""
-    digits = max(2 - math.floor(math.log10(value)), 0)
-    return f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
-
-
-def _calibrate(args: argparse.Namespace) -> None:
-    directory: Path = args.calibrate
-    take_misspelled(args, args.own_flags, Config)
-    path, problems = directory / "cluster.toml", [*args.problems, *_without_effect(args)]
-    run = _collected(partial(read_run, directory), problems)
-    launch = Launch() if run is None else run.launch
-    base = _collected(partial(base_of, args.cluster, launch), problems)
-    if run is not None and base is not None:
-        problems += wrong_base(base, run)
-    if directory.is_dir() and (why := why_unwritable(path)) is not None:
-        problems.append(f"--calibrate {directory}: {path.name} {why}, but the fitted cluster is written there")
-    if problems or run is None or base is None:
-        raise ConfigError(problems)
-    fit = calibrate(run, base, machine_of(args.cluster, base, run, _this_machine()))
-    replace_bytes(path, to_toml(fit.cluster).encode(), durable=False)
-    if args.json:
-        print(json.dumps(calibration_json(fit, path), indent=1))
-        return
-    print(calibration_text(fit))
-    print(f"wrote {path}: use it with --cluster {path}")
-
-
-def _without_effect(args: argparse.Namespace) -> Iterator[str]:
-    """What is given beside --calibrate and changes nothing."""
-    reads = "--calibrate, which reads the configuration of the run from its directory"
-    if args.entry is not None:
-        yield f"{args.entry} has no effect with {reads}: leave it out"
-    flags = [*args.given, *(word.split("=")[0] for word in args.flags if word.startswith("--"))]
-    for flag in dict.fromkeys(flags):
-        if flag == "--software":
-            yield f"--software {args.software} has no effect with --calibrate, which reads a run of megacore"
-        elif flag not in ("--calibrate", "--cluster", "--json"):
-            yield f"{flag} has no effect with --calibrate: leave it out"
-
-
-def _collected(read: Callable[[], _T], problems: list[str]) -> _T | None:
-    """What a function returns; or None, and what it refuses added to the problems."""
-    try:
-        return read()
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return None
-
-
-def _this_machine() -> Machine | None:
-    memory = host_capacity()
-    if memory is None:
-        return None
-    source = "of this machine, as the run recorded none in events.jsonl"
-    return Machine(cores=available_cores(), memory_bytes=memory, source=source)
-
-
-def _tokens(text: str) -> float:
-    return _number(text, low=1.0, high=1e18, example="300e9")
-
-
-def _price(text: str) -> float:
-    return _number(text, low=0.0, high=1e6, example="2.5")
-
-
-def _gigabytes(text: str) -> float:
-    if not 0 < (value := _float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, as in 80")
-    return value
-
-
-def _share(text: str) -> float:
-    return _number(text, low=0.01, high=1.0, example="0.9")
-
-
-def _stage(text: str) -> int:
-    if text not in ("0", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"{text} must be 0, 1, 2 or 3")
-    return int(text)
-
-
-def _number(text: str, *, low: float, high: float, example: str) -> float:
-    if not low <= (value := _float(text)) <= high:
-        raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
-    return value
-
-
-def _float(text: str) -> float:
-    """A number; NaN where the text is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -233,3 +234,49 @@ def _take_entry(known: argparse.Namespace) -> None:
 def named_entry(words: Sequence[str]) -> str:
     """The entry point on a command line, for its help."""
     return next((word for word in words if Path(word).name in ENTRIES), ENTRIES[0])
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def tokens(text: str) -> float:
+    """Of argparse: a number of tokens."""
+    return _number(text, low=1.0, high=1e18, example="300e9")
+
+
+def price(text: str) -> float:
+    """Of argparse: USD."""
+    return _number(text, low=0.0, high=1e6, example="2.5")
+
+
+def gigabytes(text: str) -> float:
+    """Of argparse: 10^9 bytes."""
+    if not 0 < (value := _float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, as in 80")
+    return value
+
+
+def share(text: str) -> float:
+    """Of argparse: a part of 1."""
+    return _number(text, low=0.01, high=1.0, example="0.9")
+
+
+def zero_stage(text: str) -> int:
+    """Of argparse: a stage of ZeRO."""
+    if text not in ("0", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(f"{text} must be 0, 1, 2 or 3")
+    return int(text)
+
+
+def _number(text: str, *, low: float, high: float, example: str) -> float:
+    if not low <= (value := _float(text)) <= high:
+        raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
+    return value
+
+
+def _float(text: str) -> float:
+    """A number; NaN where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,239 @@
+"""`tools/plan.py --search`: its flags, what is wrong with them, and what is printed of what it finds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megacore.commands.plan_parser import PlanParser, gigabytes, zero_stage
+from megacore.commands.tool import positive
+from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.config.dimensions import degree_fields
+from megacore.config.fields import flag_and_value
+from megacore.config.parallel import AUTO_SCHEDULE
+from megacore.errors import ConfigError
+from megacore.plan.canvas import save
+from megacore.plan.cluster import Cluster
+from megacore.plan.plan_picture import frontier_picture
+from megacore.plan.planner import usable_bytes
+from megacore.plan.search import Found, search
+from megacore.plan.search_conflicts import conflict
+from megacore.plan.search_report import search_json, search_table
+from megacore.plan.search_space import Constraints, impossible_limits
+
+SEARCHED = (
+    *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
+    "sequence_parallel", "recompute", "recompute_num_layers",
+)  # fmt: skip
+"""Fields that a search chooses, unless they are given."""
+OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
+"""Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
+other degrees, so that it is resolved without them."""
+# Limits: flags without their dashes and "max" or "min".
+_LEAST = (*degree_fields(), "ep")
+_MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
+# Fields that only one layout can have.
+_OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+
+
+def add_search_flags(parser: PlanParser) -> None:
+    """Flags of a search."""
+    add = parser.add_argument
+    add("--search", action="store_true", help="compare all layouts of --world-size ranks instead of planning one")
+    add("--top", type=positive, default=10, metavar="N", help="number of layouts that --search prints. Default: 10")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw time and memory of the layouts that --search finds (.svg or .png)",
+    )
+    for name in _MOST:
+        add(
+            f"--max-{name}",
+            type=positive if name != "zero-stage" else zero_stage,
+            metavar="N",
+            help=f"--search: largest --{name}",
+        )
+        if name in _LEAST:
+            add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
+    add(
+        "--max-memory-gb",
+        type=gigabytes,
+        metavar="GB",
+        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's, which the ranks of a "
+        "CPU share",
+    )
+
+
+def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Values of the run that a search cannot keep."""
+    if not args.search:
+        return
+    for name in _OF_ONE_LAYOUT:
+        if name in given:
+            yield f"{flag_and_value(name, given[name])} is for one layout: leave it out, or leave --search out"
+    for name in OF_DEGREES:  # which `_with_defaults` leaves out
+        if name in given:
+            yield from ParallelConfig(**{name: given[name]}).wrong_fields().values()
+    schedule, virtual = given.get("schedule", AUTO_SCHEDULE), given.get("virtual_stages", 1)
+    yield from _without_effect_in_search(args, given)
+    if virtual > 1 and schedule not in ("interleaved", AUTO_SCHEDULE):
+        yield (
+            f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
+            "--schedule interleaved"
+        )
+    if args.max_virtual_stages == 1 and schedule == "interleaved" and virtual == 1:
+        yield (
+            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave "
+            "it out, use --max-virtual-stages 2 or more, or another --schedule"
+        )
+    for name in _MOST:
+        field = name.replace("-", "_")
+        value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
+            if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
+                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
+
+
+def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
+    """Flags of a search that change nothing beside others."""
+    for name in _MOST:
+        field = name.replace("-", "_")
+        if (value := given.get(field)) is None:
+            continue
+        most, least = getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        if most is not None and value <= most:
+            yield f"--max-{name} {most} has no effect with --{name} {value}: leave one of them out"
+        if least is not None and value >= least:
+            yield f"--min-{name} {least} has no effect with --{name} {value}: leave one of them out"
+    if (only := _only_one("pp", args, given)) is not None:
+        for name in ("schedule", "pipeline_balance"):
+            if name in args.fixed:
+                flag = flag_and_value(name, given[name])
+                yield f"{flag} has no effect with {only}, which leaves no pipeline: leave one of them out"
+    if (only := _only_one("tp", args, given)) is not None and given.get("sequence_parallel"):
+        yield f"--sequence-parallel has no effect with {only}: leave one of them out"
+    schedule, most = args.fixed.get("schedule", "interleaved"), args.max_virtual_stages
+    if most is not None and "virtual_stages" not in given and schedule != "interleaved":
+        yield f"--max-virtual-stages {most} has no effect with --schedule {schedule}: leave one of them out"
+    if lacks_recompute(args, given):
+        layers = given["recompute_num_layers"]
+        yield f"--recompute-num-layers {layers} is for --recompute full: add --recompute full, or leave it out"
+
+
+def _only_one(name: str, args: argparse.Namespace, given: Mapping[str, Any]) -> str | None:
+    """The flag that leaves a degree no value but 1."""
+    if given.get(name) == 1:
+        return f"--{name} 1"
+    return f"--max-{name} 1" if getattr(args, f"max_{name}") == 1 and name not in given else None
+
+
+def lacks_recompute(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    """Whether --search is given a number of blocks to recompute and nothing says how."""
+    named = {*given, *args.unread, *args.foreign}
+    return args.search and "recompute_num_layers" in given and not named & {"recompute", "config", "deepspeed_config"}
+
+
+def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
+    """Limits of a search that are not asked for, or that no layout can keep."""
+    flags = [*(f"max-{name}" for name in _MOST), *(f"min-{name}" for name in _LEAST), "max-memory-gb"]
+    given = {flag: value for flag in flags if (value := getattr(args, flag.replace("-", "_"), None)) is not None}
+    if not args.search:
+        for flag, value in given.items():
+            yield f"--{flag} {value} limits --search: add --search, or leave it out"
+    for name in _LEAST:
+        least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
+        if least is not None and most is not None and least > most:
+            yield f"--min-{name} {least} must be at most --max-{name} {most}"
+    smallest = {}
+    for name in degree_fields():
+        if name in args.fixed:
+            smallest[f"--{name}"] = args.fixed[name]
+        elif f"min-{name}" in given:
+            smallest[f"--min-{name}"] = given[f"min-{name}"]
+    ranks = math.prod(smallest.values())
+    if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
+        product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
+        yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
+    limit = given.get("max-memory-gb")
+    if args.search and args.world_size is not None and cluster is not None and limit is not None:
+        usable = usable_bytes(cluster, args.world_size) / 1e9
+        if limit > usable:
+            yield (
+                f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
+                f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
+            )
+
+
+def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
+    """Limits leave each degree a value.
+
+    Raises:
+        ConfigError: what is wrong.
+    """
+    if not args.search or args.world_size is None or cluster is None:
+        return
+    if problems := impossible_limits(config, _constraints(args)):
+        raise ConfigError(problems)
+
+
+def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluster) -> None:
+    """Search, and print and draw what is found.
+
+    Raises:
+        ConfigError: no layout is valid, or none fits.
+    """
+    constraints = _constraints(args)
+    found = search(config, cluster, constraints, names_batch=args.names_batch)
+    _require_found(found, config, cluster, constraints)
+    if args.json:
+        print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
+    else:
+        print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
+    if args.picture is not None:
+        save(frontier_picture(found), args.picture)
+        print(f"wrote {args.picture}", file=sys.stderr)
+
+
+def _constraints(args: argparse.Namespace) -> Constraints:
+    """The limits of a search."""
+    return Constraints(
+        world_size=args.world_size,
+        most={
+            name: value
+            for name in (flag.replace("-", "_") for flag in _MOST)
+            if (value := getattr(args, f"max_{name}")) is not None
+        },
+        least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
+        fixed=args.fixed,
+        memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
+    )
+
+
+def _require_found(found: Found, config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> None:
+    if found.layouts:
+        return
+    if not found.tried:
+        raise ConfigError([conflict(config, cluster, constraints)])
+    assert found.least_memory is not None
+    least = _three_digits(found.least_memory / 1e9, math.ceil)
+    is_limited = float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9
+    raise ConfigError(
+        [
+            f"--search: no layout of --world-size {constraints.world_size} fits {cluster.name} and the given "
+            f"limits ({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use "
+            f"{f'--max-memory-gb {least}, ' if is_limited else ''}more ranks, a smaller --global-batch-size, or fewer "
+            "limits"
+        ]
+    )
+
+
+def _three_digits(value: float, rounded: Callable[[float], int]) -> str:
+    """A positive number in three digits, `rounded` up or down as math.ceil and math.floor do."""
+    digits = max(2 - math.floor(math.log10(value)), 0)
+    return f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
