@@ -31,7 +31,7 @@ from megacore.plan.state import (
     term_bytes,
     zero_stage,
 )
-from megacore.plan.whole_matrices import whole_buckets
+from megacore.plan.whole_matrices import whole_buckets, whole_padding
 
 GIB = 2.0**30
 # torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
@@ -231,7 +231,11 @@ class _State(NamedTuple):
 def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _State:
     chunks = on_rank.chunks
     padding = expert_padding = 0
-    if config.optimizer_settings.takes_some_whole and 0 < zero_stage(config) < 3:
+    if config.optimizer_settings.takes_some_whole and zero_stage(config) == 3:
+        for chunk in chunks:
+            of_experts_here, here = whole_padding(config, chunk, on_cpu=on_cpu)
+            padding, expert_padding = padding + here, expert_padding + of_experts_here
+    elif config.optimizer_settings.takes_some_whole and zero_stage(config) > 0:
         buckets = [whole_buckets(config, chunk, on_cpu=on_cpu) for chunk in chunks]
         padding, expert_padding = sum(one.padding for one in buckets), sum(one.expert_padding for one in buckets)
     held = {"experts": on_rank.experts, "blocks": on_rank.blocks}

@@ -69,6 +69,14 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     )
 
 
+def whole_padding(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> tuple[int, int]:
+    """Elements of the buckets of a pipeline stage that belong to no parameter: of experts' and of the others, on
+    ZeRO's stages 1 to 3; arguments as for `whole_buckets`."""
+    buckets = list(_update_buckets(config, chunk, on_cpu=on_cpu))
+    of_experts = sum(bucket.padding for bucket in buckets if bucket.of_experts)
+    return of_experts, sum(bucket.padding for bucket in buckets) - of_experts
+
+
 class Directions(NamedTuple):
     """Elements of what the ranks of a stage send of the directions in which an update moves matrices.
 
