@@ -270,6 +270,7 @@ class _Fit:
                 pattern="all-reduce",
                 bytes=one.bytes,
                 ranks=one.ranks,
+                among=range(self.config.parallel.ranks),
             )
             ratios += [transfer_seconds(transfer, device) / seconds for seconds in one.seconds]
         if len(ratios) < _FEW:

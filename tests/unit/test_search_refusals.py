@@ -1,0 +1,175 @@
+"""tools/plan.py --search: what it refuses, and whether the message says the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.plan import main
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (
+            "--max-tp 0 --min-pp 200",
+            [
+                "--max-tp 0 must be at least 1",
+                "--min-pp 200 leaves no --pp: those that divide --world-size 64 and are at most --num-layers 12 are "
+                "1, 2, 4, 8",
+            ],
+        ),
+        (
+            "--min-tp 16 --min-cp 3 --max-cp 3 --min-dp 8",
+            [
+                "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64",
+                "--min-tp 16 leaves no --tp: those that divide --world-size 64 and divide --num-attention-heads 12 are "
+                "1, 2, 4",
+                "--min-cp 3 and --max-cp 3 leave no --cp",
+            ],
+        ),
+        ("--min-dp 3 --max-dp 3", ["--min-dp 3 and --max-dp 3 leave no --dp"]),
+    ],
+)
+def test_limits_that_no_layout_can_keep_are_all_named(
+    limits: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 16 --cluster h100 --world-size 64 --search"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*flags.split(), *limits.split()]))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in said), text
+    assert text.count("\n  - ") == len(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--max-tp 1 --max-pp 1 --max-dp 1",
+            "--search: --max-tp 1 x --max-pp 1 x --max-dp 1 = 1 must be at least --world-size 64: use larger ones, or "
+            "at most --world-size 1",
+        ),
+        (
+            "--max-dp 3 --max-tp 2",
+            "--search: --max-tp 2 x --pp 8 (the largest of those that are at most --num-layers 12) x --max-dp 3 (2 is "
+            "possible) = 32 must be at least --world-size 64",
+        ),
+        ("--tp 2 --pp 4 --dp 4", "--search: --tp 2 x --pp 4 x --dp 4 = 32 must be at least --world-size 64"),
+        ("--tp 4 --min-dp 32", "--tp 4 x --min-dp 32 = 128 must be at most --world-size 64"),
+        ("--tp 2 --min-tp 4", "--tp 2 must be at least --min-tp 4"),
+        ("--pp 8 --max-pp 4", "--pp 8 must be at most --max-pp 4"),
+        (
+            "--tp 3",
+            "--tp 3 is not possible: those that divide --world-size 64 and divide --num-attention-heads 12 are 1, 2",
+        ),
+        (
+            "--schedule interleaved --max-virtual-stages 1",
+            "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more",
+        ),
+        (
+            "--schedule interleaved --min-pp 7",
+            "--search: no valid layout of --world-size 64 has --schedule interleaved and --min-pp 7: use --schedule "
+            "1f1b or zero-bubble, or --min-pp 4, or another",
+        ),
+        (
+            "--virtual-stages 2 --max-pp 1",
+            "--search: no valid layout of --world-size 64 has --virtual-stages 2 and --max-pp 1: use --virtual-stages "
+            "1, or --max-pp 2, or another",
+        ),
+        ("--virtual-stages 12 --min-pp 2", "has --virtual-stages 12: use --virtual-stages 3, 4, 5 or 6, or another"),
+        (
+            "--micro-batch-size 8 --min-dp 16",
+            "has --micro-batch-size 8 and --min-dp 16: use --micro-batch-size 1, 2 or 4, or --min-dp 8, or another",
+        ),
+        ("--max-memory-gb 200", "--max-memory-gb 200 must be at most 82.3, which is what a rank may take of h100"),
+        (
+            "--preset mixtral-8x7b --etp 2 --max-tp 1",
+            "has --etp 2 and --max-tp 1: use --etp 1, or --max-tp 2, or another",
+        ),
+        ("--preset mixtral-8x7b --ep 8 --max-ep 4", "--ep 8 must be at most --max-ep 4"),
+        (
+            "--preset mixtral-8x7b --ep 3",
+            "--ep 3 is not possible: those that divide --world-size 64 and divide --num-exp",
+        ),
+    ],
+)
+def test_flags_of_a_search_that_contradict_each_other_are_one_problem(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "" if "--preset" in flags else "--preset gpt2-small"
+    given = f"pretrain_gpt.py --global-batch-size 64 --cluster h100 --world-size 64 --search {model} {flags}"
+    assert main(given.split()) == 2
+    text = capsys.readouterr().err
+    assert said in text and text.count("\n  - ") == 1, text
+
+
+def test_a_way_out_of_a_contradiction_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 64 --cluster h100 --world-size 64 --search"
+    for given, ways in (
+        ("--micro-batch-size 8 --min-dp 16", ("--micro-batch-size 4 --min-dp 16", "--micro-batch-size 8 --min-dp 8")),
+        ("--virtual-stages 12 --min-pp 2", ("--virtual-stages 3 --min-pp 2", "--virtual-stages 6 --min-pp 2")),
+        (
+            "--schedule interleaved --min-pp 7",
+            ("--schedule zero-bubble --min-pp 7", "--schedule interleaved --min-pp 4"),
+        ),
+    ):
+        assert main([*flags.split(), *given.split()]) == 2
+        for way in ways:
+            assert main([*flags.split(), *way.split()]) == 0, way
+    capsys.readouterr()
+
+
+def test_every_contradiction_of_a_search_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--preset mixtral-8x7b --global-batch-size 64 --cluster h100 --world-size 64 --search"
+    limits = "--min-dp 3 --max-dp 3 --min-tp 8 --max-tp 4 --ep 5 --max-memory-gb 100 --zero-stage 2 --max-zero-stage 1"
+    assert main(["pretrain_gpt.py", *flags.split(), *limits.split()]) == 2
+    text = capsys.readouterr().err
+    for said in (
+        "--min-tp 8 must be at most --max-tp 4",
+        "--max-memory-gb 100 must be at most 82.3",
+        "--min-dp 3 and --max-dp 3 leave no --dp",
+        "--ep 5 is not possible",
+        "--zero-stage 2 must be at most --max-zero-stage 1",
+    ):
+        assert said in text
+    assert text.count("\n  - ") == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--schedule zero-bubble --max-pp 1", ["--schedule zero-bubble has no effect with --max-pp 1"]),
+        (
+            "--schedule interleaved --pipeline-balance time --pp 1",
+            [
+                "--schedule interleaved has no effect with --pp 1, which leaves no pipeline: leave one of them out",
+                "--pipeline-balance time has no effect with --pp 1",
+            ],
+        ),
+        ("--sequence-parallel --max-tp 1", ["--sequence-parallel has no effect with --max-tp 1: leave one of them"]),
+        ("--max-virtual-stages 4 --schedule 1f1b", ["--max-virtual-stages 4 has no effect with --schedule 1f1b"]),
+        (
+            "--min-tp 2 --tp 2 --max-tp 2",
+            ["--min-tp 2 has no effect with --tp 2: leave one of them", "--max-tp 2 has no effect with --tp 2"],
+        ),
+        ("--zero-stage 1 --max-zero-stage 2", ["--max-zero-stage 2 has no effect with --zero-stage 1"]),
+        (
+            "--recompute-num-layers 13",
+            ["--recompute-num-layers 13 is for --recompute full: add", "--recompute-num-layers 13 must be at most"],
+        ),
+        ("--recompute none --recompute-num-layers 3", ["--recompute-num-layers 3 has no effect with --recompute none"]),
+        ("--max-memory-gb 0", ["--max-memory-gb 0 must be a number above 0, as in 80"]),
+        ("--max-memory-gb nan", ["--max-memory-gb nan must be a number above 0"]),
+    ],
+)
+def test_what_changes_nothing_in_a_search_is_refused(
+    flags: str, problems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*run.split(), *flags.split()]))
+    assert stop.value.code == 2
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    for line, said in zip(sorted(listed), sorted(problems), strict=True):
+        assert line.startswith(f"  - {said}"), line
