@@ -1,7 +1,7 @@
 """The schedule of --schedule auto: of those that fit into memory, the one that the simulator predicts to be fastest.
 
-Predictions are of whole steps (step_time.py). Another schedule than 1F1B must be faster by a margin, because predictions err and 1F1B
-needs the least memory.
+Predictions are of whole steps (step_time.py). Another schedule than 1F1B must be faster by a margin, because
+predictions err and 1F1B needs the least memory.
 """
 
 from __future__ import annotations
