@@ -32,9 +32,11 @@ from megacore.plan.state import PlannedLayer, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
 
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
-# Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
-# reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
-_SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
+# Unfused attention's tensors [b, n/t, s, s]. Forward: scores written, read and written by the softmax, read by the mix.
+# Backward: weights read for the values' gradients, and their own gradients written; those and the weights read by the
+# softmax, which writes the scores' gradients; these read for the queries' and for the keys'. Dropout reads and writes
+# them once more in each, with a mask of a byte.
+_SCORES_FORWARD, _SCORES_BACKWARD, _DROPOUT_PASSES = 4.0, 7.0, 2.5
 
 
 class Parts(NamedTuple):
@@ -234,13 +236,14 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
     keys = min(s, block.window_size or s)
     flops = 4.0 * tokens * keys * heads * d
     if config.training.attention == "fused-softmax" or speed.cluster.on_cpu:
-        passes = _SCORE_PASSES + (_DROPOUT_PASSES if block.attention_dropout else 0.0)
-        scores = passes * speed.element * tokens * s * heads
+        dropped = _DROPOUT_PASSES if block.attention_dropout else 0.0
+        scores = speed.element * tokens * s * heads
         count = config.training.micro_batch_size * heads
         whole = 2 * 2.0 * tokens * s * heads * d / speed.peak / speed.cluster.device.product_efficiency.of(speed.case)
         moved = speed.memory(2 * speed.element * count * 2 * s * d)
-        forward = Parts(attention=whole + moved + speed.memory(scores))
-        return forward, forward.times(2.0)
+        forward = whole + moved + speed.memory((_SCORES_FORWARD + dropped) * scores)
+        backward = 2.0 * (whole + moved) + speed.memory((_SCORES_BACKWARD + dropped) * scores)
+        return Parts(attention=forward), Parts(attention=backward)
     seen = flops * (1 - keys / (2.0 * s)) if config.is_causal else flops  # fused kernels skip what no position sees
     return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
 
