@@ -37,6 +37,11 @@ _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without 
 # softmax, which writes the scores' gradients; these read for the queries' and for the keys'. Dropout reads and writes
 # them once more in each, with a mask of a byte.
 _SCORES_FORWARD, _SCORES_BACKWARD, _DROPOUT_PASSES = 4.0, 7.0, 2.5
+# Of an fp32 copy of the logits, beside reading the logits and writing their gradients. Forward: the copy written, read
+# for its maximum, read and written to subtract that, for the exponentials and for the quotients, read for their sum.
+# Backward: read and written to multiply by the loss's gradient, read for the gradients. As in Megatron-Core's
+# tensor_parallel/cross_entropy.py; torch's cross_entropy moves as much in all.
+_COPY_FORWARD, _COPY_BACKWARD = 9.0, 3.0
 
 
 class Parts(NamedTuple):
@@ -316,9 +321,12 @@ def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> P
         return Passes(moved + exposed[0], exposed[1], moved)
     rows = vocabulary_rows(config.model, t)
     product = Parts(gemm=speed.product(tokens, h, rows))
-    logits = Parts(memory=speed.memory(LOGIT_PASSES / 2 * tokens * rows * e))
+    of_logit = LOGIT_PASSES / 2 * e, LOGIT_PASSES / 2 * e
+    if speed.software.copies_logits:
+        of_logit = e + 4.0 * _COPY_FORWARD, e + 4.0 * _COPY_BACKWARD
+    forward, backward = (product + Parts(memory=speed.memory(size * tokens * rows)) for size in of_logit)
     again = product if loss_chunks(config) > 1 else Parts()
-    return Passes(product + logits + exposed[0], product + logits + again + exposed[1], product)
+    return Passes(forward + exposed[0], backward + again + exposed[1], product)
 
 
 @dataclass(frozen=True, kw_only=True)
