@@ -106,7 +106,9 @@ def test_an_fp32_copy_of_the_logits_takes_time(capsys: pytest.CaptureFixture[str
     flags += " --seq-length 2048 --micro-batch-size 4 --global-batch-size 8 --precision bf16 --cluster a100-80g"
     own, theirs = (planned(capsys, f"{flags}{more}") for more in ("", " --software torch-eager"))
     moved = 2 * 4 * 2048 * 51200 * (52 - 8) / (2039e9 * 0.82)
-    longer = {part: theirs["step_parts"][part]["value"] - own["step_parts"][part]["value"] for part in own["step_parts"]}
+    longer = {
+        part: theirs["step_parts"][part]["value"] - own["step_parts"][part]["value"] for part in own["step_parts"]
+    }
     assert longer.pop("memory") == pytest.approx(moved, rel=1e-6)
     assert max(map(abs, longer.values())) < 1e-9
 
