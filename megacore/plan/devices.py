@@ -104,6 +104,7 @@ _PCIE_4, _PCIE_5 = 32e9, 64e9  # of 16 lanes
 # Two processors for 8 devices: 16 channels of DDR4-3200, DDR5-4800 and DDR5-5600.
 _DDR4_3200, _DDR5_4800, _DDR5_5600 = 410e9 / 8, 614e9 / 8, 717e9 / 8
 _AMPERE_PRODUCTS = Range(0.75, 0.83, 0.90)  # an A100 holds its clock in products; later devices lower it
+_AMPERE_LINKS = Range(0.55, 0.65, 0.80)  # sums over 2 to 8 A100 reach 0.49 to 0.67 of NVLink (nccl-tests, 32 to 128 MB)
 
 DEVICES = (
     Device(
@@ -116,6 +117,7 @@ DEVICES = (
         host_link=_PCIE_4,
         host_bandwidth=_DDR4_3200,
         product_efficiency=_AMPERE_PRODUCTS,
+        link_efficiency=_AMPERE_LINKS,
         attention_efficiency=Range(0.50, 0.58, 0.65),
     ),
     Device(
@@ -128,6 +130,7 @@ DEVICES = (
         host_link=_PCIE_4,
         host_bandwidth=_DDR4_3200,
         product_efficiency=_AMPERE_PRODUCTS,
+        link_efficiency=_AMPERE_LINKS,
         attention_efficiency=Range(0.50, 0.58, 0.65),
     ),
     Device(

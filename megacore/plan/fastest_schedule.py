@@ -1,7 +1,7 @@
 """The schedule of --schedule auto: of those that fit into memory, the one that the simulator predicts to be fastest.
 
-Predictions are of step_time.py. Another schedule than 1F1B must be faster by a margin, because predictions err and 1F1B
-needs the least memory.
+Predictions are of whole steps (step_time.py). Another schedule than 1F1B must be faster by a margin, because
+predictions err and 1F1B needs the least memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.parallel import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.state import PlannedLayer
-from megacore.plan.step_time import pipeline_time
+from megacore.plan.step_time import step_seconds
 
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
 """Stages per rank that are tried."""
@@ -67,7 +67,7 @@ def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cl
         others += (ScheduleChoice("interleaved", v) for v in possible)
 
     def seconds(choice: ScheduleChoice) -> float:
-        return pipeline_time(_with_schedule(config, choice), layers, cluster)
+        return step_seconds(_with_schedule(config, choice), layers, cluster)
 
     most = (1.0 - _MARGIN) * seconds(_ONE_BY_ONE)
     timed = sorted((seconds(choice), choice) for choice in others)

@@ -72,9 +72,20 @@ def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_secon
     residual = RESIDUAL_PASSES * block.hidden_size / (t if config.parallel.sequence_parallel else 1)
     memory = e * (residual + (inner + HEAD_PASSES * heads) / t) / bandwidth
     forward = (products + attention) / t / flops_per_second + memory
-    passes = 4.0 if config.training.recompute == "full" and config.training.recompute_num_layers is None else 3.0
+    passes = 4.0 if _computes_blocks_again(config) else 3.0
     # Backward of fused attention computes its scores once more.
     return tokens * (passes * forward + attention / 2 / t / flops_per_second)
+
+
+def _computes_blocks_again(config: ResolvedConfig) -> bool:
+    """Whether backward computes the forward of a stage's last block again.
+
+    Where only the first blocks of each stage are computed again, like blocks add as much to every stage: that changes
+    no balance.
+    """
+    first, parallel = config.training.recompute_num_layers, config.parallel
+    every = first is None or first * parallel.pp * parallel.virtual_stages >= config.model.num_layers
+    return config.training.recompute == "full" and every
 
 
 def _tokens(config: ResolvedConfig) -> int:

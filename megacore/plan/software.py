@@ -42,7 +42,7 @@ class Software:
         waits_in: schedules in which a pipeline rank computes nothing while it sends or receives.
         scatters_messages: whether each tensor-parallel rank sends a part of a message between stages, and the receiving
             ranks gather it in their node; otherwise every rank sends all of it. Sequence parallelism needs neither.
-        copies_logits: whether the loss makes an fp32 copy of all logits.
+        copies_logits: whether the loss makes an fp32 copy of all logits, and passes over it again and again.
         block_seconds: of the host's program for one pass through a block, forward or backward, where that is more than
             its operators' `Device.host_seconds`. Compiled code does not need it.
         host_spread: standard deviation of `block_seconds` between ranks, relative. A sum of the layer group starts when
@@ -72,6 +72,7 @@ MEGATRON_LM = Software(
     sums_fp16=True,
     waits_in=frozenset({"gpipe", "1f1b"}),
     scatters_messages=True,
+    copies_logits=True,
     block_seconds=Range(1.3e-3, 1.1e-3, 0.9e-3),
     usual={
         "attention": "--attention fused-softmax",
@@ -88,6 +89,7 @@ MEGATRON_CORE = Software(
     tensor_overlap=Range(0.5, 0.9, 1.0),
     overlaps_forward=True,
     fused_accumulation=True,
+    copies_logits=True,
 )
 TORCH_EAGER = Software(name="torch-eager", tensor_overlap=_NONE, copies_logits=True)
 

@@ -32,9 +32,16 @@ from megacore.plan.state import PlannedLayer, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
 
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
-# Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
-# reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
-_SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
+# Unfused attention's tensors [b, n/t, s, s]. Forward: scores written, read and written by the softmax, read by the mix.
+# Backward: weights read for the values' gradients, and their own gradients written; those and the weights read by the
+# softmax, which writes the scores' gradients; these read for the queries' and for the keys'. Dropout reads and writes
+# them once more in each, with a mask of a byte.
+_SCORES_FORWARD, _SCORES_BACKWARD, _DROPOUT_PASSES = 4.0, 7.0, 2.5
+# Of an fp32 copy of the logits, beside reading the logits and writing their gradients. Forward: the copy written, read
+# for its maximum, read and written to subtract that, for the exponentials and for the quotients, read for their sum.
+# Backward: read and written to multiply by the loss's gradient, read for the gradients. As in Megatron-Core's
+# tensor_parallel/cross_entropy.py; torch's cross_entropy moves as much in all.
+_COPY_FORWARD, _COPY_BACKWARD = 9.0, 3.0
 
 
 class Parts(NamedTuple):
@@ -234,13 +241,14 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
     keys = min(s, block.window_size or s)
     flops = 4.0 * tokens * keys * heads * d
     if config.training.attention == "fused-softmax" or speed.cluster.on_cpu:
-        passes = _SCORE_PASSES + (_DROPOUT_PASSES if block.attention_dropout else 0.0)
-        scores = passes * speed.element * tokens * s * heads
+        dropped = _DROPOUT_PASSES if block.attention_dropout else 0.0
+        scores = speed.element * tokens * s * heads
         count = config.training.micro_batch_size * heads
         whole = 2 * 2.0 * tokens * s * heads * d / speed.peak / speed.cluster.device.product_efficiency.of(speed.case)
         moved = speed.memory(2 * speed.element * count * 2 * s * d)
-        forward = Parts(attention=whole + moved + speed.memory(scores))
-        return forward, forward.times(2.0)
+        forward = whole + moved + speed.memory((_SCORES_FORWARD + dropped) * scores)
+        backward = 2.0 * (whole + moved) + speed.memory((_SCORES_BACKWARD + dropped) * scores)
+        return Parts(attention=forward), Parts(attention=backward)
     seen = flops * (1 - keys / (2.0 * s)) if config.is_causal else flops  # fused kernels skip what no position sees
     return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
 
@@ -313,9 +321,12 @@ def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> P
         return Passes(moved + exposed[0], exposed[1], moved)
     rows = vocabulary_rows(config.model, t)
     product = Parts(gemm=speed.product(tokens, h, rows))
-    logits = Parts(memory=speed.memory(LOGIT_PASSES / 2 * tokens * rows * e))
+    of_logit = LOGIT_PASSES / 2 * e, LOGIT_PASSES / 2 * e
+    if speed.software.copies_logits:
+        of_logit = e + 4.0 * _COPY_FORWARD, e + 4.0 * _COPY_BACKWARD
+    forward, backward = (product + Parts(memory=speed.memory(size * tokens * rows)) for size in of_logit)
     again = product if loss_chunks(config) > 1 else Parts()
-    return Passes(product + logits + exposed[0], product + logits + again + exposed[1], product)
+    return Passes(forward + exposed[0], backward + again + exposed[1], product)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,48 +83,97 @@ def step_time(
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
         cut: the model in stages, if it is known.
     """
-    config = _as_summed(config, cluster)
-    speed = speed_of(config, cluster, case)
-    parallel, m = config.parallel, config.microbatches
-    cut = cut or Cut(config, layers)
-    stages = stage_times(config, cut.chunks, speed)
-    costs = pipeline_costs(config, stages, speed)
-    busy = [sum(stage.total for stage in stages[rank :: parallel.pp]) * m for rank in range(parallel.pp)]
-    busiest = max(range(parallel.pp), key=busy.__getitem__)
-    length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
+    step = _Step(config, layers, cluster, case=case, simulated=simulated, cut=cut)
+    config, stages, speed, parallel = step.config, step.stages, step.speed, step.config.parallel
+    length, m = step.length, config.microbatches
     without = length
-    if costs.transfer and simulated:
+    if step.costs.transfer and simulated:
         without = pipeline_seconds(config, pipeline_costs(config, stages, speed, instant=True))
-    on_rank = range(busiest, len(stages), parallel.pp)
-    parts = functools.reduce(Parts.__add__, (stages[number].sum for number in on_rank)).times(m)
-    waited = sum(stages[number].replicas_exposed for number in on_rank) * m
-    end = max(step_ends(config, cut, stages, speed), key=lambda one: one.seconds)
-    tied = tied_gradients(config)
-    tied_seconds = 0.0 if tied is None else speed.transfers([tied])
-    slowest = parts.compute * _lag_of_slowest(config, speed)
+    parts, end = step.parts, step.end
+    waited = sum(stages[number].replicas_exposed for number in step.on_busiest) * m
     messages = 2 * m * _message_seconds(config, speed) if parallel.pp > 1 else 0.0
     return StepTime(
-        seconds=length + slowest + end.seconds + tied_seconds,
+        seconds=step.seconds,
         gemm=parts.gemm,
         attention=parts.attention,
         memory=parts.memory,
         tensor=parts.exposed - waited,
         experts=parts.dispatch,
         replicas=waited + end.exposed,
-        tied=tied_seconds,
+        tied=step.tied,
         pipeline=length - without,
-        bubble=max(without - busy[busiest], 0.0) if parallel.pp > 1 else 0.0,  # but for rounding it is not less
-        slowest=slowest,
+        bubble=max(without - step.busiest_seconds, 0.0) if parallel.pp > 1 else 0.0,  # but for rounding it is not less
+        slowest=step.slowest,
         optimizer=end.optimizer,
         host=end.host,
         hidden={
             _beside_layers(parallel): parts.hidden,
-            "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in on_rank) * m,
+            "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in step.on_busiest) * m,
             "pipeline": max(messages - (length - without), 0.0),
             "host memory": end.host_hidden,
         },
         stages=stages,
     )
+
+
+def step_seconds(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> float:
+    """Seconds of a step, as `step_time` has them, without its parts: in half of the time.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        cluster: that computes it, with its software.
+    """
+    return _Step(config, layers, cluster).seconds
+
+
+class _Step:
+    """What a step consists of; arguments as those of `step_time`.
+
+    Attributes:
+        config: with gradients in 16 bits where the software adds them up so.
+        stages: of one microbatch.
+        costs: of the stages, for the simulator.
+        on_busiest: stages of the pipeline rank that computes longest.
+        busiest_seconds: that it computes, with its layers' transfers.
+        parts: the same, by what takes them.
+        length: seconds from the first forward to the last backward.
+        slowest: seconds of waiting for the slowest node.
+        end: of the step, on the rank where it takes longest.
+        tied: seconds of the sum of tied gradients.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        layers: Sequence[PlannedLayer],
+        cluster: Cluster,
+        *,
+        case: Case = "expected",
+        simulated: bool = True,
+        cut: Cut | None = None,
+    ) -> None:
+        self.config = config = _as_summed(config, cluster)
+        self.speed = speed = speed_of(config, cluster, case)
+        pp, m = config.parallel.pp, config.microbatches
+        cut = cut or Cut(config, layers)
+        self.stages = stages = stage_times(config, cut.chunks, speed)
+        self.costs = pipeline_costs(config, stages, speed)
+        busy = [sum(stage.total for stage in stages[rank::pp]) * m for rank in range(pp)]
+        busiest = max(range(pp), key=busy.__getitem__)
+        self.on_busiest, self.busiest_seconds = range(busiest, len(stages), pp), busy[busiest]
+        simulate = pipeline_seconds if simulated else functools.partial(_estimated_seconds, busy=busy[busiest])
+        self.length = simulate(config, self.costs)
+        self.parts = functools.reduce(Parts.__add__, (stages[number].sum for number in self.on_busiest)).times(m)
+        self.slowest = self.parts.compute * _lag_of_slowest(config, speed)
+        self.end = max(step_ends(config, cut, stages, speed), key=lambda one: one.seconds)
+        tied = tied_gradients(config)
+        self.tied = 0.0 if tied is None else speed.transfers([tied])
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.length + self.slowest + self.end.seconds + self.tied
 
 
 def _as_summed(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
@@ -145,19 +194,6 @@ def _beside_layers(parallel: ParallelConfig) -> str:
     if parallel.cp == 1:
         return "tensor parallel"
     return "context parallel" if parallel.tp == 1 else "tensor and context parallel"
-
-
-def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> float:
-    """Seconds from a step's first forward to its last backward, by simulation: what its schedule decides.
-
-    Args:
-        config: a resolved configuration.
-        layers: the whole model.
-        cluster: that computes it.
-    """
-    speed = speed_of(config, cluster, "expected")
-    stages = stage_times(config, Cut(config, layers).chunks, speed)
-    return pipeline_seconds(config, pipeline_costs(config, stages, speed))
 
 
 def pipeline_costs(

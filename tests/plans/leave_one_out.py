@@ -31,7 +31,7 @@ Constants = tuple[float, ...]
 Errors = dict[str, dict[Constants, float]]  # median by model and constants
 
 PRODUCTS = (0.79, 0.83, 0.87)
-LINKS = (0.65, 0.75, 0.85)
+LINKS = (0.55, 0.65, 0.75, 0.85)
 BLOCK_SECONDS = (0.9e-3, 1.1e-3, 1.3e-3)
 SPEEDS: tuple[Constants, ...] = tuple(itertools.product(PRODUCTS, LINKS, BLOCK_SECONDS))
 HOST_SPREADS: tuple[Constants, ...] = ((0.0,), (0.04,), (0.08,), (0.12,), (0.16,))

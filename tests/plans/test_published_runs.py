@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megacore.plan.memory import GIB
 from megacore.plan.planner import step_flops
@@ -93,3 +94,24 @@ def test_small_models_on_one_node(hidden: int) -> None:
 @pytest.mark.parametrize("run", memory_runs(), ids=lambda run: run.model)
 def test_memory(run: Run) -> None:
     assert run.plan().fullest.expected / GIB == pytest.approx(run.gib, rel=0.10)
+
+
+def test_the_rows_of_one_node_are_sums_of_few_numbers() -> None:
+    """As docs/guides/planner.md says: m (a L + b) + c L + d for m microbatches and L layers, where runs of independent
+    measurements would differ by a percent."""
+    alike: dict[tuple[int, ...], list[tuple[float, float, float]]] = defaultdict(list)
+    for run in single_node_runs():
+        config, parallel = run.config, run.config.parallel
+        if parallel.pp == 1 and run.seconds is not None:
+            key = config.model.hidden_size, parallel.tp, parallel.dp, config.training.micro_batch_size
+            alike[key].append((config.microbatches, config.model.num_layers, run.seconds))
+    off: list[float] = []
+    for rows in alike.values():
+        m, layers, seconds = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        factors = torch.stack([m * layers, m, layers, torch.ones_like(m)], 1)
+        if len(rows) > 5:
+            fitted = torch.linalg.lstsq(factors, seconds[:, None], driver="gelsd").solution[:, 0]
+            off.extend((factors @ fitted / seconds - 1).abs().tolist())
+    assert len(off) > 200
+    assert statistics.median(off) < 1e-5
+    assert max(off) < 0.004

@@ -151,6 +151,22 @@ def test_the_head_counts_by_the_vocabulary_and_attention_by_the_length() -> None
     assert blocks_of_stages(planned(W1 + " --pipeline-balance parameters")) == [2, 2]
 
 
+def test_blocks_that_are_computed_again_count_where_every_stage_computes_all_of_its_own_again() -> None:
+    """The head then weighs less beside them. One more block in each stage changes nothing."""
+    flags = "--preset qwen3-0.6b --pp 4 --precision bf16"
+    none, full = blocks_of_stages(planned(flags)), blocks_of_stages(planned(f"{flags} --recompute full"))
+    assert none == [8, 9, 9, 2] and full == [8, 8, 8, 4]
+    few, all_of_a_stage = (planned(f"{flags} --recompute full --recompute-num-layers {n}") for n in (1, 7))
+    assert blocks_of_stages(few) == none
+    assert blocks_of_stages(all_of_a_stage) == full
+    layers, speed = outline(all_of_a_stage), speed_of(all_of_a_stage, CLUSTERS["a100-80g"], "expected")
+
+    def slowest(stages: list[range]) -> float:
+        return max(stage_time(all_of_a_stage, [layers[i] for i in stage], speed).total for stage in stages)
+
+    assert slowest(stage_ranges(layers, all_of_a_stage)) < 0.97 * slowest(stage_ranges(layers, few))
+
+
 def test_partition_has_the_smallest_sum_of_squares_that_stages_in_order_give() -> None:
     """As the table of all ends and starts gives it, which the partition does not fill where no best one can lie."""
     random = Random(1)

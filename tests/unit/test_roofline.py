@@ -101,6 +101,27 @@ def test_a_small_all_reduce_takes_a_tree(ranks: int, seconds: float) -> None:
     assert transfer_seconds(scalar, IDEAL) == pytest.approx(seconds, rel=1e-9)
 
 
+def test_all_reduces_of_a100_take_about_as_long_as_measured() -> None:
+    """By nccl-tests on a node with 8 A100-80GB: microseconds of 32 and 128 MiB over 2, 4 and 8 of them (the vTrain
+    project, github.com/VIA-Research/vTrain, trace/a100; MIT licence)."""
+    measured = {2: (230.0, 763.6), 4: (284.2, 998.6), 8: (358.1, 1162.0)}
+    errors = []
+    for ranks, microseconds in measured.items():
+        for mib, expected in zip((32, 128), microseconds, strict=True):
+            transfer = Transfer(
+                name="sum",
+                phase="forward",
+                number=0,
+                role="layer",
+                pattern="all-reduce",
+                bytes=mib * 2.0**20,
+                ranks=ranks,
+            )
+            errors.append(transfer_seconds(transfer, device_named("a100-80g")) / (expected * 1e-6) - 1)
+    assert max(map(abs, errors)) < 0.25
+    assert abs(sum(errors) / len(errors)) < 0.06
+
+
 def gather(number: int, megabytes: float, role: str = "layer") -> Transfer:
     """Takes 5 us a MB and 1 us."""
     return Transfer(
