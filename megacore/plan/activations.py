@@ -150,6 +150,12 @@ def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     return _element(config) * inner
 
 
+def shared_inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """One tensor of the inner width of the expert that every token uses; 0 where there is none."""
+    width = 0 if block.experts is None else block.experts.moe_shared_expert_size or 0
+    return _element(config) * _tokens(config) * width / _layer_ranks(config)
+
+
 @once_per_layers
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all

@@ -17,6 +17,7 @@ from megacore.plan.activations import (
     inner_bytes,
     kept_gradient_bytes,
     residual_bytes,
+    shared_inner_bytes,
 )
 from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
@@ -57,8 +58,8 @@ def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, o
 def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
     """What the block that is computed again keeps besides its input."""
     if config.training.recompute == "light" and not config.training.compile:  # one output of a norm or an activation
-        inner = max(map(_width_computed_again, blocks), default=0) / config.parallel.tp
-        return max(inner / config.model.hidden_size, 1.0) * residual_bytes(config) if blocks else 0.0
+        activated = [_activated_bytes(config, block) for block in _distinct(blocks)]
+        return max(residual_bytes(config), *activated) if activated else 0.0
     if config.training.recompute == "selective":
         cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
         return max(cores, default=0.0)
@@ -67,9 +68,9 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
     return 0.0
 
 
-def _width_computed_again(block: ResolvedModel) -> int:
-    """Of the activation that `light` computes again; that of experts is kept."""
-    return block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
+def _activated_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """The largest output of an activation that `light` computes again; ReLU keeps its output itself."""
+    return 0.0 if block.activation == "relu" else max(inner_bytes(config, block), shared_inner_bytes(config, block))
 
 
 def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
