@@ -371,6 +371,11 @@ def head_bytes(config: ResolvedConfig) -> float:
     return copies * logits_bytes(config) / chunks + _head_tensors(config) * residual_bytes(config) + summed
 
 
+def head_freed_bytes(config: ResolvedConfig) -> float:
+    """Of `head_bytes` what is freed when the gradients of the output layer's input and weight are computed."""
+    return head_bytes(config) - _head_tensors(config) * residual_bytes(config)
+
+
 def head_kept_bytes(config: ResolvedConfig) -> float:
     """What the head keeps of a microbatch until its backward: `_head_tensors` and the logits, with a soft cap also a
     hyperbolic tangent of each, unless they are computed in chunks."""

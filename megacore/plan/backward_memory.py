@@ -14,6 +14,7 @@ from megacore.plan.activations import (
     attention_core_bytes,
     block_bytes,
     embedding_kept_bytes,
+    head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
     residual_bytes,
@@ -22,10 +23,11 @@ from megacore.plan.activations import (
 from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
-from megacore.plan.model_size import largest_product, projection, vocabulary_rows
+from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
+from megacore.plan.unreduced import Held, pieces, unreduced
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
@@ -155,6 +157,7 @@ def passing_bytes(
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
     chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
+    limits = [min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)) for sizes in sizes_by_chunk]
     has_copies = expert_copies(config.parallel) > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
     if not holds_experts:
@@ -168,12 +171,17 @@ def passing_bytes(
         id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
         for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
     }
-    for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
-        limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
+    for chunk, sizes, kept_here, limit in zip(chunks, sizes_by_chunk, kept, limits, strict=True):
+        filled: Sequence[Sequence[Held]] = [()] * len(chunk)
+        last = 0
+        if stage == 2:
+            of_layer = zip(chunk, sizes, strict=True)
+            parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
+            filled, last = unreduced(parts, (grown(limit, shards), grown(limit, expert_copies(config.parallel))))
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, new, later_size, later_bucket = 0.0, 0.0, 0.0, 0, 0.0
-        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here)
+        freed, made, new, later_size = 0.0, 0.0, 0.0, 0
+        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
             if inside[number]:
@@ -181,9 +189,6 @@ def passing_bytes(
                 made += term * new
                 continue
             (moment, largest, inner), reducing = of_layers[id(layer)], 0.0
-            matrix = min(largest, size)  # a shared table is in its first layer's bucket
-            if stage == 3 and not splits:
-                moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
             if is_first:
                 unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
                 new = unsharded + sharded
@@ -191,34 +196,28 @@ def passing_bytes(
                 moment += made + (0.0 if on_cpu else term * min(copied, unsharded))
                 made += term * new
             if stage == 2 and whole.of_layer and whole.of_layer[number]:
-                filled, reduced = whole.unreduced(number)
-                moment += term * (filled + reduced)
-                reducing = term * reduced / shards
-            elif stage == 2:
-                is_joined = layer.block is None and term * size < limit and number > 0
-                before = chunk[number - 1] if is_joined else layer
-                bucket = limit + term * (_largest_gradient(config, before) if is_joined else matrix)
-                both = bucket - (0.0 if splits else 2 * inner)  # of the same block, when its first product is done
-                if layer.block is not None and both > later_bucket:
-                    later_bucket = both
-                reducing = max(later_bucket, 0.0) / shards
-                moment += bucket + later_bucket
-                ranks = ranks_of_role("layer", config.parallel)
-                first = projection(layer.block, ranks) if layer.block else matrix
-                later_bucket = 0.0 if is_joined else limit + term * first
-            if stage == 3:
-                gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
-                if layer.name == "head" and not splits:
-                    gathered += table
-                reducing = term * later_size / shards
-                own_bucket = float(term * size)
-                if layer.name == "embedding" and table:  # made when its two gradients have been added
-                    added, one = 3.0 * e * table, gradient_bytes(config, layer, table, on_cpu=on_cpu)
-                    own_bucket = max(one + own_bucket, added) - max(one, added)
-                moment += e * gathered + own_bucket + term * later_size
-                if on_host and shards > 1:
-                    reducing *= 3
-                    moment += e * sizes[max(number - 1, 0)] / shards
+                fills, reduces = whole.unreduced(number)
+                moment += term * (fills + reduces)
+                reducing = term * reduces / shards
+            elif stage >= 2:
+                before = 0.0 if splits else _freed_before_adding(config, layer, table, head=head, on_cpu=on_cpu)
+                if stage == 3:
+                    gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
+                    if layer.name == "head" and not splits:
+                        gathered += table
+                    moment += e * gathered
+                    if on_host and shards > 1:
+                        moment += e * sizes[max(number - 1, 0)] / shards
+                    buckets = [Held(size + later_size, size, later_size)]
+                else:
+                    buckets = filled[number]
+                at_pieces = []
+                for at, held in enumerate(buckets):
+                    # When the first product of a block is done, tensors of the inner width are freed.
+                    here = moment - (2 * inner if at and not splits else 0.0)
+                    added = max(here + term * (held.total - held.made), here - before + term * held.total)
+                    at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
+                moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
             # The shards of a first backward are those that stay.
             found.append((moment - freed - working, 0.0 if is_first else reducing))
             freed += kept_here[number] + waiting[number]
@@ -227,7 +226,7 @@ def passing_bytes(
                 later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
         if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
             # The last bucket, while it is reduced; of the embedding it is large.
-            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (later_bucket, 0.0)
+            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * last, 0.0)
             found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
@@ -286,6 +285,21 @@ def _beside(
     # And that of BERT's sentence task, which waits to be added to it.
     sentence = residual_bytes(config) if isinstance(config, ResolvedBertConfig) and config.bert.has_sentence_head else 0
     return head + gradient + sentence + whole * (2 if config.parallel.sequence_parallel else 1)
+
+
+def _freed_before_adding(
+    config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float, on_cpu: bool
+) -> float:
+    """Of what `_beside` counts, and of what a block keeps, that which is freed between the product that gives a
+    gradient and the making of its bucket: of a block the product's input, of the head the logits, and of a table that
+    the head shares with the embedding the two gradients whose sum is added."""
+    gradient = gradient_bytes(config, layer, table, on_cpu=on_cpu)
+    if layer.block is not None:
+        return min(gradient, inner_bytes(config, layer.block))
+    if layer.name == "embedding":
+        return max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
+    takes_product = _sums_take_products(config, layer, table, on_cpu=on_cpu)
+    return head_freed_bytes(config) if head and not takes_product else 0.0
 
 
 def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:
