@@ -27,7 +27,7 @@ from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
-from megacore.plan.unreduced import Held, pieces, unreduced
+from megacore.plan.unreduced import Held, Piece, pieces, unreduced
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
@@ -171,16 +171,26 @@ def passing_bytes(
         id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
         for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
     }
-    for chunk, sizes, kept_here, limit in zip(chunks, sizes_by_chunk, kept, limits, strict=True):
-        filled: Sequence[Sequence[Held]] = [()] * len(chunk)
-        last = 0
+    copies = expert_copies(config.parallel)
+    # Of each stage the last bucket, which is being reduced until a later backward reduces its first one.
+    lasts, buckets_of = [0] * len(chunks), list[_Buckets]()
+    for at, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
         if stage == 2:
             of_layer = zip(chunk, sizes, strict=True)
             parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
-            filled, last = unreduced(parts, (grown(limit, shards), grown(limit, expert_copies(config.parallel))))
+            buckets_of.append(_Buckets(parts, (grown(limits[at], shards), grown(limits[at], copies))))
+            lasts[at] = unreduced(*buckets_of[at]).last
+        elif stage == 3 and chunk:
+            lasts[at] = _last_reduced(config, chunk[0], sizes[0], has_copies=has_copies)
+    lingering = max(lasts, default=0) if len(chunks) > 1 or (config.microbatches > 1 and not is_first) else 0
+    is_sum = config.microbatches <= 2  # in the second backward the shard of the first one is the sum
+    for at, (chunk, sizes, kept_here) in enumerate(zip(chunks, sizes_by_chunk, kept, strict=True)):
+        filled: Sequence[Sequence[Held]] = [()] * len(chunk)
+        if stage == 2:
+            filled = unreduced(*buckets_of[at], lingering, is_sum=is_sum).by_layer
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, new, later_size = 0.0, 0.0, 0.0, 0
+        freed, made, new, later_size = 0.0, 0.0, 0.0, lingering
         inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
@@ -200,7 +210,7 @@ def passing_bytes(
                 moment += term * (fills + reduces)
                 reducing = term * reduces / shards
             elif stage >= 2:
-                before = 0.0 if splits else _freed_before_adding(config, layer, table, head=head, on_cpu=on_cpu)
+                freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
                 if stage == 3:
                     gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                     if layer.name == "head" and not splits:
@@ -208,28 +218,40 @@ def passing_bytes(
                     moment += e * gathered
                     if on_host and shards > 1:
                         moment += e * sizes[max(number - 1, 0)] / shards
-                    buckets = [Held(size + later_size, size, later_size)]
+                    held_at = [Held(size + later_size, size, 0 if is_sum and number == len(chunk) - 1 else later_size)]
                 else:
-                    buckets = filled[number]
+                    held_at = filled[number]
                 at_pieces = []
-                for at, held in enumerate(buckets):
-                    # When the first product of a block is done, tensors of the inner width are freed.
-                    here = moment - (2 * inner if at and not splits else 0.0)
-                    added = max(here + term * (held.total - held.made), here - before + term * held.total)
+                for place, held in enumerate(held_at):
+                    here = moment - (freed_first.with_first if place else 0.0)
+                    before_adding = 0.0 if place else freed_first.before_adding
+                    added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
                     at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
                 moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
             # The shards of a first backward are those that stay.
             found.append((moment - freed - working, 0.0 if is_first else reducing))
             freed += kept_here[number] + waiting[number]
             if stage == 3:
-                # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
-                later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
+                later_size = _last_reduced(config, layer, size, has_copies=has_copies)
         if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
             # The last bucket, while it is reduced; of the embedding it is large.
-            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * last, 0.0)
+            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * lasts[at], 0.0)
             found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
+
+
+class _Buckets(NamedTuple):
+    """Arguments of `unreduced`."""
+
+    layers: tuple[tuple[Piece, ...], ...]
+    limits: tuple[int, int]
+
+
+def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool) -> int:
+    """On stage 3, elements of the bucket of a layer of `size` parameters that is reduced last: reductions wait for each
+    other, and of two buckets the one without experts is the last."""
+    return size - (routed_parameters(config, layer.block) if has_copies else 0)
 
 
 class _Made(NamedTuple):
@@ -287,19 +309,33 @@ def _beside(
     return head + gradient + sentence + whole * (2 if config.parallel.sequence_parallel else 1)
 
 
-def _freed_before_adding(
-    config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float, on_cpu: bool
-) -> float:
-    """Of what `_beside` counts, and of what a block keeps, that which is freed between the product that gives a
-    gradient and the making of its bucket: of a block the product's input, of the head the logits, and of a table that
-    the head shares with the embedding the two gradients whose sum is added."""
+class _FreedFirst(NamedTuple):
+    """Of what `_beside` counts, and of what a block keeps, that which is freed early in a layer's backward.
+
+    Attributes:
+        before_adding: between the product that gives the first gradient and the making of its bucket.
+        with_first: when the first gradient has been added.
+    """
+
+    before_adding: float
+    with_first: float
+
+
+def _freed_first(
+    config: ResolvedConfig, layer: PlannedLayer, table: int, *, inner: float, head: float, on_cpu: bool
+) -> _FreedFirst:
+    """Of a block the input of its last product, and then all tensors of the inner width; of the head the logits; of a
+    table that the head shares with the embedding the two gradients whose sum is added."""
     gradient = gradient_bytes(config, layer, table, on_cpu=on_cpu)
     if layer.block is not None:
-        return min(gradient, inner_bytes(config, layer.block))
+        if config.parallel.may_split_backward:
+            return _FreedFirst(0.0, 0.0)
+        return _FreedFirst(min(gradient, inner), 2 * inner)
     if layer.name == "embedding":
-        return max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
-    takes_product = _sums_take_products(config, layer, table, on_cpu=on_cpu)
-    return head_freed_bytes(config) if head and not takes_product else 0.0
+        summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
+        return _FreedFirst(summed, summed)
+    logits = head_freed_bytes(config) if head else 0.0
+    return _FreedFirst(0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else logits, logits)
 
 
 def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:

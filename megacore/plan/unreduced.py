@@ -92,26 +92,31 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def unreduced(layers: tuple[tuple[Piece, ...], ...], limits: tuple[int, int]) -> Unreduced:
+def unreduced(
+    layers: tuple[tuple[Piece, ...], ...], limits: tuple[int, int], before: int = 0, *, is_sum: bool = False
+) -> Unreduced:
     """What a stage holds while its backward runs.
 
     Args:
         layers: the pieces of each layer, as `pieces` has them.
         limits: bytes in fp32 at which a bucket is full, and one of experts.
+        before: elements of a bucket that is being reduced when backward begins.
+        is_sum: whether the shard of that one is the first, to which none is added.
     """
     last_first = [(number, piece) for number in reversed(range(len(layers))) for piece in layers[number]]
-    bucket_of, sizes = _buckets([piece for _, piece in last_first], dict(zip(("others", "experts"), limits, strict=True)))
-    missing, held = Counter(bucket_of), dict[int, int]()
-    reduced, due = None, 0
+    bucket_of, sizes = _buckets(
+        [piece for _, piece in last_first], dict(zip(("others", "experts"), limits, strict=True))
+    )
+    missing, held = Counter(bucket_of), {-1: before}
+    reduced, due = -1, 0
     found: list[list[Held]] = [[] for _ in layers]
     for (number, _), bucket in zip(last_first, bucket_of, strict=True):
         made = 0 if bucket in held else sizes[bucket]
         held[bucket] = sizes[bucket]
-        found[number].append(Held(sum(held.values()), made, 0 if reduced is None else sizes[reduced]))
+        found[number].append(Held(sum(held.values()), made, 0 if is_sum and reduced < 0 else held[reduced]))
         missing[bucket] -= 1
         while due < len(sizes) and not missing[due]:
-            if reduced is not None:
-                del held[reduced]
+            del held[reduced]
             reduced, due = due, due + 1
     return Unreduced(found, sum(held.values()))
 
