@@ -78,8 +78,8 @@ class GPTEmbedding(ShardedModule):
         return (self._embedded(tokens, dict(zip(self.beside, beside, strict=False)).get("positions")), *beside)
 
     def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        # Backward goes the other way: the gradients of a tied token table are summed, and two of the three tensors freed,
-        # before the position table's makes the bucket of both.
+        # Backward goes the other way: it sums the gradients of a tied token table, and frees two of three tensors,
+        # before the gradient of positions makes the bucket of both tables.
         rows = None if self.positions is None else self._positions_of(tokens, positions)
         x = self.tokens(tokens)
         if self.multiplier != 1.0:

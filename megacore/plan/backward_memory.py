@@ -126,16 +126,15 @@ def passing_bytes(
 
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
-    - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it.
-      While a layer's first bucket is filled, one of the layer after it is reduced; while its second one is filled, the
-      tensors of the inner width are freed. The few parameters of a head share a bucket with the layer before it. Of
-      matrices that the optimizer takes whole, the bucket that holds the layer's, and the one after it;
+    - stage 2: the buckets that are filled and the one that is reduced (unreduced.py). While a block's second gradient
+      is added, the tensors of the inner width are freed. Of matrices that the optimizer takes whole, the bucket that
+      holds the layer's, and the one after it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
-      and one that is fetched to be added to.
-
-    - stage 3: in the head also the table that it shares with the embedding, whose bucket is made after both gradients.
+      and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
+      bucket is made after both gradients;
+    - both: the last bucket of the backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
     and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
@@ -158,7 +157,8 @@ def passing_bytes(
     takes_whole = config.optimizer_settings.takes_some_whole
     chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
     limits = [min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)) for sizes in sizes_by_chunk]
-    has_copies = expert_copies(config.parallel) > 1
+    copies = expert_copies(config.parallel)
+    has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
     if not holds_experts:
         alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
@@ -171,7 +171,6 @@ def passing_bytes(
         id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
         for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
     }
-    copies = expert_copies(config.parallel)
     # Of each stage the last bucket, which is being reduced until a later backward reduces its first one.
     lasts, buckets_of = [0] * len(chunks), list[_Buckets]()
     for at, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):

@@ -18,6 +18,7 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.plan.experts import expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.state import PlannedLayer
+from megacore.plan.whole_matrices import matrices_taken_whole
 
 Kind = Literal["others", "experts", "apart"]
 """Whose buckets parameters share; each of `apart` has its own."""
@@ -58,7 +59,7 @@ class Unreduced(NamedTuple):
 
 
 def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: bool, on_cpu: bool) -> tuple[Piece, ...]:
-    """The parameters of a layer, the last used first.
+    """The parameters of a layer, the last used first, without matrices that the optimizer takes whole.
 
     Args:
         config: a resolved configuration.
@@ -68,6 +69,8 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
         on_cpu: whether the ranks compute in host memory.
     """
     ranks = ranks_of_role("layer", config.parallel)
+    if whole := sum(m.size for m in matrices_taken_whole(config, layer) if experts or not m.of_expert):
+        return (Piece(size - whole),) if size > whole else ()
     if layer.block is None:
         table = vocabulary_rows(config.model, ranks) * config.model.hidden_size if config.model.vocab_size else 0
         is_tied_apart = config.parallel.pp > 1 and not config.model.untie_embeddings_and_output_weights
