@@ -109,8 +109,9 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     gathered = e * tokens * block.hidden_size if config.parallel.sequence_parallel else 0.0
     mlp = e * tokens * block.inner_size / _layer_ranks(config)
     if (share := expert_share(config, block)) is not None:
-        of_rows = e * share.rows * (share.hidden + share.inner)
-        mlp = max(of_rows, combining_bytes(share, e))
+        mlp = e * share.rows * (share.hidden + share.inner)
+        if on_cpu or config.training.kernels == "torch":  # a kernel keeps no terms of the weights' gradients
+            mlp = max(mlp, combining_bytes(share, e))
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
     if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):

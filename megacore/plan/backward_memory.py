@@ -219,7 +219,7 @@ def passing_bytes(
                         moment += e * sizes[max(number - 1, 0)] / shards
                     held_at = [Held(size + later_size, size, 0 if is_sum and number == len(chunk) - 1 else later_size)]
                 else:
-                    held_at = filled[number]
+                    held_at = list(filled[number])
                 at_pieces = []
                 for place, held in enumerate(held_at):
                     here = moment - (freed_first.with_first if place else 0.0)
@@ -278,7 +278,7 @@ def _made_by_first(config: ResolvedConfig, layer: PlannedLayer, size: int, *, ho
     return _Made(unsharded, sharded)
 
 
-def _inside_runs(chunk: Sequence[PlannedLayer], *figures: Sequence[float]) -> list[bool]:
+def _inside_runs(chunk: Sequence[PlannedLayer], *figures: Sequence[object]) -> list[bool]:
     """For each layer whether the two before it and the two after it are like it in everything. From one such layer to
     the next what exists grows or shrinks by the same, so that none of them is where it is most."""
     kinds = [(id(layer.block), *values) for layer, *values in zip(chunk, *figures, strict=True)]
