@@ -90,8 +90,8 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
         found += [Piece(share.matrix, "experts")] * share.matrices
     split = [math.prod(shape) // ranks for shape in reversed(attention_matrices(block))]
     found += [Piece(n) for n in (*split, *map(math.prod, short_matrices(block)))]
-    rest = size - sum(piece.size for piece in found)  # vectors and a router
-    return (*found[:-1], Piece(found[-1].size + rest))
+    # Vectors and a router; the first norm's is the last one.
+    return (*found, Piece(size - sum(piece.size for piece in found)))
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
