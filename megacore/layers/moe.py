@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from megacore.parallel.experts import (
     with_loss,
 )
 from megacore.parallel.mesh import ALONE
+from megacore.parallel.recompute import computed_again
 from megacore.parallel.sequence import gather_sequence, local_positions, reduce_scatter_sequence
 from megacore.parallel.sharding import ShardedModule, replicated, separate_term
 
@@ -221,6 +223,8 @@ class Experts(nn.Module):
         # Of a tensor whose size is no multiple of a processor's vectors, its last elements may round otherwise.
         self.activates_apart, self.blocks = context.experts.apart, context.expert_blocks
         self.activation = config.activation
+        # ReLU keeps its output itself.
+        self.light = context.recompute_light and config.activation != "relu"
         self.gate = linear(h, f, split=1) if config.gated else None
         self.up = linear(h, f, split=1)
         self.down = linear(f, h, split=2)
@@ -228,15 +232,20 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[r, h] -> [r, h], a part of the sum where ranks split the experts, unless blocks add the parts"""
         groups = RowGroups(counts)
-        activate = ACTIVATION_FUNCTIONS[self.activation]
         projected = [linear(rows, groups) for linear in (self.gate, self.up) if linear is not None]
-        if self.activates_apart:
-            of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)
-            inner = torch.cat([self.blocks.of_features(activate, of_expert) for of_expert in of_experts])
-        else:
-            inner = activate(*projected)
-        output: Tensor = self.down(inner, groups)
+        inner = self._activated(projected, counts)
+        again = partial(self._activated, projected, counts)
+        with computed_again(inner, again) if self.light else nullcontext():
+            output: Tensor = self.down(inner, groups)
         return output
+
+    def _activated(self, projected: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """[r, f] of each projection -> [r, f]"""
+        activate = ACTIVATION_FUNCTIONS[self.activation]
+        if not self.activates_apart:
+            return activate(*projected)
+        of_experts = zip(*(x.split(list(counts)) for x in projected), strict=True)
+        return torch.cat([self.blocks.of_features(activate, of_expert) for of_expert in of_experts])
 
 
 class Route(NamedTuple):

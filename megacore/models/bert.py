@@ -73,17 +73,18 @@ class BertEmbedding(ShardedModule):
         """Tokens and segments of this rank's positions, and document numbers of whole sequences, [b, s] int64 each ->
         hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]) and the document numbers"""
         tokens, segments, documents = inputs
-        x = self.tokens(tokens)
-        if self.positions is not None and self.segments is not None:
+        if self.positions is None or self.segments is None:
+            x = self.tokens(tokens)
+        else:
+            # Before the tokens: backward then makes the bucket of all tables after it has summed the gradients of the
+            # token table, which the head shares.
             table: Tensor = self.positions[self.offset :] if self.offset else self.positions
             if self.sequence.group.size > 1:
                 table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             positions = local_positions(tokens.shape[1], self.split)
-            x = (
-                x
-                + self.blocks.over_positions(F.embedding, [segments[:, positions]], [self.segments])
-                + table[positions]
-            )
+            rows = table[positions]
+            kinds = self.blocks.over_positions(F.embedding, [segments[:, positions]], [self.segments])
+            x = self.tokens(tokens) + kinds + rows
         x = self.norm(x)
         return x if self.dropout is None else self.dropout(x), documents
 

@@ -78,13 +78,16 @@ class GPTEmbedding(ShardedModule):
         return (self._embedded(tokens, dict(zip(self.beside, beside, strict=False)).get("positions")), *beside)
 
     def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        # Backward goes the other way: it sums the gradients of a tied token table, and frees two of three tensors,
+        # before the gradient of positions makes the bucket of both tables.
+        rows = None if self.positions is None else self._positions_of(tokens, positions)
         x = self.tokens(tokens)
         if self.multiplier != 1.0:
             x = x * self.multiplier
         if self.norm is not None:
             x = self.norm(x)
-        if self.positions is not None:
-            x = x + self._positions_of(tokens, positions)
+        if rows is not None:
+            x = x + rows
         if self.dropout is not None:
             x = self.dropout(x)
         return x

@@ -109,8 +109,9 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     gathered = e * tokens * block.hidden_size if config.parallel.sequence_parallel else 0.0
     mlp = e * tokens * block.inner_size / _layer_ranks(config)
     if (share := expert_share(config, block)) is not None:
-        of_rows = e * share.rows * (share.hidden + share.inner)
-        mlp = max(of_rows, combining_bytes(share, e))
+        mlp = e * share.rows * (share.hidden + share.inner)
+        if on_cpu or config.training.kernels == "torch":  # a kernel keeps no terms of the weights' gradients
+            mlp = max(mlp, combining_bytes(share, e))
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
     if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):
@@ -148,6 +149,12 @@ def inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     share = expert_share(config, block)
     inner = _tokens(config) * block.inner_size / _layer_ranks(config) if share is None else share.rows * share.inner
     return _element(config) * inner
+
+
+def shared_inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """One tensor of the inner width of the expert that every token uses; 0 where there is none."""
+    width = 0 if block.experts is None else block.experts.moe_shared_expert_size or 0
+    return _element(config) * _tokens(config) * width / _layer_ranks(config)
 
 
 @once_per_layers
@@ -363,6 +370,11 @@ def head_bytes(config: ResolvedConfig) -> float:
     capped = config.model.final_logit_softcapping is not None
     copies = (2 if chunks > 1 else 3) if capped else 1  # whole, autograd makes two gradients beside the tangent
     return copies * logits_bytes(config) / chunks + _head_tensors(config) * residual_bytes(config) + summed
+
+
+def head_freed_bytes(config: ResolvedConfig) -> float:
+    """Of `head_bytes` what is freed when the gradients of the output layer's input and weight are computed."""
+    return head_bytes(config) - _head_tensors(config) * residual_bytes(config)
 
 
 def head_kept_bytes(config: ResolvedConfig) -> float:

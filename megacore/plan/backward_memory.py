@@ -14,17 +14,20 @@ from megacore.plan.activations import (
     attention_core_bytes,
     block_bytes,
     embedding_kept_bytes,
+    head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
     residual_bytes,
+    shared_inner_bytes,
 )
 from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
-from megacore.plan.model_size import largest_product, projection, vocabulary_rows
+from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
+from megacore.plan.unreduced import Held, Piece, pieces, unreduced
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
 
 
@@ -57,8 +60,8 @@ def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, o
 def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
     """What the block that is computed again keeps besides its input."""
     if config.training.recompute == "light" and not config.training.compile:  # one output of a norm or an activation
-        inner = max(map(_width_computed_again, blocks), default=0) / config.parallel.tp
-        return max(inner / config.model.hidden_size, 1.0) * residual_bytes(config) if blocks else 0.0
+        activated = [_activated_bytes(config, block) for block in _distinct(blocks)]
+        return max(residual_bytes(config), *activated) if activated else 0.0
     if config.training.recompute == "selective":
         cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
         return max(cores, default=0.0)
@@ -67,9 +70,9 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
     return 0.0
 
 
-def _width_computed_again(block: ResolvedModel) -> int:
-    """Of the activation that `light` computes again; that of experts is kept."""
-    return block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
+def _activated_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """The largest output of an activation that `light` computes again; ReLU keeps its output itself."""
+    return 0.0 if block.activation == "relu" else max(inner_bytes(config, block), shared_inner_bytes(config, block))
 
 
 def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
@@ -123,16 +126,15 @@ def passing_bytes(
 
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
-    - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it.
-      While a layer's first bucket is filled, one of the layer after it is reduced; while its second one is filled, the
-      tensors of the inner width are freed. The few parameters of a head share a bucket with the layer before it. Of
-      matrices that the optimizer takes whole, the bucket that holds the layer's, and the one after it;
+    - stage 2: the buckets that are filled and the one that is reduced (unreduced.py). While a block's second gradient
+      is added, the tensors of the inner width are freed. Of matrices that the optimizer takes whole, the bucket that
+      holds the layer's, and the one after it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
-      and one that is fetched to be added to.
-
-    - stage 3: in the head also the table that it shares with the embedding, whose bucket is made after both gradients.
+      and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
+      bucket is made after both gradients;
+    - both: the last bucket of the backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
     and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
@@ -154,7 +156,9 @@ def passing_bytes(
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
     chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
-    has_copies = expert_copies(config.parallel) > 1
+    limits = [min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)) for sizes in sizes_by_chunk]
+    copies = expert_copies(config.parallel)
+    has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
     if not holds_experts:
         alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
@@ -167,12 +171,26 @@ def passing_bytes(
         id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
         for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
     }
-    for chunk, sizes, kept_here in zip(chunks, sizes_by_chunk, kept, strict=True):
-        limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), shards)
+    # Of each stage the last bucket, which is being reduced until a later backward reduces its first one.
+    lasts, buckets_of = [0] * len(chunks), list[_Buckets]()
+    for at, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
+        if stage == 2:
+            of_layer = zip(chunk, sizes, strict=True)
+            parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
+            buckets_of.append(_Buckets(parts, (grown(limits[at], shards), grown(limits[at], copies))))
+            lasts[at] = unreduced(*buckets_of[at]).last
+        elif stage == 3 and chunk:
+            lasts[at] = _last_reduced(config, chunk[0], sizes[0], has_copies=has_copies)
+    lingering = max(lasts, default=0) if len(chunks) > 1 or (config.microbatches > 1 and not is_first) else 0
+    is_sum = config.microbatches <= 2  # in the second backward the shard of the first one is the sum
+    for at, (chunk, sizes, kept_here) in enumerate(zip(chunks, sizes_by_chunk, kept, strict=True)):
+        filled: Sequence[Sequence[Held]] = [()] * len(chunk)
+        if stage == 2:
+            filled = unreduced(*buckets_of[at], lingering, is_sum=is_sum).by_layer
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, new, later_size, later_bucket = 0.0, 0.0, 0.0, 0, 0.0
-        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here)
+        freed, made, new, later_size = 0.0, 0.0, 0.0, lingering
+        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
             if inside[number]:
@@ -180,9 +198,6 @@ def passing_bytes(
                 made += term * new
                 continue
             (moment, largest, inner), reducing = of_layers[id(layer)], 0.0
-            matrix = min(largest, size)  # a shared table is in its first layer's bucket
-            if stage == 3 and not splits:
-                moment -= min(gradient_bytes(config, layer, table, on_cpu=on_cpu), inner)
             if is_first:
                 unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
                 new = unsharded + sharded
@@ -190,46 +205,52 @@ def passing_bytes(
                 moment += made + (0.0 if on_cpu else term * min(copied, unsharded))
                 made += term * new
             if stage == 2 and whole.of_layer and whole.of_layer[number]:
-                filled, reduced = whole.unreduced(number)
-                moment += term * (filled + reduced)
-                reducing = term * reduced / shards
-            elif stage == 2:
-                is_joined = layer.block is None and term * size < limit and number > 0
-                before = chunk[number - 1] if is_joined else layer
-                bucket = limit + term * (_largest_gradient(config, before) if is_joined else matrix)
-                both = bucket - (0.0 if splits else 2 * inner)  # of the same block, when its first product is done
-                if layer.block is not None and both > later_bucket:
-                    later_bucket = both
-                reducing = max(later_bucket, 0.0) / shards
-                moment += bucket + later_bucket
-                ranks = ranks_of_role("layer", config.parallel)
-                first = projection(layer.block, ranks) if layer.block else matrix
-                later_bucket = 0.0 if is_joined else limit + term * first
-            if stage == 3:
-                gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
-                if layer.name == "head" and not splits:
-                    gathered += table
-                reducing = term * later_size / shards
-                own_bucket = float(term * size)
-                if layer.name == "embedding" and table:  # made when its two gradients have been added
-                    added, one = 3.0 * e * table, gradient_bytes(config, layer, table, on_cpu=on_cpu)
-                    own_bucket = max(one + own_bucket, added) - max(one, added)
-                moment += e * gathered + own_bucket + term * later_size
-                if on_host and shards > 1:
-                    reducing *= 3
-                    moment += e * sizes[max(number - 1, 0)] / shards
+                fills, reduces = whole.unreduced(number)
+                moment += term * (fills + reduces)
+                reducing = term * reduces / shards
+            elif stage >= 2:
+                freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
+                if stage == 3:
+                    gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
+                    if layer.name == "head" and not splits:
+                        gathered += table
+                    moment += e * gathered
+                    if on_host and shards > 1:
+                        moment += e * sizes[max(number - 1, 0)] / shards
+                    held_at = [Held(size + later_size, size, 0 if is_sum and number == len(chunk) - 1 else later_size)]
+                else:
+                    held_at = list(filled[number])
+                at_pieces = []
+                for place, held in enumerate(held_at):
+                    here = moment - (freed_first.with_first if place else 0.0)
+                    before_adding = 0.0 if place else freed_first.before_adding
+                    added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
+                    at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
+                moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
             # The shards of a first backward are those that stay.
             found.append((moment - freed - working, 0.0 if is_first else reducing))
             freed += kept_here[number] + waiting[number]
             if stage == 3:
-                # Reductions wait for each other: of a layer's two buckets the one without experts is the last.
-                later_size = size - (routed_parameters(config, layer.block) if has_copies else 0)
+                later_size = _last_reduced(config, layer, size, has_copies=has_copies)
         if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
             # The last bucket, while it is reduced; of the embedding it is large.
-            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (later_bucket, 0.0)
+            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * lasts[at], 0.0)
             found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Backward(passing, reducing)
+
+
+class _Buckets(NamedTuple):
+    """Arguments of `unreduced`."""
+
+    layers: tuple[tuple[Piece, ...], ...]
+    limits: tuple[int, int]
+
+
+def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool) -> int:
+    """On stage 3, elements of the bucket of a layer of `size` parameters that is reduced last: reductions wait for each
+    other, and of two buckets the one without experts is the last."""
+    return size - (routed_parameters(config, layer.block) if has_copies else 0)
 
 
 class _Made(NamedTuple):
@@ -257,7 +278,7 @@ def _made_by_first(config: ResolvedConfig, layer: PlannedLayer, size: int, *, ho
     return _Made(unsharded, sharded)
 
 
-def _inside_runs(chunk: Sequence[PlannedLayer], *figures: Sequence[float]) -> list[bool]:
+def _inside_runs(chunk: Sequence[PlannedLayer], *figures: Sequence[object]) -> list[bool]:
     """For each layer whether the two before it and the two after it are like it in everything. From one such layer to
     the next what exists grows or shrinks by the same, so that none of them is where it is most."""
     kinds = [(id(layer.block), *values) for layer, *values in zip(chunk, *figures, strict=True)]
@@ -285,6 +306,35 @@ def _beside(
     # And that of BERT's sentence task, which waits to be added to it.
     sentence = residual_bytes(config) if isinstance(config, ResolvedBertConfig) and config.bert.has_sentence_head else 0
     return head + gradient + sentence + whole * (2 if config.parallel.sequence_parallel else 1)
+
+
+class _FreedFirst(NamedTuple):
+    """Of what `_beside` counts, and of what a block keeps, that which is freed early in a layer's backward.
+
+    Attributes:
+        before_adding: between the product that gives the first gradient and the making of its bucket.
+        with_first: when the first gradient has been added.
+    """
+
+    before_adding: float
+    with_first: float
+
+
+def _freed_first(
+    config: ResolvedConfig, layer: PlannedLayer, table: int, *, inner: float, head: float, on_cpu: bool
+) -> _FreedFirst:
+    """Of a block the input of its last product, and then all tensors of the inner width; of the head the logits; of a
+    table that the head shares with the embedding the two gradients whose sum is added."""
+    gradient = gradient_bytes(config, layer, table, on_cpu=on_cpu)
+    if layer.block is not None:
+        if config.parallel.may_split_backward:
+            return _FreedFirst(0.0, 0.0)
+        return _FreedFirst(min(gradient, inner), 2 * inner)
+    if layer.name == "embedding":
+        summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
+        return _FreedFirst(summed, summed)
+    logits = head_freed_bytes(config) if head else 0.0
+    return _FreedFirst(0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else logits, logits)
 
 
 def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:

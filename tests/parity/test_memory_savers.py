@@ -80,6 +80,21 @@ def test_light_recomputation_with_a_split_backward_changes_no_bit(layout: Layout
     bitwise(run(layout, **plain, recompute="light"), run(layout, **plain))
 
 
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 1, 2), {"ep": 2, "activation": "swiglu", "zero_stage": 3}),
+        ((2, 1, 1), {"ep": 2, "etp": 1, "sequence_parallel": True}),
+        ((1, 2, 1), {"schedule": "zero-bubble"}),
+        ((2, 1, 1), {"reproducible": True}),
+    ],
+    ids=str,
+)
+def test_light_recomputation_of_experts_changes_no_bit(layout: Layout, changes: dict[str, Any], run: Run) -> None:
+    plain = {"num_experts": 4, "disable_bias_linear": True, **changes}
+    bitwise(run(layout, **plain, recompute="light"), run(layout, **plain))
+
+
 @pytest.mark.parametrize("before, after", [("light", "light"), ("none", "light"), ("light", "none")])
 def test_light_recomputation_resumes(before: str, after: str, tmp_path: Path) -> None:
     """From a checkpoint of a run with it or without it, to the same bits as an uninterrupted run."""
