@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from megacore.config.problem import WORLD_SIZE, Problem, Values, Way, flag, message
+from megacore.config.fields import flag_and_value
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, flag, message
 
 Changes = Mapping[str, Any]
 Recheck = Callable[[Changes], Sequence[str]]
@@ -86,10 +87,16 @@ class _Group:
         return message(problem.said, [*words, *in_prose])
 
     def _weaker(self, problem: Problem) -> list[str]:
-        """Values of one flag that keep all constraints on it, where others of the group stay violated."""
-        ways = [way for way in problem.ways if isinstance(way, Values)]
-        kept = [(way, self._solving(self._by_name[way.name], partial(self._keeps, way.name))) for way in ways]
-        return [way.in_words(values, is_first=False) for way, values in kept if values]
+        """The ways out that keep all constraints on the flag that they change, where others of the group stay
+        violated."""
+        words = list[str]()
+        for way in problem.ways:
+            if isinstance(way, Values):
+                values = self._solving(self._by_name[way.name], partial(self._keeps, way.name))
+                words += [way.in_words(values, is_first=not words)] if values else []
+            elif way.values and all(self._keeps(name, way.values) for name in way.values):
+                words.append(way.text)
+        return words
 
     def _keeps(self, name: str, changes: Changes) -> bool:
         """Whether a change of a field violates none of the constraints on it, and nothing new."""
@@ -129,43 +136,48 @@ class _Group:
         return not self._left(changes)
 
     @cached_property
-    def _combination(self) -> dict[str, int]:
+    def _combination(self) -> dict[str, Any]:
         """The nearest values of several fields that are a way out together; empty, if there is none near."""
         order = itertools.count()
         # What is left to be refused, changes and their distances; first what is nearest to a way out.
-        queue: list[tuple[float, int, Sequence[str], dict[str, int], float]] = [(0, next(order), self.problems, {}, 0)]
-        tried: set[frozenset[tuple[str, int]]] = set()
+        queue: list[tuple[float, int, Sequence[str], dict[str, Any], float]] = [(0, next(order), self.problems, {}, 0)]
+        tried: set[frozenset[tuple[str, Any]]] = set()
         while queue and len(tried) < _MOST_TRIED:
             _, _, left, changes, distance = heapq.heappop(queue)
             if not left:
                 return changes
-            for name, value, further in _steps(left, changes) if len(changes) < _MOST_CHANGED else ():
-                changed = {**changes, name: value}
+            for further, length in _steps(left, changes) if len(changes) < _MOST_CHANGED else ():
+                changed = {**changes, **further}
                 if (key := frozenset(changed.items())) in tried:
                     continue
                 tried.add(key)
-                others, total = self._left(changed), distance + further
+                others, total = self._left(changed), distance + length
                 heapq.heappush(queue, (total + 2 * len(changed) + 2 * len(others), next(order), others, changed, total))
         return next((changes for _, _, left, changes, _ in sorted(queue) if not left), {})
 
 
-def _steps(left: Sequence[str], changes: Changes) -> Iterator[tuple[str, int, float]]:
-    """Other values of fields that are as they were given, each with its distance in powers of two."""
+def _steps(left: Sequence[str], changes: Changes) -> Iterator[tuple[Changes, float]]:
+    """Changes of fields that are as they were given, each with its distance in powers of two."""
     for way in itertools.chain.from_iterable(map(_ways, left)):
-        if isinstance(way, Values) and way.name not in changes and way.name != WORLD_SIZE:
+        if isinstance(way, Change):
+            if way.values and not way.values.keys() & changes.keys():
+                yield way.values, 1.0
+        elif way.name not in changes and way.name != WORLD_SIZE:
             for value in way.tried()[:_BRANCHES]:
                 if value != way.near:
-                    yield way.name, value, abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
+                    yield {way.name: value}, abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
 
 
 def _ways(problem: str) -> Sequence[Way]:
     return problem.ways if isinstance(problem, Problem) else ()
 
 
-def _combined(changes: Mapping[str, int]) -> str:
+def _combined(changes: Changes) -> str:
     """Values of several fields in words."""
-    first, *others = (f"{flag(name)} {value}" for name, value in changes.items())
-    return f"{first} with {' and '.join(others)}"
+    left_out = [flag(name) for name, value in changes.items() if value is None]
+    given = [flag_and_value(name, value) for name, value in changes.items() if value is not None]
+    words = [*given, *(f"no {name}" for name in left_out)]
+    return f"{words[0]} with {' and '.join(words[1:])}" if len(words) > 1 else words[0]
 
 
 def _fields(problem: str) -> frozenset[str]:
