@@ -122,6 +122,15 @@ def parse_config(
     return config
 
 
+def given_values(
+    argv: Sequence[str], kind: type[Config], shape: Shape | None = None
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """The values by field that a command line and its files set, those of other trainers' flags among them, and what is
+    wrong with them; arguments as for `parse_config`."""
+    reading = _read(argv, _Process(0, 0, 1), with_registered(kind), shape, is_planned=True)
+    return reading.given, reading.problems
+
+
 def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
     """Reads a configuration from a TOML file, as `save_toml` wrote it.
 
@@ -201,6 +210,7 @@ class _Reading(Generic[C]):
         notes: what to tell the user although nothing is wrong.
         source: path of the configuration file; None if none is given, or there is no such file.
         translated: settings of other trainers and the flags that they became, by where they come from.
+        given: values by field that flags and files set, with the translated ones.
     """
 
     config: C
@@ -209,6 +219,7 @@ class _Reading(Generic[C]):
     notes: list[str]
     source: str | None
     translated: dict[str, dict[str, str]]
+    given: Mapping[str, Any]
 
 
 def _read(
@@ -273,7 +284,7 @@ def _read(
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
-    return _Reading(config, problems, local_problems, notes, source, flags.translated)
+    return _Reading(config, problems, local_problems, notes, source, flags.translated, given)
 
 
 def _wrong_whichever_is_kept(

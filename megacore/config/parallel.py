@@ -15,6 +15,9 @@ from megacore.config.problem import Change, Problem, Values
 AUTO_SCHEDULE = "auto"
 """The value of `--schedule` before a schedule is chosen."""
 
+DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "mtia", "hpu", "npu", "mlu", "musa")
+"""Torch's names of devices that a plan knows. A run may have another, which an extension of torch brings."""
+
 ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
 
 
