@@ -32,7 +32,7 @@ from megacore.config.problem import flag as flag
 
 # Larger integers are typing errors, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
-_TRIED = 64  # numbers from a bound on
+_TRIED = 60  # numbers from a bound on
 _LARGEST_FLOAT = sys.float_info.max
 
 R = TypeVar("R", bound="Section")
@@ -276,7 +276,7 @@ def _number_problem(info: FieldInfo, value: float) -> str | None:
     if info.range is not None and value not in info.range:
         return Problem(f"{info.flag} {number(value)} must be {info.range}", *_in_range(info, value))
     if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
-        return f"{info.flag} {value} is above the largest accepted value: use {LARGEST_INT} or less"
+        return Problem(f"{info.flag} {value} is above the largest accepted value", *_in_range(info, value))
     return None
 
 
@@ -288,13 +288,17 @@ def _short(value: float) -> str:
 def _in_range(info: FieldInfo, value: float) -> Iterator[Way]:
     """The ways out of a number that is not in the range of its field."""
     bounds = info.range or Range()
-    if not (info.kind is int and bounds.low is not None and value < bounds.low):
+    if info.kind is not int or bounds.above is not None or bounds.below is not None:
         yield Change(_way_out(info, value))
         return
-    low = int(bounds.low)
-    among = range(low, min(low + _TRIED, int(bounds.high or LARGEST_INT) + 1))
-    yield Values(name=info.name, among=among, near=int(value), bound="or more", bare=True)
-    if info.optional:
+    high = LARGEST_INT if bounds.high is None else int(bounds.high)
+    low = -high if bounds.low is None else int(bounds.low)
+    is_low, near = value < low, int(value)
+    among = list(range(low, min(low + _TRIED, high + 1)))
+    if not is_low:  # the largest values, and where they violate another constraint, small ones
+        among = [*range(high, max(high - 3, low - 1), -1), *(number for number in among[::-1] if number < high - 2)]
+    yield Values(name=info.name, among=among, near=near, bound="or more" if is_low else "or less", bare=True)
+    if info.optional and is_low:
         yield Change("leave the flag out", {info.name: None})
 
 

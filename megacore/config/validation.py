@@ -491,19 +491,24 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     degrees = fill_degrees(parallel, world_size)
     replicas = size_of_role("batch", degrees)  # 0: too few processes, which _processes reports
     if batch is not None and replicas and batch % (micro * replicas):
+        sharing = [d for d in DIMENSIONS if d.divides in ROLES["batch"] and isinstance(d.degree, str)]
+        given = {str(d.degree): degree for d in sharing if (degree := getattr(parallel, str(d.degree))) is not None}
         factors = " x ".join(
-            f"{field_infos(ParallelConfig)[d.degree].flag} {degrees[d.name]}"
-            + (" (derived)" if getattr(parallel, d.degree) is None else "")
-            for d in DIMENSIONS
-            if isinstance(d.degree, str) and d.divides in ROLES["batch"]
+            f"{field_infos(ParallelConfig)[str(d.degree)].flag} {degrees[d.name]}"
+            + ("" if d.degree in given else " (derived)")
+            for d in sharing
         )
         yield Problem(
             f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x {factors} "
             f"= {micro * replicas}",
             multiples_of("global_batch_size", batch, micro * replicas, bare=True),
             divisors_of("micro_batch_size", micro, batch // replicas) if batch % replicas == 0 else None,
-            divisors_of("dp", parallel.dp, batch // micro) if parallel.dp and batch % micro == 0 else None,
-            about=degree_fields() if "derived" in factors else (),
+            *(
+                divisors_of(name, degree, batch // others)
+                for name, degree in given.items()
+                if batch % (others := micro * replicas // degree) == 0
+            ),
+            about=() if len(given) == len(sharing) else degree_fields(),
         )
 
 
