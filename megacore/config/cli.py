@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
@@ -32,6 +33,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import degrees_product, validate
@@ -264,9 +266,15 @@ def _read(
     config = build(given)
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
-    problems = [*flags.problems, *_idle_flags(flags, config)]
+    problems = list(flags.problems)
     if not process.problems:
-        found = validate(config, process.world_size, unread=unread, follows_degrees=process.follows_degrees)
+        found = validate(
+            config,
+            process.world_size,
+            unread=unread,
+            follows_degrees=process.follows_degrees,
+            further=partial(_idle_flags, flags),
+        )
         for name, values in flags.contradictions.items():
             kept = [build({**given, name: value}) for value in values]
             sizes = [degrees_product(one) if process.follows_degrees else process.world_size for one in kept]
@@ -362,8 +370,11 @@ def _idle_flags(flags: Given, config: Config) -> list[str]:
     """Flags that ask for what the layout cannot do. A file may say the same: it holds what another layout resolved."""
     if flags.values.get("sequence_parallel") and config.parallel.tp == 1:
         return [
-            "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over: "
-            "leave it out, or use --tp 2 or more"
+            Problem(
+                "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over",
+                Change("leave it out"),
+                Values(name="tp", among=range(2, 34), near=1, bound="or more"),
+            )
         ]
     return []
 

@@ -296,8 +296,10 @@ def _in_range(info: FieldInfo, value: float) -> Iterator[Way]:
     is_low, near = value < low, int(value)
     among = list(range(low, min(low + _TRIED, high + 1)))
     if not is_low:  # the largest values, and where they violate another constraint, small ones
-        among = [*range(high, max(high - 3, low - 1), -1), *(number for number in among[::-1] if number < high - 2)]
-    yield Values(name=info.name, among=among, near=near, bound="or more" if is_low else "or less", bare=True)
+        powers = [1 << exponent for exponent in range(high.bit_length())]
+        among = sorted({*range(max(high - 40, low), high + 1), *(n for n in powers if low <= n <= high), *among})[::-1]
+    bound = "or more" if is_low else "or less"
+    yield Values(name=info.name, among=among, near=near, bound=bound, bare=True, most=4)
     if info.optional and is_low:
         yield Change("leave the flag out", {info.name: None})
 

@@ -15,7 +15,7 @@ from megacore.config.nodes import torchrun_flags
 
 WORLD_SIZE = "world_size"
 """The number of processes, where a field is meant otherwise."""
-_TRIED = 64  # values of a way out, at most
+_TRIED = 160  # values of a way out, at most
 
 
 def flag(name: str) -> str:
@@ -71,7 +71,7 @@ class Values:
         """
         named = sorted(self.named(values))
         text = one_of(named)
-        if self.bound and list(values[:3]) == self.tried()[:3]:
+        if self.bound and len(values) == len(self.tried()):
             text = str(values[0]) if len(self.among) == 1 else f"{values[0]} {self.bound}"
         if self.name == WORLD_SIZE:
             noun = "process" if named == [1] else "processes"

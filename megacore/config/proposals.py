@@ -83,7 +83,8 @@ class _Group:
             words = self._weaker(problem)
         if not words and not in_prose:
             names = [flag(name) for name in self._by_name if name != WORLD_SIZE]
-            words = [f"choose other values of {' and '.join(names)} together"] if names else []
+            together = f"choose other values of {' and '.join(names)} together"
+            words = [together if len(names) > 1 else f"choose another value of {names[0]}"] if names else []
         return message(problem.said, [*words, *in_prose])
 
     def _weaker(self, problem: Problem) -> list[str]:
@@ -120,6 +121,8 @@ class _Group:
         first, solving = ways[0], list[int]()
         tried = dict.fromkeys(itertools.chain.from_iterable(way.tried() for way in ways))
         ordered = list(tried) if len(ways) == 1 else sorted(tried, key=lambda value: (abs(value - first.near), value))
+        if len(ways) == 1 and first.bound and all(solves({first.name: value}) for value in _sample(ordered)):
+            return ordered
         for value in ordered:
             if value != first.near and solves({first.name: value}):
                 solving.append(value)
@@ -170,6 +173,11 @@ def _steps(left: Sequence[str], changes: Changes) -> Iterator[tuple[Changes, flo
 
 def _ways(problem: str) -> Sequence[Way]:
     return problem.ways if isinstance(problem, Problem) else ()
+
+
+def _sample(values: Sequence[int]) -> list[int]:
+    """The first values, one in the middle and the last."""
+    return list(dict.fromkeys([*values[:3], values[len(values) // 2], values[-1]]))
 
 
 def _combined(changes: Changes) -> str:

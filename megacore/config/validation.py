@@ -31,7 +31,12 @@ _FURTHER = 64  # values beyond a bound that are tried
 
 
 def validate(
-    config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), follows_degrees: bool = False
+    config: Config,
+    world_size: int,
+    *,
+    unread: frozenset[str] = frozenset(),
+    follows_degrees: bool = False,
+    further: Callable[[Config], list[str]] | None = None,
 ) -> list[str]:
     """Names every violated constraint of a configuration, resolved or not.
 
@@ -40,20 +45,24 @@ def validate(
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read. Constraints on them are not checked.
         follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
+        further: constraints of the caller.
 
     Returns:
         One message per problem. It names the flags, their values, the constraint and the ways out, which are tried on
         all constraints.
     """
 
+    def found_in(one: Config, ranks: int) -> list[str]:
+        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread)]
+
     def recheck(changes: Mapping[str, Any]) -> list[str]:
         values = dict(changes)
         given = values.pop(WORLD_SIZE, world_size)
         changed = _with_values(config, values)
         ranks = degrees_product(changed) if follows_degrees else given
-        return violations(changed, ranks, unread=unread)
+        return found_in(changed, ranks)
 
-    found = violations(config, world_size, unread=unread)
+    found = found_in(config, world_size)
     return with_tried_ways(found, recheck) if found else []
 
 
