@@ -3,7 +3,7 @@
 Constraints that share a flag are one group: a value that keeps one of them may violate another. What is offered keeps
 all of a group and violates nothing new. First come values of one flag. Where no flag alone is a way out, the nearest
 combination of flags is: a best-first search over the values that the violated constraints themselves state. This runs
-only after something is refused, and takes a few tenths of a second at most.
+only after something is refused, and takes about a second at most.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"sgd_momentum": 0.5}, 1, ("--sgd-momentum 0.5 has no effect with --optimizer adamw", "--optimizer sgd")),
     ({"distributed_timeout_minutes": 1e-9}, 1, ("--distributed-timeout-minutes 1e-09", "0.05 or more")),
     ({"num_layers": 100_000_000}, 1, ("--num-layers 100000000", "10000 or less")),
-    ({"hidden_size": 12_000_000}, 1, ("--hidden-size 12000000", "1000000 or less")),
+    ({"hidden_size": 12_000_000}, 1, ("--hidden-size 12000000", "use 999960, 999972, 999984 or 999996")),
     ({"global_batch_size": 2_000_000_000}, 1, ("--global-batch-size 2000000000", "1000000 or less")),
     ({"distributed_timeout_minutes": 1e300}, 1, ("--distributed-timeout-minutes 1e+300", "10080 or less")),
     ({"train_iters": 0}, 1, ("--train-iters 0", "1 or more")),

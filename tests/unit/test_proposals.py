@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacore.config import Config, validate, violations
+from megacore.config.cli import save_toml
 from megacore.config.validation import degrees_product
+from megacore.errors import ConfigError
 from tests.unit.test_config import make
 
 _SIZES: Mapping[str, tuple[Any, ...]] = {
@@ -70,11 +73,13 @@ def _layouts() -> Iterator[tuple[dict[str, Any], int | None]]:
     while True:
         values = {name: draw.choice(among) for name, among in _SIZES.items()}
         if draw.random() < 0.3:
-            values |= {name: draw.choice(among) for name, among in _EXPERTS.items()} | {"disable_bias_linear": True}
+            values |= {"disable_bias_linear": True, **{name: draw.choice(among) for name, among in _EXPERTS.items()}}
         # Most of the rest as in a valid layout, so that few constraints are violated at once.
         kept = draw.sample(sorted(values), k=draw.randint(3, 9))
-        experts = {name: values[name] for name in ("num_experts", "disable_bias_linear") if name in values}
-        usual = {"num_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "seq_length": 96}
+        experts: dict[str, Any] = {
+            name: values[name] for name in ("num_experts", "disable_bias_linear") if name in values
+        }
+        usual: dict[str, Any] = {"num_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "seq_length": 96}
         yield {**usual, **experts, **{name: values[name] for name in kept}}, draw.choice((None, 1, 6, 8, 12))
 
 
@@ -108,3 +113,8 @@ def test_every_proposal_of_a_random_layout_is_valid(part: int) -> None:
                 assert len(problems) > 1 or not left, given
                 assert not [other for other in left if _is_about(other, set(changes))], given
     assert proposed > 100
+
+
+def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--output-dir 'run.udcff' is not valid UTF-8"):
+        save_toml(make(output_dir="run\udcff"), tmp_path / "config.toml")
