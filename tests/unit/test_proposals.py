@@ -116,5 +116,5 @@ def test_every_proposal_of_a_random_layout_is_valid(part: int) -> None:
 
 
 def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--output-dir 'run.udcff' is not valid UTF-8"):
+    with pytest.raises(ConfigError, match=r"--output-dir 'run.udcff' is not valid UTF-8"):
         save_toml(make(output_dir="run\udcff"), tmp_path / "config.toml")
