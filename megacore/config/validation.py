@@ -348,9 +348,16 @@ def _gradient_noise(config: Config, world_size: int) -> Iterator[str]:
     small = training.micro_batch_size * size_of_role("batch", fill_degrees(config.parallel, world_size))
     batch = training.global_batch_size or small
     if batch <= small:
+        larger = range(2 * small, 2 * small + _FURTHER)
         yield Problem(
             f"{given} compares the gradient of one microbatch per replica with that of all of them, and there is one",
-            Values(name="global_batch_size", among=range(2 * small, 2 * small + _FURTHER), near=batch, bound="or more"),
+            Values(
+                name="global_batch_size",
+                among=range(2 * small, 2 * small + _FURTHER),
+                near=batch,
+                bound="or more",
+                most=3,
+            ),
             Change("use a smaller --micro-batch-size"),
             about=("micro_batch_size", *degree_fields()),
         )
