@@ -353,7 +353,7 @@ def _gradient_noise(config: Config, world_size: int) -> Iterator[str]:
             f"{given} compares the gradient of one microbatch per replica with that of all of them, and there is one",
             Values(
                 name="global_batch_size",
-                among=range(2 * small, 2 * small + _FURTHER),
+                among=larger,
                 near=batch,
                 bound="or more",
                 most=3,
