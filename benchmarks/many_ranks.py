@@ -34,8 +34,10 @@ from megacore.commands.plan_parser import PlanParser, take_misspelled
 from megacore.commands.tool import positive, run_tool
 from megacore.config import Config
 from megacore.config.cli import parse_config
-from megacore.config.flags import read_flags
+from megacore.config.fields import field_infos
+from megacore.config.flags import read_flags, without_fields
 from megacore.config.messages import counted, one_of
+from megacore.config.parallel import ParallelConfig
 from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.gpt.build import check_inputs, vocabulary_size
 from megacore.errors import ConfigError
@@ -44,9 +46,11 @@ from megacore.pipeline.schedule_file import check_schedule
 if TYPE_CHECKING:
     from benchmarks.rank_costs import RankCosts
 
+_MOST_VIRTUAL = 64  # stages per rank for which the model is made deep enough
 TOLERANCE = 1e-5  # relative, of a loss
 MOST_RANKS = 4096  # of a job: processes of one machine, of 37 MB each
 ONE = (1, 1, 1)
+_OF_SEVERAL_RANKS = frozenset(field_infos(ParallelConfig)) - {"tp", "pp", "dp", "device", "distributed_timeout_minutes"}
 Degrees = tuple[int, int, int]
 
 
@@ -97,8 +101,10 @@ def tiny_model(layouts: Sequence[Degrees], options: Namespace) -> list[str]:
     """Flags of a GPT with a block or more for every stage, and of batches for every replica."""
     tp, pp, dp = (math.lcm(*degrees) for degrees in zip(*layouts, strict=True))
     heads = max(tp, 4)
+    given = read_flags(options.flags).values
+    virtual = given.get("virtual_stages", 1)
     sizes = {
-        "num-layers": max(pp, 12),
+        "num-layers": max(pp * (virtual if 0 < virtual <= _MOST_VIRTUAL else 1), 12),
         "hidden-size": 8 * heads,
         "num-attention-heads": heads,
         "seq-length": 16,
@@ -112,11 +118,15 @@ def tiny_model(layouts: Sequence[Degrees], options: Namespace) -> list[str]:
         "hidden-dropout": 0,  # masks depend on tp
         "attention-dropout": 0,
     }
-    given = read_flags(options.flags).values
     kept = {name: value for name, value in sizes.items() if name.replace("-", "_") not in given}
     words = [word for name, value in kept.items() for word in (f"--{name}", str(value))]
     # Every rank would count the memory that it shares with the others as its own.
     return ["--mock-data", "--device", "cpu", *words, "--no-memory-check", *options.flags]
+
+
+def of_one_process(flags: Sequence[str]) -> list[str]:
+    """The flags without those that say how ranks share the work, which one process cannot do."""
+    return without_fields(flags, _OF_SEVERAL_RANKS)
 
 
 def rows(degrees: Degrees, job: Job, worst: float) -> dict[str, str]:
@@ -177,7 +187,7 @@ class _Parser(PlanParser):
         flags = tiny_model(options.layouts or [ONE], options)
         of_layouts = [problem for degrees in options.layouts for problem in _refused(degrees, flags)]
         where = " (in one process, with which layouts are compared)" if options.layouts else ""
-        of_one = [problem + where for problem in _refused(ONE, flags) if problem not in of_layouts]
+        of_one = [problem + where for problem in _refused(ONE, of_one_process(flags)) if problem not in of_layouts]
         problems += [*of_layouts, *of_one]
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
@@ -201,7 +211,7 @@ def _refused(degrees: Degrees, flags: Sequence[str]) -> list[str]:
     said = io.StringIO()
     try:
         with redirect_stderr(said):  # notes too, which the ranks give
-            parse_config(
+            config = parse_config(
                 _command(degrees, flags, tempfile.gettempdir()),
                 prog="pretrain_gpt.py",
                 description="",
@@ -211,13 +221,17 @@ def _refused(degrees: Degrees, flags: Sequence[str]) -> list[str]:
                 vocabulary=vocabulary_size,
                 checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
                 planned=True,
-                world_size=math.prod(degrees),
             )
     except SystemExit as stop:
         if not stop.code:  # after --version
             raise
         found = re.findall(r"^  - (.*(?:\n    .*)*)", said.getvalue(), re.MULTILINE)
         return [problem.replace("\n    ", "\n") for problem in found]
+    if (ranks := config.parallel.ranks) != math.prod(degrees):
+        product = " x ".join(f"--{name} {degree}" for name, degree in config.parallel.degrees.items() if degree > 1)
+        return [
+            f"{product} = {ranks} ranks, but a layout has --tp x --pp x --dp = {math.prod(degrees)}: use these only"
+        ]
     return []
 
 
@@ -256,7 +270,7 @@ def main(argv: Sequence[str]) -> int:
 def _differences(options: Namespace) -> Iterator[float]:
     """Of the losses of each layout from those of one process, relative; prints the table."""
     flags = tiny_model(options.layouts, options)
-    expected = run_job(ONE, flags, timeout=options.timeout).losses
+    expected = run_job(ONE, of_one_process(flags), timeout=options.timeout).losses
     for number, degrees in enumerate(options.layouts):
         job = run_job(degrees, flags, timeout=options.timeout)
         worst = max(abs(a - b) / abs(b) for a, b in zip(job.losses, expected, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +40,12 @@ from megacore.commands.plan_search import (
 from megacore.commands.tool import positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
-from megacore.config.cli import parse_config
+from megacore.config.cli import given_values, parse_config
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
+from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import Given, read_flags, without_fields
 from megacore.config.messages import did_you_mean, one_of
-from megacore.config.parallel import AUTO_SCHEDULE
+from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
@@ -253,6 +255,8 @@ def _read(args: argparse.Namespace) -> _Request:
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
     args.foreign = {name for setting in reading.foreign for name in setting.fields}
+    if args.search and args.foreign & set(SEARCHED):
+        problems += _take_foreign(args, reading, kind)
     args.given_device = given.get("device")
     problems += _wrong_device(given, cluster)
     args.usual_batch = _usual_batch(args, reading, kind)
@@ -312,9 +316,21 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return replace(cluster, software=software)
 
 
+def _take_foreign(args: argparse.Namespace, reading: Given, kind: type[Config]) -> Iterator[str]:
+    """Take what other trainers' flags say of a layout for given, as a search keeps it; what is wrong with those that
+    the run does not begin from."""
+    values, problems = given_values(args.flags, kind, None if kind is BertConfig else shape_from_hf)
+    reading.values |= {name: values[name] for name in SEARCHED if name in args.foreign and name in values}
+    left_out = [setting.source for setting in reading.foreign if set(setting.fields) & set(OF_DEGREES)]
+    yield from (problem for problem in problems if problem.startswith(tuple(left_out)))
+
+
 def _wrong_device(given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
     """That the flags of the run ask for another device than the cluster's."""
     device = given.get("device", "auto")
+    if device not in DEVICES:
+        yield f"--device {device} is not known: use {one_of(DEVICES)}{did_you_mean(device, DEVICES)}"
+        return
     if cluster is None or device == "auto" or cluster.on_cpu == (device == "cpu"):
         return
     kind = "computes on CPUs" if cluster.on_cpu else "has accelerators"
@@ -364,7 +380,9 @@ def _usual_batch(args: argparse.Namespace, reading: Given, kind: type[Config]) -
     if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or "micro_batch_size" in args.foreign:
         return None
     micro = {**file.values, **given}.get("micro_batch_size", 1)
-    return int(args.world_size * max(micro, 1))
+    replicas = {**file.values, **given}.get("dp") or 1
+    batch = math.lcm(args.world_size, max(replicas, 1)) * max(micro, 1)  # of a --dp that is to be refused by itself
+    return int(batch) if batch <= LARGEST_INT else int(args.world_size)
 
 
 def _usual_flags(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:

@@ -178,7 +178,7 @@ def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, arg
     """
     if not args.search or args.world_size is None or cluster is None:
         return
-    if problems := impossible_limits(config, _constraints(args)):
+    if problems := impossible_limits(config, _constraints(args), names_batch=args.usual_batch is None):
         raise ConfigError(problems)
 
 

@@ -32,7 +32,7 @@ from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
 from megacore.config.training import ResolvedTraining, TrainingConfig
-from megacore.config.validation import validate
+from megacore.config.validation import validate, violations
 from megacore.config.watch import WatchConfig
 
 __all__ = [
@@ -72,5 +72,6 @@ __all__ = [
     "WatchConfig",
     "sections_of",
     "validate",
+    "violations",
     "with_registered",
 ]

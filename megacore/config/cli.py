@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
@@ -24,7 +24,6 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 import megacore
 from megacore.config import megatron_script
 from megacore.config.deepspeed import read_deepspeed
-from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.flags import FILES, Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
@@ -34,9 +33,10 @@ from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.toml import read_toml, save_toml
-from megacore.config.validation import validate
+from megacore.config.validation import degrees_product, validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed, replace_bytes
 from megacore.remote import is_url
@@ -103,7 +103,7 @@ def parse_config(
     config_class = with_registered(cast(type[Config], kind))
     process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
     if planned and world_size is not None:
-        process = replace(process, world_size=world_size)
+        process = replace(process, world_size=world_size, follows_degrees=False)
     _answer_question(argv, prog, description, config_class, process)
     reading = _read(argv, process, config_class, shape, continued, is_planned=planned)
     is_valid = not (reading.problems or reading.local_problems)
@@ -122,6 +122,15 @@ def parse_config(
         for note in reading.notes:
             print(f"megacore: note: {note}", file=sys.stderr)
     return config
+
+
+def given_values(
+    argv: Sequence[str], kind: type[Config], shape: Shape | None = None
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """The values by field that a command line and its files set, those of other trainers' flags among them, and what is
+    wrong with them; arguments as for `parse_config`."""
+    reading = _read(argv, _Process(0, 0, 1), with_registered(kind), shape, is_planned=True)
+    return reading.given, reading.problems
 
 
 def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
@@ -145,12 +154,14 @@ def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[as
 
 @dataclass(frozen=True)
 class _Process:
-    """This process's ranks, from the variables that every launcher sets. Without them it is the only process."""
+    """This process's ranks, from the variables that every launcher sets. Without them it is the only process. A planned
+    run whose size is not given has as many processes as its degrees say: `follows_degrees`."""
 
     rank: int
     local_rank: int
     world_size: int
     problems: tuple[str, ...] = ()
+    follows_degrees: bool = False
 
     @staticmethod
     def of_environment() -> _Process:
@@ -186,12 +197,8 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     alone = _Process(0, 0, 1)
     if help_topic(argv) is not None or "--version" in argv:
         return alone
-    return _Process(0, 0, _degrees_product(_read(argv, alone, kind, shape, is_planned=True).config))
-
-
-def _degrees_product(config: Config) -> int:
-    given = (getattr(config.parallel, name) for name in degree_fields())
-    return math.prod(degree for degree in given if isinstance(degree, int) and degree > 0)
+    ranks = degrees_product(_read(argv, alone, kind, shape, is_planned=True).config)
+    return _Process(0, 0, ranks, follows_degrees=True)
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,7 @@ class _Reading(Generic[C]):
         notes: what to tell the user although nothing is wrong.
         source: path of the configuration file; None if none is given, or there is no such file.
         translated: settings of other trainers and the flags that they became, by where they come from.
+        given: values by field that flags and files set, with the translated ones.
     """
 
     config: C
@@ -213,6 +221,7 @@ class _Reading(Generic[C]):
     notes: list[str]
     source: str | None
     translated: dict[str, dict[str, str]]
+    given: Mapping[str, Any]
 
 
 def _read(
@@ -257,14 +266,18 @@ def _read(
     config = build(given)
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
-    problems = [*flags.problems, *_idle_flags(flags, config)]
+    problems = list(flags.problems)
     if not process.problems:
-        found = validate(config, process.world_size, unread=unread)
+        found = validate(
+            config,
+            process.world_size,
+            unread=unread,
+            follows_degrees=process.follows_degrees,
+            further=partial(_idle_flags, flags),
+        )
         for name, values in flags.contradictions.items():
             kept = [build({**given, name: value}) for value in values]
-            # A planned run whose size is not given has as many processes as its degrees say.
-            follows = is_planned and process.world_size == _degrees_product(config)
-            sizes = [_degrees_product(one) if follows else process.world_size for one in kept]
+            sizes = [degrees_product(one) if process.follows_degrees else process.world_size for one in kept]
             found += _wrong_whichever_is_kept(list(zip(kept, sizes, strict=True)), unread - {name}, found)
         problems = problems + found
     # The first rank of a machine looks at its disk for all of them.
@@ -279,7 +292,7 @@ def _read(
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
-    return _Reading(config, problems, local_problems, notes, source, flags.translated)
+    return _Reading(config, problems, local_problems, notes, source, flags.translated, given)
 
 
 def _wrong_whichever_is_kept(
@@ -287,8 +300,9 @@ def _wrong_whichever_is_kept(
 ) -> list[str]:
     """What is wrong with each value of a flag that is given twice, as configurations with their number of processes;
     nothing where one of them is right."""
+    said = {problem.partition(": ")[0] for problem in known}
     found = [
-        [problem for problem in validate(config, world_size, unread=unread) if problem not in known]
+        [problem for problem in validate(config, world_size, unread=unread) if problem.partition(": ")[0] not in said]
         for config, world_size in kept
     ]
     return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
@@ -356,8 +370,11 @@ def _idle_flags(flags: Given, config: Config) -> list[str]:
     """Flags that ask for what the layout cannot do. A file may say the same: it holds what another layout resolved."""
     if flags.values.get("sequence_parallel") and config.parallel.tp == 1:
         return [
-            "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over: "
-            "leave it out, or use --tp 2 or more"
+            Problem(
+                "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over",
+                Change("leave it out"),
+                Values(name="tp", among=range(2, 34), near=1, bound="or more"),
+            )
         ]
     return []
 

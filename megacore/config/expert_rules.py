@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from megacore.config.dimensions import fill_degrees
-from megacore.config.messages import at_most, divisors, nearest_multiples, one_of
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, multiples_of, up_to
 from megacore.config.schema import Config
 
 Rule = Callable[[Config, int], Iterator[str]]
@@ -20,18 +21,23 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
                 yield f"{name} {value} has no effect without experts: leave it out, or use --num-experts"
         return
     if experts % ep:
-        near = one_of(divisors(experts, near=ep, most=6))
-        yield (
-            f"--ep {ep} must divide --num-experts {experts}: use --ep {near}, or --num-experts "
-            f"{one_of(nearest_multiples(experts, ep))}"
+        yield Problem(
+            f"--ep {ep} must divide --num-experts {experts}",
+            divisors_of("ep", ep, experts),
+            multiples_of("num_experts", experts, ep),
         )
     if etp not in (1, tp):
-        yield f"--etp {etp} must be 1 or --tp {tp}: use --etp {one_of(sorted({1, tp}))}, or leave it out"
+        yield Problem(
+            f"--etp {etp} must be 1 or --tp {tp}",
+            Values(name="etp", among=sorted({1, tp}), near=etp),
+            Change("leave it out", {"etp": None}),
+        )
         return
     if etp < tp and not parallel.sequence_parallel:
-        yield (
-            f"--etp 1 with --tp {tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens: "
-            f"add it, or use --etp {tp}"
+        yield Problem(
+            f"--etp 1 with --tp {tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens",
+            Change("add it", {"sequence_parallel": True}),
+            Values(name="etp", among=[tp], near=etp),
         )
     degrees = fill_degrees(parallel, world_size)
     block = degrees["dp"] * degrees["cp"] * tp
@@ -39,9 +45,14 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         product = " x ".join(f"--{name} {degrees[name]}" for name in ("dp", "cp", "tp") if degrees[name] > 1)
         given = f"--ep {ep} x --etp {etp} = {ep * etp}" if etp > 1 else f"--ep {ep}"
         ranks = f"{block} ranks of a stage ({product})" if block > 1 else "only rank of a stage"
-        yield (
-            f"{given} must divide the {ranks}: use --ep {one_of(divisors(block // etp, near=ep, most=6))}, or a larger "
-            "--dp"
+        replicas, others = degrees["dp"], block // degrees["dp"]
+        larger = ep * etp // math.gcd(ep * etp, others)
+        yield Problem(
+            f"{given} must divide the {ranks}",
+            divisors_of("ep", ep, block // etp) if block % etp == 0 else None,
+            multiples_of("dp", replicas, larger),
+            multiples_of(WORLD_SIZE, world_size, larger * others * parallel.pp),
+            about=("dp", *(("etp",) if parallel.etp is None else ())),
         )
 
 
@@ -52,17 +63,25 @@ def _widths(config: Config, world_size: int) -> Iterator[str]:
     width = experts.moe_ffn_hidden_size or config.model.inner_size
     if width % split:
         name = "--moe-ffn-hidden-size" if experts.moe_ffn_hidden_size else "--ffn-hidden-size"
-        yield (
-            f"--etp {split} must divide {name} {width}: use --moe-ffn-hidden-size "
-            f"{one_of(nearest_multiples(width, split))}"
+        yield Problem(
+            f"--etp {split} must divide {name} {width}",
+            multiples_of("moe_ffn_hidden_size", width, split),
+            divisors_of("tp", tp, width) if split == tp else None,
+            Values(name="etp", among=[1], near=split),
         )
     shared = experts.moe_shared_expert_size
     if shared is not None and shared % tp:
-        yield (f"--tp {tp} must divide --moe-shared-expert-size {shared}: use {one_of(nearest_multiples(shared, tp))}")
-    if experts.moe_first_dense_layers >= config.model.num_layers:
-        yield (
-            f"--moe-first-dense-layers {experts.moe_first_dense_layers} must be below --num-layers "
-            f"{config.model.num_layers}: use {at_most(config.model.num_layers - 1)}, or leave --num-experts out"
+        yield Problem(
+            f"--tp {tp} must divide --moe-shared-expert-size {shared}",
+            multiples_of("moe_shared_expert_size", shared, tp),
+            divisors_of("tp", tp, shared),
+        )
+    dense, layers = experts.moe_first_dense_layers, config.model.num_layers
+    if dense >= layers:
+        yield Problem(
+            f"--moe-first-dense-layers {dense} must be below --num-layers {layers}",
+            up_to("moe_first_dense_layers", dense, layers - 1, low=0),
+            Change("leave --num-experts out"),
         )
 
 

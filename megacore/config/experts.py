@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos, flag
 from megacore.config.messages import divisors, one_of
+from megacore.config.problem import Problem, divisors_of, up_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,8 @@ class ExpertsConfig(Section):
         experts, chosen, scores = self.num_experts, self.moe_router_topk, self.moe_router_score_function
         assert experts is not None
         if "moe_router_topk" not in wrong and chosen > experts:
-            yield f"--moe-router-topk {chosen} must be at most --num-experts {experts}: use {experts} or less"
+            said = f"--moe-router-topk {chosen} must be at most --num-experts {experts}"
+            yield Problem(said, up_to("moe_router_topk", chosen, experts))
         if "moe_router_score_function" in wrong:
             return
         if scores == "sigmoid":
@@ -143,8 +145,8 @@ class ExpertsConfig(Section):
             yield from self.without_effect(names, wrong, "no groups", "--moe-router-num-groups")
             return
         if experts % groups:
-            near = one_of(divisors(experts, near=groups, most=6))
-            yield f"--moe-router-num-groups {groups} must divide --num-experts {experts}: use {near}"
+            said = f"--moe-router-num-groups {groups} must divide --num-experts {experts}"
+            yield Problem(said, divisors_of("moe_router_num_groups", groups, experts, bare=True))
         if chosen is None:
             yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk: use 1 to {groups}"
             return

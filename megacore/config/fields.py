@@ -27,9 +27,12 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megacore.config.messages import did_you_mean, number, one_of
+from megacore.config.problem import Change, Problem, Values, Way
+from megacore.config.problem import flag as flag
 
 # Larger integers are typing errors, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
+_TRIED = 60  # numbers from a bound on
 _LARGEST_FLOAT = sys.float_info.max
 
 R = TypeVar("R", bound="Section")
@@ -101,11 +104,6 @@ class FieldInfo:
     @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
-
-
-def flag(name: str) -> str:
-    """The flag of a field: `num_layers` -> `--num-layers`."""
-    return "--" + name.replace("_", "-")
 
 
 def flag_and_value(name: str, value: Any) -> str:
@@ -223,7 +221,11 @@ class Section:
                 default := infos[name].default,
                 self.former_defaults.get(name, default),
             ):
-                yield f"{flag_and_value(name, value)} has no effect with {given}: leave it out, or use {needs}"
+                yield Problem(
+                    f"{flag_and_value(name, value)} has no effect with {given}",
+                    Change("leave it out", {name: default}),
+                    Change(f"use {needs}"),
+                )
 
     def problems(self) -> list[str]:
         """Every violated constraint of this section."""
@@ -272,15 +274,34 @@ def _number_problem(info: FieldInfo, value: float) -> str | None:
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # an integer may exceed every float; NaN compares false
         return f"{info.flag} {_short(value)} is not a finite number: {_way_out(info, value)}"
     if info.range is not None and value not in info.range:
-        return f"{info.flag} {number(value)} must be {info.range}: {_way_out(info, value)}"
+        return Problem(f"{info.flag} {number(value)} must be {info.range}", *_in_range(info, value))
     if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
-        return f"{info.flag} {value} is above the largest accepted value: use {LARGEST_INT} or less"
+        return Problem(f"{info.flag} {value} is above the largest accepted value", *_in_range(info, value))
     return None
 
 
 def _short(value: float) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _in_range(info: FieldInfo, value: float) -> Iterator[Way]:
+    """The ways out of a number that is not in the range of its field."""
+    bounds = info.range or Range()
+    if info.kind is not int or bounds.above is not None or bounds.below is not None:
+        yield Change(_way_out(info, value))
+        return
+    high = LARGEST_INT if bounds.high is None else int(bounds.high)
+    low = -high if bounds.low is None else int(bounds.low)
+    is_low, near = value < low, int(value)
+    among = list(range(low, min(low + _TRIED, high + 1)))
+    if not is_low:  # the largest values, and where they violate another constraint, small ones
+        powers = [1 << exponent for exponent in range(high.bit_length())]
+        among = sorted({*range(max(high - 40, low), high + 1), *(n for n in powers if low <= n <= high), *among})[::-1]
+    bound = "or more" if is_low else "or less"
+    yield Values(name=info.name, among=among, near=near, bound=bound, bare=True, most=4)
+    if info.optional and is_low:
+        yield Change("leave the flag out", {info.name: None})
 
 
 def _way_out(info: FieldInfo, value: float) -> str:

@@ -138,12 +138,15 @@ def _all_of(names: Sequence[str]) -> str:
 
 
 def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Config] = Config) -> list[str]:
-    """A command line without the flags of some fields, however they are spelled, and their values."""
+    """A command line without the flags of some fields, however they are spelled, also by other trainers, and their
+    values."""
     flags, kept, is_kept = flags_by_name(kind), list[str](), True
     for text in argv:
         if text.startswith("-") and not _is_number(text):
-            info = flags.get(text.partition("=")[0].replace("_", "-"))
-            is_kept = info is None or info.name not in fields
+            name = text.partition("=")[0].replace("_", "-")
+            info, foreign = flags.get(name), FOREIGN.get(name) or DEEPSPEED_FLAGS.get(name)
+            sets = foreign.fields if foreign is not None else () if info is None else (info.name,)
+            is_kept = not any(field in fields for field in sets)
         if is_kept:
             kept.append(text)
     return kept

@@ -12,6 +12,9 @@ from megacore.config.fields import Flag, Range, Section, field_infos, flag_and_v
 _TRACED_STEPS = 3
 
 
+LEAST_TFLOPS, MOST_TFLOPS = 1e-6, 1_000_000  # of a device
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
     """What is logged, how often, and where metrics go."""
@@ -45,7 +48,7 @@ class LoggingConfig(Section):
     tools/draw_schedule.py read it."""
     trace_steps: Annotated[int | None, Range(1)] = None
     """Number of steps that --trace records. Default: 3."""
-    peak_tflops: Annotated[float | None, Range(above=0)] = None
+    peak_tflops: Annotated[float | None, Range(LEAST_TFLOPS, MOST_TFLOPS)] = None
     """Peak speed of one device in TFLOP/s, dense and in the format of --precision. The reported MFU is a share of it.
     Default: that of the data sheet, for a known device."""
 

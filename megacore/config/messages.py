@@ -27,17 +27,17 @@ def at_most(most: int) -> str:
     return f"{most} or less" if most else "0"
 
 
-def divisors(n: int, *, near: int | None = None, most: int = 10) -> list[int]:
+def divisors(n: int, *, near: int | None = None, most: int | None = 10) -> list[int]:
     """The divisors of n in order.
 
     Args:
         n: a positive number.
         near: where there are too many divisors, those nearest to this are returned; None: nearest to n.
-        most: how many to return at most.
+        most: how many to return at most; None: all.
     """
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     divisors = sorted({*small, *(n // d for d in small)})
-    if len(divisors) <= most:
+    if most is None or len(divisors) <= most:
         return divisors
     return sorted(sorted(divisors, key=lambda d: abs(d - (n if near is None else near)))[:most])
 
@@ -46,6 +46,18 @@ def nearest_multiples(value: int, of: int) -> list[int]:
     """The positive multiples of `of` just below and just above a value that is not a multiple itself."""
     below = value // of * of
     return [m for m in (below, below + of) if m > 0]
+
+
+def multiples(value: int, of: int, *, most: int = 48) -> list[int]:
+    """The positive multiples of `of` around a value, in order.
+
+    Args:
+        value: that they are near to.
+        of: what they are multiples of.
+        most: how many to return at most.
+    """
+    first = max(value // of - most // 2, 1)
+    return [of * factor for factor in range(first, first + most)]
 
 
 def nearest_name(name: str, accepted: Iterable[str]) -> str | None:

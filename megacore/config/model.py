@@ -17,7 +17,8 @@ from megacore.config.activations import ACTIVATIONS
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Choices, Flag, Range, Section, flag
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
-from megacore.config.messages import counted, divisors, nearest_multiples, one_of
+from megacore.config.messages import counted, nearest_multiples, one_of
+from megacore.config.problem import Problem, divisors_of, multiples_of
 from megacore.config.rope_factors import parse_factors
 
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -367,16 +368,14 @@ class ModelConfig(Section):
             and not self.multi_latent_attention
             and hidden % heads
         ):
-            yield (
-                f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}: "
-                f"use --hidden-size {one_of(nearest_multiples(hidden, heads))}, "
-                f"or --num-attention-heads {one_of(divisors(hidden, near=heads, most=6))}"
+            yield Problem(
+                f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}",
+                multiples_of("hidden_size", hidden, heads),
+                divisors_of("num_attention_heads", heads, hidden),
             )
         if groups and not wrong & {"num_query_groups", "num_attention_heads"} and heads % groups:
-            yield (
-                f"--num-query-groups {groups} must divide --num-attention-heads {heads}: "
-                f"use {one_of(divisors(heads, near=groups, most=6))}"
-            )
+            said = f"--num-query-groups {groups} must divide --num-attention-heads {heads}"
+            yield Problem(said, divisors_of("num_query_groups", groups, heads, bare=True))
 
     def _latent(self, wrong: frozenset[str]) -> Iterator[str]:
         given = "--multi-latent-attention"

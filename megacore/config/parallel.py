@@ -10,9 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Flag, Range, Section
+from megacore.config.problem import Change, Problem, Values
 
 AUTO_SCHEDULE = "auto"
 """The value of `--schedule` before a schedule is chosen."""
+
+DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "mtia", "hpu", "npu", "mlu", "musa")
+"""Torch's names of devices that a plan knows. A run may have another, which an extension of torch brings."""
 
 ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
 
@@ -139,17 +143,25 @@ class ParallelConfig(Section):
     def _virtual_stages(self) -> Iterator[str]:
         schedule, virtual, from_file = self.schedule, self.virtual_stages, self.schedule_csv is not None
         if schedule == "interleaved" and virtual == 1 and not from_file:
-            yield (
-                "--schedule interleaved needs several stages per rank: use --virtual-stages 2 or more, "
-                "or --schedule 1f1b"
+            yield Problem(
+                "--schedule interleaved needs several stages per rank",
+                Values(name="virtual_stages", among=range(2, 66), near=virtual, bound="or more"),
+                Change("--schedule 1f1b", {"schedule": "1f1b"}),
             )
         if schedule != "interleaved" and virtual > 1 and not from_file:
-            yield (
-                f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
-                "leave it out, or use --schedule interleaved"
+            yield Problem(
+                f"--virtual-stages {virtual} has no effect with --schedule {schedule}",
+                Change("leave it out", {"virtual_stages": 1}),
+                Change("--schedule interleaved", {"schedule": "interleaved"}),
             )
         if self.pp == 1 and virtual > 1:
-            yield f"--virtual-stages {virtual} needs a pipeline: use --pp 2 or more, or leave --virtual-stages out"
+            is_interleaved = schedule == "interleaved" and not from_file
+            without = {"virtual_stages": 1} | ({"schedule": AUTO_SCHEDULE} if is_interleaved else {})
+            yield Problem(
+                f"--virtual-stages {virtual} needs a pipeline",
+                Values(name="pp", among=range(2, 66), near=1, bound="or more"),
+                Change(f"leave {'--schedule and ' if is_interleaved else ''}--virtual-stages out", without),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megacore.config.messages import divisors, one_of
+from megacore.config.messages import divisors
+from megacore.config.problem import Change, Problem, Values, divisors_of
 from megacore.config.schema import Config
 
 _MOST = 8  # blocks by default: one for each device of a usual node
@@ -68,14 +69,17 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
     if experts is None or experts.num_experts is None or canonical_blocks(config) == 1:
         return
     if parallel.expert_split != parallel.tp:
-        yield (
-            f"--reproducible computes each expert in blocks, which the --tp {parallel.tp} ranks divide: use "
-            f"--etp {parallel.tp}, or --reproducible-blocks 1, with which another --tp rounds differently"
+        yield Problem(
+            f"--reproducible computes each expert in blocks, which the --tp {parallel.tp} ranks divide",
+            Values(name="etp", among=[parallel.tp], near=parallel.expert_split),
+            _ONE_BLOCK,
         )
     if parallel.ep > 1 and parallel.cp > 1:
-        yield (
+        yield Problem(
             f"--reproducible with --cp {parallel.cp} gathers the positions of experts, between which --ep "
-            f"{parallel.ep} would divide them: use --ep 1, or --cp 1"
+            f"{parallel.ep} would divide them",
+            Values(name="ep", among=[1], near=parallel.ep),
+            Values(name="cp", among=[1], near=parallel.cp),
         )
 
 
@@ -86,22 +90,24 @@ def _blocks(config: Config, world_size: int) -> Iterator[str]:
     if not reproducible:
         yield f"--reproducible-blocks {given} says how --reproducible computes: add --reproducible, or leave it out"
     elif given & (given - 1):
-        below = 1 << (given.bit_length() - 1)
-        yield f"--reproducible-blocks {given} must be a power of two: use {below} or {2 * below}"
+        powers = [1 << exponent for exponent in range(given.bit_length() + 1)]
+        yield Problem(
+            f"--reproducible-blocks {given} must be a power of two",
+            Values(name="reproducible_blocks", among=powers, near=given, bare=True, most=2),
+        )
     elif undivided := list(_indivisible(config, given)):
-        yield (
-            f"--reproducible-blocks {given} must divide {' and '.join(undivided)}: use "
-            f"{one_of(_possible(config))}, or leave it out"
+        yield Problem(
+            f"--reproducible-blocks {given} must divide {' and '.join(undivided)}",
+            Values(name="reproducible_blocks", among=_possible(config), near=given, bare=True),
+            Change("leave it out", {"reproducible_blocks": None}),
         )
 
 
 def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     tp, count = config.parallel.tp, canonical_blocks(config)
     if config.training.reproducible and count > 1 and count & (count - 1) == 0 and count % tp:
-        yield (
-            f"--reproducible computes sums in {count} blocks, which --tp {tp} must divide: use "
-            f"--tp {one_of(divisors(count))}, or --reproducible-blocks 1, with which another --tp rounds differently"
-        )
+        said = f"--reproducible computes sums in {count} blocks, which --tp {tp} must divide"
+        yield Problem(said, divisors_of("tp", tp, count), _ONE_BLOCK)
 
 
 def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
@@ -119,15 +125,21 @@ def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
     if count == 1:
         undivided = list(_indivisible(config, 2))
         reason = f"{' and '.join(undivided)} cannot be divided by 2" if undivided else "--reproducible-blocks is 1"
-        yield (
-            f"--reproducible with --cp {cp} needs sums in blocks, which the ranks divide, but {reason}: use --cp 1, or "
-            "leave --reproducible out (on CPUs two runs with one seed and layout are bitwise equal anyway)"
+        yield Problem(
+            f"--reproducible with --cp {cp} needs sums in blocks, which the ranks divide, but {reason}",
+            Values(name="cp", among=[1], near=cp),
+            Change(
+                "leave --reproducible out (on CPUs two runs with one seed and layout are bitwise equal anyway)",
+                {"reproducible": False},
+            ),
         )
     elif count % tp == 0 and not _fits(count, tp, cp):
         accepted = [ranks for ranks in divisors(count) if _fits(count, tp, ranks)]
-        yield (
+        yield Problem(
             f"--reproducible computes sums in {count} blocks, which 2 x --cp {cp} and --tp {tp} x --cp {cp} must "
-            f"divide: use --cp {one_of(accepted)}, or leave --reproducible out"
+            "divide",
+            Values(name="cp", among=accepted, near=cp),
+            Change("leave --reproducible out", {"reproducible": False}),
         )
 
 
@@ -144,6 +156,7 @@ def _compiled(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+_ONE_BLOCK = Change("--reproducible-blocks 1, with which another --tp rounds differently", {"reproducible_blocks": 1})
 _MODEL = frozenset(
     ("reproducible_blocks", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "seq_length",
      "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size")

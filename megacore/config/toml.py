@@ -21,6 +21,7 @@ from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.flags import Given, all_fields
 from megacore.config.messages import did_you_mean, nearest_name, one_of
 from megacore.config.schema import Config, sections_of
+from megacore.errors import ConfigError
 from megacore.files import replace_bytes, unreadable
 
 _HEADER = """\
@@ -38,15 +39,24 @@ _EXPECTED = {
 
 
 def save_toml(config: Config, path: str | Path) -> None:
-    """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically."""
+    """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically.
+
+    Raises:
+        ConfigError: a name in it is not valid UTF-8, which TOML cannot hold.
+    """
     path = Path(path)
     tables = {
         name: {key: value for key, value in getattr(config, name).as_written().items() if value is not None}
         for name in sections_of(type(config))
     }
     text = _HEADER.format(version=megacore.__version__) + tomli_w.dumps(tables)
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:  # a name of a file that came from the system
+        sections = [getattr(config, name) for name in tables]
+        raise ConfigError([wrong for section in sections for wrong in section.wrong_fields().values()]) from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(path, text.encode())
+    replace_bytes(path, content)
 
 
 def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:

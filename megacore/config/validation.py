@@ -7,35 +7,87 @@ hold between sections. missing_files.py asks the disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from megacore.config.checkpoint import AUTO
 from megacore.config.compression import COMPRESSION_RULES
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
-from megacore.config.messages import at_most, counted, divisors, nearest_multiples, number, one_of
+from megacore.config.messages import at_most, counted, divisors, number, one_of
 from megacore.config.mup import mup_problems
-from megacore.config.nodes import torchrun_flags
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.parallel import ParallelConfig
 from megacore.config.pipeline_layout import parse_layout
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, multiples_of, up_to
+from megacore.config.proposals import with_tried_ways
 from megacore.config.rampup import ramp_problems
 from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import Config, sections_of
 
+_FURTHER = 64  # values beyond a bound that are tried
 
-def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
+
+def validate(
+    config: Config,
+    world_size: int,
+    *,
+    unread: frozenset[str] = frozenset(),
+    follows_degrees: bool = False,
+    further: Callable[[Config], list[str]] | None = None,
+) -> list[str]:
     """Names every violated constraint of a configuration, resolved or not.
 
     Args:
         config: the configuration to check; none of its values need be valid.
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read. Constraints on them are not checked.
+        follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
+        further: constraints of the caller.
 
     Returns:
-        One message per problem. It names the flags, their values, the constraint and the way out.
+        One message per problem. It names the flags, their values, the constraint and the ways out, which are tried on
+        all constraints.
+    """
+
+    def found_in(one: Config, ranks: int) -> list[str]:
+        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread)]
+
+    def recheck(changes: Mapping[str, Any]) -> list[str]:
+        values = dict(changes)
+        given = values.pop(WORLD_SIZE, world_size)
+        changed = _with_values(config, values)
+        ranks = degrees_product(changed) if follows_degrees else given
+        return found_in(changed, ranks)
+
+    found = found_in(config, world_size)
+    return with_tried_ways(found, recheck) if found else []
+
+
+def degrees_product(config: Config) -> int:
+    """The number of processes that the given degrees ask for."""
+    given = (getattr(config.parallel, name) for name in degree_fields())
+    return math.prod(degree for degree in given if isinstance(degree, int) and degree > 0)
+
+
+def _with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values of fields, by name."""
+    sections = {}
+    for name, kind in sections_of(type(config)).items():
+        if changed := {field: value for field, value in values.items() if field in field_infos(kind)}:
+            sections[name] = replace(getattr(config, name), **changed)
+    return replace(config, **sections)
+
+
+def violations(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
+    """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid.
+
+    Args:
+        config: the configuration to check; none of its values need be valid.
+        world_size: the number of processes of the run.
+        unread: fields that were given a value which could not be read.
     """
     sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
     wrong_by_section = [section.wrong_fields() for section in sections]
@@ -77,20 +129,22 @@ def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
     parallel, length = config.parallel, config.data.seq_length
     tp, cp, split = parallel.tp, parallel.cp, bool(parallel.sequence_parallel)
     if cp > 1 and length % (unit := parallel.sequence_unit(sequence_parallel=split)):
-        tried = {ranks: replace(parallel, cp=ranks) for ranks in divisors(length, near=cp) if ranks <= 2 * cp}
+        tried = {ranks: replace(parallel, cp=ranks) for ranks in divisors(length, most=None) if ranks <= 2 * cp}
         fitting = [
             ranks for ranks, other in tried.items() if length % other.sequence_unit(sequence_parallel=split) == 0
         ]
         over = f", --sequence-parallel and --tp {tp}" if split and tp > 1 else ""
-        yield (
-            f"--seq-length {length} must be a multiple of {unit} with --cp {cp}{over}: use --seq-length "
-            f"{one_of(nearest_multiples(length, unit))}" + (f", or --cp {one_of(fitting)}" if fitting else "")
+        yield Problem(
+            f"--seq-length {length} must be a multiple of {unit} with --cp {cp}{over}",
+            multiples_of("seq_length", length, unit),
+            Values(name="cp", among=fitting, near=cp),
         )
     elif split and length % tp:
-        yield (
-            f"--tp {tp} must divide --seq-length {length} with --sequence-parallel: use --seq-length "
-            f"{one_of(nearest_multiples(length, tp))}, --tp {one_of(divisors(length, near=tp, most=6))}, "
-            "or leave --sequence-parallel out"
+        yield Problem(
+            f"--tp {tp} must divide --seq-length {length} with --sequence-parallel",
+            multiples_of("seq_length", length, tp),
+            divisors_of("tp", tp, length),
+            Change("leave --sequence-parallel out", {"sequence_parallel": None}),
         )
 
 
@@ -98,9 +152,12 @@ def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
 def _attention_dropout_of_context(config: Config, world_size: int) -> Iterator[str]:
     cp, dropout = config.parallel.cp, config.model.attention_dropout
     if cp > 1 and dropout and not config.training.reproducible:  # whose masks belong to blocks of heads
-        yield (
+        yield Problem(
             f"--attention-dropout {number(dropout)} is not possible with --cp {cp}, because its ranks would draw "
-            "other masks than one process: use --attention-dropout 0 (--hidden-dropout works), --reproducible or --cp 1"
+            "other masks than one process",
+            Change("--attention-dropout 0 (--hidden-dropout works)", {"attention_dropout": 0.0}),
+            Change("--reproducible", {"reproducible": True}),
+            Values(name="cp", among=[1], near=cp),
         )
 
 
@@ -112,10 +169,12 @@ def _heads_of_context(config: Config, world_size: int) -> Iterator[str]:
         return
     held = max(groups // tp, 1)
     if heads // tp % cp or (held % cp and cp % held):
-        yield (
+        yield Problem(
             f"--cp-comm ulysses divides the {counted(heads // tp, 'query head')} and {counted(held, 'key head')} of a "
-            f"tp rank over --cp {cp}, which must divide the former, and divide the latter or be a multiple of it: use "
-            "--cp-comm allgather or ring, or another --cp"
+            f"tp rank over --cp {cp}, which must divide the former, and divide the latter or be a multiple of it",
+            Change("--cp-comm ring", {"cp_comm": "ring"}),
+            Change("--cp-comm allgather", {"cp_comm": "allgather"}),
+            divisors_of("cp", cp, heads // tp),
         )
 
 
@@ -123,9 +182,11 @@ def _heads_of_context(config: Config, world_size: int) -> Iterator[str]:
 def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
     fused = config.training.attention == "fused-softmax"
     if config.parallel.cp > 1 and fused and not config.training.reproducible:  # which computes whole sequences
-        yield (
+        yield Problem(
             f"--attention fused-softmax is not possible with --cp {config.parallel.cp}, because it needs all keys of "
-            "a row at once: use --attention sdpa, or --cp 1"
+            "a row at once",
+            Change("--attention sdpa", {"attention": "sdpa"}),
+            Values(name="cp", among=[1], near=config.parallel.cp),
         )
 
 
@@ -164,7 +225,8 @@ def _evaluated_range(config: Config, world_size: int) -> Iterator[str]:
 def _heads(config: Config, world_size: int) -> Iterator[str]:
     tp, heads = config.parallel.tp, config.model.num_attention_heads
     if heads % tp:
-        yield f"--tp {tp} must divide --num-attention-heads {heads}: use {one_of(divisors(heads, near=tp))}"
+        said = f"--tp {tp} must divide --num-attention-heads {heads}"
+        yield Problem(said, divisors_of("tp", tp, heads, bare=True))
 
 
 @_about("tp", "num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")
@@ -178,10 +240,11 @@ def _groups(config: Config, world_size: int) -> Iterator[str]:
         return groups % ranks == 0 or (ranks % groups == 0 and rows % (ranks // groups) == 0)
 
     if not fits(tp):
-        accepted = [ranks for ranks in divisors(model.num_attention_heads, near=tp) if fits(ranks)]
-        yield (
+        accepted = [ranks for ranks in divisors(model.num_attention_heads, most=None) if fits(ranks)]
+        yield Problem(
             f"--tp {tp} must divide --num-query-groups {groups}, or be a multiple of it that divides the {rows} rows "
-            f"of each group's key and value: use --tp {one_of(accepted)}"
+            "of each group's key and value",
+            Values(name="tp", among=accepted, near=tp),
         )
 
 
@@ -190,9 +253,10 @@ def _ffn(config: Config, world_size: int) -> Iterator[str]:
     tp, ffn = config.parallel.tp, config.model.inner_size
     if ffn % tp:
         derived = "" if config.model.ffn_hidden_size else " (4 x --hidden-size)"
-        yield (
-            f"--tp {tp} must divide --ffn-hidden-size {ffn}{derived}: use --tp {one_of(divisors(ffn, near=tp))}, "
-            f"or --ffn-hidden-size {one_of(nearest_multiples(ffn, tp))}"
+        yield Problem(
+            f"--tp {tp} must divide --ffn-hidden-size {ffn}{derived}",
+            divisors_of("tp", tp, ffn),
+            multiples_of("ffn_hidden_size", ffn, tp),
         )
 
 
@@ -228,9 +292,10 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
 def _recomputed(config: Config, world_size: int) -> Iterator[str]:
     recomputed, layers = config.training.recompute_num_layers, config.model.num_layers
     if recomputed is not None and recomputed > layers:
-        yield (
-            f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}: use {layers} or less, "
-            "or leave it out to recompute all of them"
+        yield Problem(
+            f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}",
+            up_to("recompute_num_layers", recomputed, layers),
+            Change("leave it out to recompute all of them", {"recompute_num_layers": None}),
         )
 
 
@@ -240,11 +305,15 @@ def _distributed_inputs(config: Config, world_size: int) -> Iterator[str]:
     if not config.training.distribute_saved_activations:
         return
     if tp == 1:
-        yield f"{flag} has no effect with --tp 1: leave it out, or use --tp 2 or more"
+        yield Problem(
+            f"{flag} has no effect with --tp 1",
+            Change("leave it out", {"distribute_saved_activations": False}),
+            Values(name="tp", among=range(2, 34), near=tp, bound="or more"),
+        )
     elif config.parallel.sequence_parallel:
         yield f"{flag} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
     elif hidden % tp:
-        yield f"{flag} divides --hidden-size {hidden} over --tp {tp}: use --tp {one_of(divisors(hidden, near=tp))}"
+        yield Problem(f"{flag} divides --hidden-size {hidden} over --tp {tp}", divisors_of("tp", tp, hidden))
 
 
 @_about("pp", "num_layers", "virtual_stages", "pipeline_layout")
@@ -256,11 +325,17 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         except ValueError as error:
             yield f"--pipeline-layout {config.parallel.pipeline_layout}: {error}"
     elif pp > layers:
-        yield f"--pp {pp} must be at most --num-layers {layers}: use {layers} or less, or --num-layers {pp} or more"
+        yield Problem(
+            f"--pp {pp} must be at most --num-layers {layers}",
+            up_to("pp", pp, layers),
+            Values(name="num_layers", among=range(pp, pp + _FURTHER), near=layers, bound="or more"),
+        )
     elif pp * virtual > layers:
-        yield (
-            f"--pp {pp} x --virtual-stages {virtual} = {pp * virtual} must be at most --num-layers {layers}: "
-            f"use --virtual-stages {layers // pp}, or --num-layers {pp * virtual} or more"
+        yield Problem(
+            f"--pp {pp} x --virtual-stages {virtual} = {pp * virtual} must be at most --num-layers {layers}",
+            Values(name="virtual_stages", among=range(layers // pp, 0, -1), near=virtual, bound="or less"),
+            Values(name="pp", among=range(layers // virtual, 0, -1), near=pp, bound="or less"),
+            Values(name="num_layers", among=range(pp * virtual, pp * virtual + _FURTHER), near=layers, bound="or more"),
         )
 
 
@@ -273,9 +348,18 @@ def _gradient_noise(config: Config, world_size: int) -> Iterator[str]:
     small = training.micro_batch_size * size_of_role("batch", fill_degrees(config.parallel, world_size))
     batch = training.global_batch_size or small
     if batch <= small:
-        yield (
-            f"{given} compares the gradient of one microbatch per replica with that of all of them, and there is one: "
-            f"use --global-batch-size {2 * small} or more, or a smaller --micro-batch-size"
+        larger = range(2 * small, 2 * small + _FURTHER)
+        yield Problem(
+            f"{given} compares the gradient of one microbatch per replica with that of all of them, and there is one",
+            Values(
+                name="global_batch_size",
+                among=larger,
+                near=batch,
+                bound="or more",
+                most=3,
+            ),
+            Change("use a smaller --micro-batch-size"),
+            about=("micro_batch_size", *degree_fields()),
         )
     if config.logging.trace:
         yield f"{given} adds a pass to steps that --trace records: leave one of them out"
@@ -288,9 +372,11 @@ def _traced(config: Config, world_size: int) -> Iterator[str]:
     steps, last = config.logging.trace_steps, config.training.train_iters
     most = max(last - 1, 1)  # the first step is not traced, unless it is the only one
     if config.logging.trace and steps is not None and steps > most:
-        yield (
+        yield Problem(
             f"--trace-steps {steps} must be at most {most} with --train-iters {last}, because the trace begins after "
-            f"the first step: use --trace-steps {most} or less, or a larger --train-iters"
+            "the first step",
+            Values(name="trace_steps", among=range(most, 0, -1), near=steps, bound="or less"),
+            Change("use a larger --train-iters"),
         )
 
 
@@ -375,23 +461,22 @@ def _processes(config: Config, world_size: int) -> Iterator[str]:
         if world_size % (product // degree) == 0
     }
     last = names[-1]
+    last, flags = names[-1], " x ".join(fields[name].flag for name in given)
     if last in given and product != world_size:
-        flag = fields[last].flag
-        way_out = f"use {flag} {left[last]}, or leave {flag} out, or " if last in left else ""
-        yield (
-            f"{equation}, but {processes}: {way_out}{_start(product)}"
-            + ("" if last in left else f", or choose degrees whose product is {world_size}")
+        yield Problem(
+            f"{equation}, but {processes}",
+            *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items()),
+            Change(f"leave {fields[last].flag} out", {last: None}) if last in left else None,
+            Values(name=WORLD_SIZE, among=[product], near=world_size),
+            None if left else Change(f"choose degrees whose product is {world_size}"),
         )
     if last not in given and world_size % product:
-        changed = next(name for name, degree in given.items() if degree > 1)
-        degree = (
-            f"choose {' x '.join(fields[name].flag for name in given)} among {one_of(divisors(world_size))}"
-            if changed not in left
-            else f"use {fields[changed].flag} {one_of(divisors(left[changed], near=given[changed]))}"
-        )
-        yield (
-            f"{equation} must divide the number of processes, but {processes}: {degree}, or "
-            f"{_start(*nearest_multiples(world_size, product))}"
+        yield Problem(
+            f"{equation} must divide the number of processes, but {processes}",
+            *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items() if degree > 1),
+            None if left else Change(f"choose {flags} among {one_of(divisors(world_size))}"),
+            multiples_of(WORLD_SIZE, world_size, product),
+            about=(last,),
         )
 
 
@@ -402,9 +487,13 @@ def _shards(config: Config, world_size: int) -> Iterator[str]:
         return
     replicas = size_of_role("replicas", degrees)
     if replicas % size:
-        possible = [count for count in divisors(replicas, near=size) if count > 1]
-        use = f"use {one_of(possible)}" if possible else "leave it out"
-        yield f"--zero-shard-size {size} must divide the number of --dp x --cp ranks, {replicas}: {use}"
+        possible = [count for count in divisors(replicas, most=None) if count > 1] if replicas else []
+        yield Problem(
+            f"--zero-shard-size {size} must divide the number of --dp x --cp ranks, {replicas}",
+            Values(name="zero_shard_size", among=possible, near=size, bare=True),
+            None if possible else Change("leave it out", {"zero_shard_size": None}),
+            about=degree_fields(),
+        )
     if config.experts.num_experts is not None:
         yield (
             f"--zero-shard-size {size} is not possible with --num-experts {config.experts.num_experts}, whose experts "
@@ -418,15 +507,24 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     degrees = fill_degrees(parallel, world_size)
     replicas = size_of_role("batch", degrees)  # 0: too few processes, which _processes reports
     if batch is not None and replicas and batch % (micro * replicas):
+        sharing = [d for d in DIMENSIONS if d.divides in ROLES["batch"] and isinstance(d.degree, str)]
+        given = {str(d.degree): degree for d in sharing if (degree := getattr(parallel, str(d.degree))) is not None}
         factors = " x ".join(
-            f"{field_infos(ParallelConfig)[d.degree].flag} {degrees[d.name]}"
-            + (" (derived)" if getattr(parallel, d.degree) is None else "")
-            for d in DIMENSIONS
-            if isinstance(d.degree, str) and d.divides in ROLES["batch"]
+            f"{field_infos(ParallelConfig)[str(d.degree)].flag} {degrees[d.name]}"
+            + ("" if d.degree in given else " (derived)")
+            for d in sharing
         )
-        yield (
+        yield Problem(
             f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x {factors} "
-            f"= {micro * replicas}: use {one_of(nearest_multiples(batch, micro * replicas))}"
+            f"= {micro * replicas}",
+            multiples_of("global_batch_size", batch, micro * replicas, bare=True),
+            divisors_of("micro_batch_size", micro, batch // replicas) if batch % replicas == 0 else None,
+            *(
+                divisors_of(name, degree, batch // others)
+                for name, degree in given.items()
+                if batch % (others := micro * replicas // degree) == 0
+            ),
+            about=() if len(given) == len(sharing) else degree_fields(),
         )
 
 
@@ -449,9 +547,11 @@ def _ramp(config: Config, world_size: int) -> Iterator[str]:
 def _positions(config: Config, world_size: int) -> Iterator[str]:
     length, positions = config.data.seq_length, config.model.max_position_embeddings
     if positions is not None and length > positions:
-        yield (
-            f"--seq-length {length} must be at most --max-position-embeddings {positions}: use {positions} or less, "
-            f"or --max-position-embeddings {length} or more"
+        more = range(length, length + _FURTHER)
+        yield Problem(
+            f"--seq-length {length} must be at most --max-position-embeddings {positions}",
+            up_to("seq_length", length, positions),
+            Values(name="max_position_embeddings", among=more, near=positions, bound="or more"),
         )
 
 
@@ -521,9 +621,10 @@ def _moments(config: Config, world_size: int) -> Iterator[str]:
 def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
     settings = config.optimizer_settings
     if config.parallel.tp > 1 and settings.takes_some_whole and not settings.joins_slices:
-        yield (
-            f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
-            "use --tp 1, or another --optimizer"
+        yield Problem(
+            f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits",
+            Values(name="tp", among=[1], near=config.parallel.tp),
+            Change("use another --optimizer"),
         )
 
 
@@ -557,8 +658,3 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     ):
         source = "--mock-data" if config.data.mock_data else "--data-path"
         yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"
-
-
-def _start(*counts: int) -> str:
-    noun = "process" if counts == (1,) else "processes"
-    return f"start {one_of(counts)} {noun} (torchrun {torchrun_flags(*counts)}; for a plan --world-size)"

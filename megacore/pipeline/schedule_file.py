@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.files import unreadable
 from megacore.pipeline.schedule import Action, Op, Schedule, ScheduleError, build_schedule, with_transfers
 from megacore.pipeline.validation import prove
 
@@ -28,16 +29,19 @@ def load_schedule(path: Path) -> Schedule:
     Raises:
         ScheduleError: the file cannot be read, a cell is no computation, or the schedule cannot be run.
     """
+    example = "write one row per rank, such as 0F0,0F1,0B0,0B1"
     try:
+        if problem := unreadable(path):
+            raise ScheduleError(f"{path} cannot be read as a schedule: it {problem}")
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except OSError as error:
         raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise ScheduleError(f"{path} cannot be read as a schedule, because it is not a CSV file: {example}") from None
     order = [[_action(cell.strip(), path, rank) for cell in row if cell.strip()] for rank, row in enumerate(rows)]
     if not order:
-        raise ScheduleError(f"{path} holds no computation: write one row per rank, such as 0F0,0F1,0B0,0B1")
+        raise ScheduleError(f"{path} holds no computation: {example}")
     stages = 1 + max(action.stage for row in order for action in row)
     if stages % len(order):
         raise ScheduleError(
@@ -62,7 +66,10 @@ def check_schedule(config: ResolvedConfig) -> None:
     """
     if config.parallel.schedule_csv is None:
         return
-    schedule = load_schedule(Path(config.parallel.schedule_csv))
+    try:
+        schedule = load_schedule(Path(config.parallel.schedule_csv))
+    except ScheduleError as error:
+        raise ScheduleError(f"--schedule-csv {error}") from None
     parallel = config.parallel
     there = (schedule.ranks, schedule.virtual_stages, schedule.microbatches)
     here = (parallel.pp, parallel.virtual_stages, config.microbatches)

@@ -16,6 +16,7 @@ from typing import Any
 
 import tomli_w
 
+from megacore.config.logging import LEAST_TFLOPS, MOST_TFLOPS
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
 from megacore.files import read_bounded
@@ -168,7 +169,6 @@ _BOUNDS = {
     "host_memory_gb_s": (1e-6, 1e6),
     "price_per_hour": (0, 1e6),
 }
-_LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e6
 _MOST_BYTES = 1 << 20  # of a cluster file
 _LEAST_SHARE = 1e-3
 
@@ -333,7 +333,7 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
             near = did_you_mean(name, _FORMATS)
             problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}{near}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_peak(value):
-            bounds = f"from {number(_LEAST_TFLOPS)} to {_MOST_TFLOPS:,.0f}"
+            bounds = f"from {number(LEAST_TFLOPS)} to {MOST_TFLOPS:,.0f}"
             problems.append(f"{path}: peak_tflops.{name} = {_shown(value)} must be a number {bounds}")
         else:
             peaks[form] = value * 1e12
@@ -341,7 +341,7 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
 
 
 def _is_peak(tflops: float) -> bool:
-    return _LEAST_TFLOPS <= tflops <= _MOST_TFLOPS
+    return LEAST_TFLOPS <= tflops <= MOST_TFLOPS
 
 
 def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Range]:

@@ -142,11 +142,16 @@ def possible_degrees(config: ResolvedConfig, constraints: Constraints) -> dict[s
     return possible
 
 
-def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[str]:
+def impossible_limits(config: ResolvedConfig, constraints: Constraints, *, names_batch: bool = True) -> list[str]:
     """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
 
     Limits of which the smallest value is above the largest, and given values that are not within the limits, are left
     to the caller.
+
+    Args:
+        config: of the search.
+        constraints: what a layout may be.
+        names_batch: the global batch size is given, and not taken from the number of ranks.
     """
     possible, problems = possible_degrees(config, constraints), []
     if config.model.experts is None:
@@ -167,9 +172,10 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[
         if name in constraints.fixed:
             flags = {f"--{name}": constraints.fixed[name]}
         texts = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+        also = f" and {reason}" if names_batch or name != "dp" else ""
         said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
         problems.append(
-            f"{' and '.join(texts)} {said}: those that divide --world-size {constraints.world_size} and {reason} are "
+            f"{' and '.join(texts)} {said}: those that divide --world-size {constraints.world_size}{also} are "
             f"{', '.join(map(str, values))}"
         )
     return problems

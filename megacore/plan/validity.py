@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megacore.config import ResolvedConfig, validate
+from megacore.config import ResolvedConfig, violations
 from megacore.plan.search_space import Choice, with_choice
 
 
@@ -39,5 +39,5 @@ class Validity:
 
     def _is_valid(self, key: tuple[object, ...], choice: Callable[[], Choice]) -> bool:
         if key not in self._known:
-            self._known[key] = not validate(with_choice(self._config, choice()), self._world_size)
+            self._known[key] = not violations(with_choice(self._config, choice()), self._world_size)
         return self._known[key]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megacore.config import ExpertsConfig, ModelConfig, ResolvedConfig, validate
+from megacore.config import ExpertsConfig, ModelConfig, ResolvedConfig, violations
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
@@ -164,7 +164,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
 
 
 def _is_valid(change: Change) -> bool:
-    return not validate(change.config, change.config.parallel.ranks)
+    return not violations(change.config, change.config.parallel.ranks)
 
 
 def _with_auto_schedule(change: Change, limits: Limits) -> ResolvedConfig:

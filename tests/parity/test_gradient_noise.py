@@ -130,6 +130,6 @@ def test_refusals(tmp_path: Path) -> None:
     changes: Changes = {"micro_batch_size": 8, "gradient_noise_interval": 5, "trace": True}
     assert validate(make_config((1, 1, 1), tmp_path, **changes), 1) == [
         "--gradient-noise-interval 5 compares the gradient of one microbatch per replica with that of all of them, and "
-        "there is one: use --global-batch-size 16 or more, or a smaller --micro-batch-size",
+        "there is one: use --global-batch-size 16, 24 or 32, or a smaller --micro-batch-size",
         "--gradient-noise-interval 5 adds a pass to steps that --trace records: leave one of them out",
     ]

@@ -256,6 +256,10 @@ def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(result
             ["= 262,144 ranks, ", "4,096: use --tp 1, --pp 1 or --dp 1", "--bogus is not", "did you mean --steps?"],
         ),
         (
+            "many_ranks.py --tp 1 --pp 4 --dp 1 --schedule interleaved --virtual-stages 5 --num-layers 12",
+            ["1 problem\n", "use --virtual-stages 2 or 3, or --pp 2, or --num-layers 20 or more"],
+        ),
+        (
             "many_ranks.py --tp 3 --pp 2 --dp 1 --zero-stage 9 --output-dir x",
             [
                 "--tp 3 must divide --num-attention-heads 4: use 1, 2 or 4",
@@ -278,6 +282,14 @@ def test_wrong_flags_are_refused_together_before_torch_is_loaded(command: str, s
     assert done.stdout == "False\n"
     assert all(part in done.stderr for part in said)
     assert "Traceback" not in done.stderr and done.stderr.count("megacore: refused") == 1
+
+
+def test_a_tiny_model_has_layers_for_all_stages_and_one_process_needs_no_pipeline() -> None:
+    flags = "--tp 1 --pp 4 --dp 1 --schedule interleaved --virtual-stages 5"
+    options = many_ranks.parse(flags.split())
+    words = many_ranks.tiny_model(options.layouts, options)
+    assert words[words.index("--num-layers") + 1] == "20"
+    assert "--virtual-stages" in words and "--virtual-stages" not in many_ranks.of_one_process(words)
 
 
 def test_the_sizes_of_a_tiny_model_can_be_chosen() -> None:

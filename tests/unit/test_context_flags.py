@@ -68,7 +68,7 @@ def test_beyond_a_node_keys_travel_while_attention_is_computed(monkeypatch: pyte
         ),
         ("--cp 2 --attention-dropout 0.1", "--attention-dropout 0.1 is not possible with --cp 2"),
         ("--cp 2 --attention fused-softmax", "use --attention sdpa, or --cp 1"),
-        ("--cp 2 --reproducible --reproducible-blocks 1", "--reproducible-blocks is 1: use --cp 1, or leave"),
+        ("--cp 2 --reproducible --reproducible-blocks 1", "--reproducible-blocks is 1: use --cp 1"),
         ("--cp 2 --reproducible --cp-comm ring", "--cp-comm ring adds up parts of attention"),
         ("--cp 4 --reproducible --num-attention-heads 12 --hidden-size 96", "4 blocks, which 2 x --cp 4 and --tp 1"),
         (

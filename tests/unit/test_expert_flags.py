@@ -50,13 +50,13 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--ep 3", "--ep 3 must divide --num-experts 8: use --ep 1, 2, 4 or 8, or --num-experts 6 or 9"),
-        ("--ep 8 --pp 2", "--ep 8 must divide the 4 ranks of a stage (--dp 4): use --ep 1, 2 or 4, or a larger"),
+        ("--ep 3", "--ep 3 must divide --num-experts 8: use --ep 1, 2, 4 or 8"),
+        ("--ep 8 --pp 2", "--ep 8 must divide the 4 ranks of a stage (--dp 4): use --ep 1, 2 or 4, or start 16"),
         (
             "--ep 8 --tp 2",
             "--ep 8 x --etp 2 = 16 must divide the 8 ranks of a stage (--dp 4 x --tp 2): use --ep 1, 2 or 4",
         ),
-        ("--tp 4 --etp 2", "--etp 2 must be 1 or --tp 4: use --etp 1 or 4"),
+        ("--tp 4 --etp 2", "--etp 2 must be 1 or --tp 4: use --etp 4, or leave it out"),
         ("--tp 2 --etp 1", "--etp 1 with --tp 2 needs --sequence-parallel"),
         ("--moe-router-topk 9", "--moe-router-topk 9 must be at most --num-experts 8"),
         ("--moe-router-topk 1", "use --moe-router-pre-softmax, or --moe-router-topk 2 or more"),
@@ -65,7 +65,10 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
             "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid",
         ),
         ("--tp 2 --moe-ffn-hidden-size 33", "--etp 2 must divide --moe-ffn-hidden-size 33"),
-        ("--tp 2 --moe-shared-expert-size 33", "--tp 2 must divide --moe-shared-expert-size 33: use 32 or 34"),
+        (
+            "--tp 2 --moe-shared-expert-size 33",
+            "--tp 2 must divide --moe-shared-expert-size 33: use --moe-shared-expert-size 32 or 34, or",
+        ),
         (
             "--moe-router-num-groups 3 --moe-router-group-topk 2",
             "--moe-router-num-groups 3 must divide --num-experts 8",
@@ -98,7 +101,7 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
             "use --micro-batch-size 1, or --moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
         ),
         ("--reproducible --cp 2 --ep 2", "between which --ep 2 would divide them: use --ep 1, or --cp 1"),
-        ("--reproducible --tp 2 --etp 1", "use --etp 2, or --reproducible-blocks 1"),
+        ("--reproducible --tp 2 --etp 1", "which the --tp 2 ranks divide: use --etp 2"),
         ("--compile --recompute full --moe-router-enable-expert-bias", "use --recompute light, leave --compile out"),
     ],
 )
@@ -109,7 +112,10 @@ def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse)
 
 
 def test_one_process_has_no_ranks_to_divide_experts_over(refuse: Refuse) -> None:
-    said = "--ep 2 must divide the only rank of a stage: use --ep 1, or a larger --dp"
+    said = (
+        "--ep 2 must divide the only rank of a stage: use --ep 1, or start 2 processes (torchrun "
+        "--nproc-per-node 2; for a plan --world-size)"
+    )
     assert problems(refuse(*EXPERTS, "--ep", "2")) == [said]
 
 

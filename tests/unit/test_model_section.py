@@ -25,7 +25,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"num_attention_heads": 12, "num_query_groups": 3},
         2,
-        ("--tp 2", "--num-query-groups 3", "use --tp 1, 3, 6 or 12"),
+        ("--tp 2", "--num-query-groups 3", "use --tp 1"),
     ),
     (
         {"num_attention_heads": 8, "num_query_groups": 1, "kv_channels": 2},

@@ -251,6 +251,51 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ("--preset mixtral-8x7b --ep 8 --dp 6 --global-batch-size 48", "(--dp 6): use --ep 1 or 2, or --dp 8"),
+        ("--preset llama-3-8b --world-size 6 --tp 4", "use --tp 1 or 2, or start 4 or 8 processes"),
+        (
+            "--preset gpt2-small --tp 5",
+            "--ffn-hidden-size 3072 (4 x --hidden-size): use --tp 1, 2, 3, 4, 6 or 12",
+        ),
+        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "--num-layers 12: use --tp 4 with --pp 8"),
+        (
+            "--preset gpt2-small --num-layers 6 --pp 4 --schedule interleaved --virtual-stages 2",
+            "must be at most --num-layers 6: use --pp 2 or 3, or --num-layers 8 or more",
+        ),
+        (
+            "--preset gpt2-small --schedule interleaved --virtual-stages 3",
+            "needs a pipeline: use --pp 2, 3 or 4, or leave --schedule and --virtual-stages out",
+        ),
+        (
+            "--preset gpt2-small --tp 2 --sequence-parallel --seq-length 1023",
+            "1022 or 1024, or --tp 3, or leave",
+        ),
+        ("--preset gpt2-small --seq-length 99999999999", "at most 100000000: use 128, 256, 512 or 1024"),
+        ("--preset gpt2-small --peak-tflops 1e300", "--peak-tflops 1e+300 must be at least 1e-06 and at most 1000000"),
+        ("--preset gpt2-small --peak-tflops nan", "--peak-tflops nan is not a finite number"),
+        ("--preset gpt2-small --device cud", "--device cud is not known: use auto, cpu, cuda,"),
+    ],
+)
+def test_a_way_out_leads_to_no_other_refusal(flags: str, ways: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--cluster", "h100", *flags.split()]))
+    assert stop.value.code == 2
+    assert ways in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_schedule_is_refused_in_words_of_the_project(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_bytes(b"\xff\x00\x01")
+    assert main(f"pretrain_gpt.py --preset gpt2-small --cluster h100 --pp 2 --schedule-csv {path}".split()) == 2
+    said = f"--schedule-csv {path} cannot be read as a schedule, because it is not a CSV file: write one row per rank"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (

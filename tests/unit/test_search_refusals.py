@@ -104,6 +104,42 @@ def test_flags_of_a_search_that_contradict_each_other_are_one_problem(
     assert said in text and text.count("\n  - ") == 1, text
 
 
+def test_a_degree_that_does_not_divide_the_ranks_is_refused_without_a_batch_that_nobody_gave(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search --dp 3"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(flags.split()))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert "--dp 3 is not possible: those that divide --world-size 8 are 1, 2, 4, 8" in text
+    assert text.count("\n  - ") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--tensor-model-parallel-size 4", "`--tp 4`"),
+        ("--recompute-granularity full --recompute-method uniform", "`--recompute full`"),
+        ("--use-distributed-optimizer", "`--zero-stage 1`"),
+        ("--enable-zbh1-pipeline", "`--schedule zero-bubble`"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "`--schedule interleaved`, `--virtual-stages 2`"),
+    ],
+)
+def test_a_search_keeps_what_flags_of_megatron_give(flags: str, kept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search --top 1"
+    assert main([*run.split(), *flags.split()]) == 0
+    assert f"As given, and not searched for: {kept}." in capsys.readouterr().out
+
+
+def test_a_wrong_flag_of_megatron_is_refused_in_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 16 --search"
+    flags = "--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 4"
+    with pytest.raises(SystemExit):
+        raise SystemExit(main([*run.split(), *flags.split()]))
+    assert "--num-layers-per-virtual-pipeline-stage 2 must divide the 3 layers per rank" in capsys.readouterr().err
+
+
 def test_a_way_out_of_a_contradiction_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 64 --cluster h100 --world-size 64 --search"
     for given, ways in (

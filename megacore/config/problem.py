@@ -1,0 +1,157 @@
+"""A violated constraint with its ways out as data, so that each can be tried before it is offered.
+
+A constraint states other values of a field (`Values`) or a change in words (`Change`). As text a problem offers them as
+they are; `proposals.py` keeps those that leave no constraint violated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from megacore.config.messages import divisors, multiples, one_of
+from megacore.config.nodes import torchrun_flags
+
+WORLD_SIZE = "world_size"
+"""The number of processes, where a field is meant otherwise."""
+_TRIED = 160  # values of a way out, at most
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Other values of one field.
+
+    Attributes:
+        name: of the field, or `WORLD_SIZE`.
+        among: what it may be, as far as this constraint goes; with `bound` in order, from the bound on.
+        near: the value that it has; those nearest to it are tried and named first.
+        bound: `or more` or `or less`, where every value beyond the first of `among` keeps the constraint.
+        bare: the message is about this field, and its values need no flag.
+        most: how many are named.
+        around: only the nearest below and the nearest above the value that it has are named.
+    """
+
+    name: str
+    among: Sequence[int]
+    near: int
+    bound: str = ""
+    bare: bool = False
+    most: int = 6
+    around: bool = False
+
+    def tried(self) -> list[int]:
+        """The values, nearest first."""
+        if self.bound:
+            return list(self.among[:_TRIED])
+        return sorted(self.among, key=lambda value: (abs(value - self.near), value))[:_TRIED]
+
+    def named(self, values: Sequence[int]) -> list[int]:
+        """Those of some values, nearest first, that a message names."""
+        if self.around:
+            below, above = ([v for v in values if (v < self.near) == is_below] for is_below in (True, False))
+            values = [*below[:1], *above[:1]]
+        return list(values[: self.most])
+
+    def are_enough(self, values: Sequence[int]) -> bool:
+        """Whether more values would change nothing in what a message says."""
+        return len(values) >= max(self.most, 3) or (self.around and len(self.named(values)) == 2)
+
+    def in_words(self, values: Sequence[int], *, is_first: bool = True) -> str:
+        """The way out.
+
+        Args:
+            values: one or more of those of `tried`, in its order.
+            is_first: no other way out precedes it.
+        """
+        named = sorted(self.named(values))
+        text = one_of(named)
+        if self.bound and len(values) == len(self.tried()):
+            text = str(values[0]) if len(self.among) == 1 else f"{values[0]} {self.bound}"
+        if self.name == WORLD_SIZE:
+            noun = "process" if named == [1] else "processes"
+            return f"start {text} {noun} (torchrun {torchrun_flags(*named)}; for a plan --world-size)"
+        return text if self.bare and is_first else f"{flag(self.name)} {text}"
+
+
+def divisors_of(name: str, near: int, number: int, *, bare: bool = False) -> Values:
+    """The divisors of a number as values of a field; arguments as for `Values`."""
+    return Values(name=name, among=divisors(number, most=None), near=near, bare=bare)
+
+
+def up_to(name: str, near: int, high: int, *, low: int = 1) -> Values:
+    """The values from `low` to `high` of a field that the message is about; other arguments as for `Values`."""
+    return Values(name=name, among=range(high, low - 1, -1), near=near, bound="or less", bare=True)
+
+
+def multiples_of(name: str, near: int, unit: int, *, bare: bool = False) -> Values:
+    """The multiples of a unit next to the value of a field; arguments as for `Values`."""
+    return Values(name=name, among=multiples(near, unit), near=near, bare=bare, most=_TRIED, around=True)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A way out in words.
+
+    Attributes:
+        text: it follows `use` or `or`.
+        values: by field, which the change sets; none, where it cannot be tried.
+    """
+
+    text: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+Way = Values | Change
+
+
+class Problem(str):
+    """A message about a violated constraint.
+
+    Attributes:
+        said: the constraint.
+        ways: out of it.
+        about: fields that the constraint depends on and does not name.
+    """
+
+    said: str
+    ways: tuple[Way, ...]
+    about: frozenset[str]
+
+    def __new__(cls, said: str, *ways: Way | None, about: Sequence[str] = ()) -> Self:
+        """A message with its ways out as they are.
+
+        Args:
+            said: the constraint, which the flags that it is about precede.
+            ways: out of it, best first; None is left out.
+            about: fields that the constraint depends on and does not name.
+        """
+        kept = tuple(way for way in ways if way is not None and (isinstance(way, Change) or way.among))
+        words = [
+            way.text if isinstance(way, Change) else way.in_words(way.tried(), is_first=not place)
+            for place, way in enumerate(kept)
+        ]
+        problem = super().__new__(cls, message(said, words))
+        problem.said, problem.ways, problem.about = said, kept, frozenset(about)
+        return problem
+
+
+def message(said: str, ways: Sequence[str]) -> str:
+    """A constraint and the ways out of it as one sentence."""
+    words, verb = list[str](), ""
+    for way in (way.removeprefix("use ") for way in ways):
+        if way.startswith(_VERBS):
+            verb = ""
+        elif verb != "use ":
+            verb = "use "
+            way = f"use {way}"
+        words.append(way)
+    return f"{said}: {', or '.join(words)}" if words else said
+
+
+_VERBS = ("leave ", "add ", "start ", "choose ", "give ")

@@ -1,0 +1,214 @@
+"""Ways out of violated constraints, tried on all constraints before they are offered.
+
+Constraints that share a flag are one group: a value that keeps one of them may violate another. What is offered keeps
+all of a group and violates nothing new. First come values of one flag. Where no flag alone is a way out, the nearest
+combination of flags is: a best-first search over the values that the violated constraints themselves state. This runs
+only after something is refused, and takes about a second at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from megacore.config.fields import flag_and_value
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, flag, message
+
+Changes = Mapping[str, Any]
+Recheck = Callable[[Changes], Sequence[str]]
+"""The violated constraints after fields have other values."""
+
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+_NUMBER = re.compile(r"\d[\d,.]*")
+_MOST_TRIED = 400  # combinations of a group
+_MOST_CHANGED = 4  # flags of a combination
+_BRANCHES = 8  # values of a flag that a combination tries
+
+
+def with_tried_ways(found: Sequence[str], recheck: Recheck) -> list[str]:
+    """The messages, each with the ways out of which nothing else is refused.
+
+    Args:
+        found: all violated constraints; those that are no `Problem` stay as they are.
+        recheck: what is violated with other values.
+    """
+    said: dict[int, str] = {}
+    for places in _groups(found):
+        group = _Group([found[place] for place in places], frozenset(map(_key, found)), recheck)
+        said |= {place: group.in_words(found[place]) for place in places}
+    return [said[place] for place in range(len(found))]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Violated constraints that share flags.
+
+    Attributes:
+        problems: of the group.
+        known: every violated constraint.
+        recheck: what is violated with other values.
+    """
+
+    problems: Sequence[str]
+    known: frozenset[str]
+    recheck: Recheck
+
+    def in_words(self, problem: str) -> str:
+        """A message of the group with its ways out."""
+        if not isinstance(problem, Problem):
+            return problem
+        words, in_prose, is_solved = list[str](), list[str](), any(self._values.values())
+        for way in problem.ways:
+            if isinstance(way, Values):
+                if values := self._values[way.name]:
+                    words.append(way.in_words(values, is_first=not words))
+            elif not way.values:
+                in_prose.append(way.text)
+            elif self._solves(way.values):
+                words.append(way.text)
+                is_solved = True
+        named = {way.name for way in problem.ways if isinstance(way, Values)}
+        for name, values in self._values.items():
+            if values and name not in named:
+                words.append(self._by_name[name][0].in_words(values, is_first=False))
+        if not is_solved and self._combination:
+            return message(problem.said, [_combined(self._combination)])
+        if not is_solved:
+            words = self._weaker(problem)
+        if not words and not in_prose:
+            names = [flag(name) for name in self._by_name if name != WORLD_SIZE]
+            together = f"choose other values of {' and '.join(names)} together"
+            words = [together if len(names) > 1 else f"choose another value of {names[0]}"] if names else []
+        return message(problem.said, [*words, *in_prose])
+
+    def _weaker(self, problem: Problem) -> list[str]:
+        """The ways out that keep all constraints on the flag that they change, where others of the group stay
+        violated."""
+        words = list[str]()
+        for way in problem.ways:
+            if isinstance(way, Values):
+                values = self._solving(self._by_name[way.name], partial(self._keeps, way.name))
+                words += [way.in_words(values, is_first=not words)] if values else []
+            elif way.values and all(self._keeps(name, way.values) for name in way.values):
+                words.append(way.text)
+        return words
+
+    def _keeps(self, name: str, changes: Changes) -> bool:
+        """Whether a change of a field violates none of the constraints on it, and nothing new."""
+        left = self.recheck(changes)
+        return not any(name in _fields(other) or _key(other) not in self.known for other in left)
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Values]]:
+        """The ways out by field."""
+        ways = [way for problem in self.problems for way in _ways(problem) if isinstance(way, Values)]
+        names = dict.fromkeys(way.name for way in ways)
+        return {name: [way for way in ways if way.name == name] for name in names}
+
+    @cached_property
+    def _values(self) -> dict[str, list[int]]:
+        """The values of each field that by themselves are a way out of the whole group, nearest first."""
+        return {name: self._solving(ways, self._solves) for name, ways in self._by_name.items()}
+
+    def _solving(self, ways: Sequence[Values], solves: Callable[[Changes], bool]) -> list[int]:
+        """The values of a field that are a way out, nearest first, as many as a message names."""
+        first, solving = ways[0], list[int]()
+        tried = dict.fromkeys(itertools.chain.from_iterable(way.tried() for way in ways))
+        ordered = list(tried) if len(ways) == 1 else sorted(tried, key=lambda value: (abs(value - first.near), value))
+        if len(ways) == 1 and first.bound and all(solves({first.name: value}) for value in _sample(ordered)):
+            return ordered
+        for value in ordered:
+            if value != first.near and solves({first.name: value}):
+                solving.append(value)
+            if all(way.are_enough(solving) for way in ways):
+                break
+        return solving
+
+    def _left(self, changes: Changes) -> list[str]:
+        """What a change would leave to be refused: of the group, or new."""
+        own = frozenset(map(_key, self.problems))
+        return [other for other in self.recheck(changes) if (key := _key(other)) in own or key not in self.known]
+
+    def _solves(self, changes: Changes) -> bool:
+        return not self._left(changes)
+
+    @cached_property
+    def _combination(self) -> dict[str, Any]:
+        """The nearest values of several fields that are a way out together; empty, if there is none near."""
+        order = itertools.count()
+        # What is left to be refused, changes and their distances; first what is nearest to a way out.
+        queue: list[tuple[float, int, Sequence[str], dict[str, Any], float]] = [(0, next(order), self.problems, {}, 0)]
+        tried: set[frozenset[tuple[str, Any]]] = set()
+        while queue and len(tried) < _MOST_TRIED:
+            _, _, left, changes, distance = heapq.heappop(queue)
+            if not left:
+                return changes
+            for further, length in _steps(left, changes) if len(changes) < _MOST_CHANGED else ():
+                changed = {**changes, **further}
+                if (key := frozenset(changed.items())) in tried:
+                    continue
+                tried.add(key)
+                others, total = self._left(changed), distance + length
+                heapq.heappush(queue, (total + 2 * len(changed) + 2 * len(others), next(order), others, changed, total))
+        return next((changes for _, _, left, changes, _ in sorted(queue) if not left), {})
+
+
+def _steps(left: Sequence[str], changes: Changes) -> Iterator[tuple[Changes, float]]:
+    """Changes of fields that are as they were given, each with its distance in powers of two."""
+    for way in itertools.chain.from_iterable(map(_ways, left)):
+        if isinstance(way, Change):
+            if way.values and not way.values.keys() & changes.keys():
+                yield way.values, 1.0
+        elif way.name not in changes and way.name != WORLD_SIZE:
+            for value in way.tried()[:_BRANCHES]:
+                if value != way.near:
+                    yield {way.name: value}, abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
+
+
+def _ways(problem: str) -> Sequence[Way]:
+    return problem.ways if isinstance(problem, Problem) else ()
+
+
+def _sample(values: Sequence[int]) -> list[int]:
+    """The first values, one in the middle and the last."""
+    return list(dict.fromkeys([*values[:3], values[len(values) // 2], values[-1]]))
+
+
+def _combined(changes: Changes) -> str:
+    """Values of several fields in words."""
+    left_out = [flag(name) for name, value in changes.items() if value is None]
+    given = [flag_and_value(name, value) for name, value in changes.items() if value is not None]
+    words = [*given, *(f"no {name}" for name in left_out)]
+    return f"{words[0]} with {' and '.join(words[1:])}" if len(words) > 1 else words[0]
+
+
+def _fields(problem: str) -> frozenset[str]:
+    """The fields that a constraint is about."""
+    said = problem.said if isinstance(problem, Problem) else problem.partition(": ")[0]
+    named = {found.removeprefix("--").replace("-", "_") for found in _FLAG.findall(said)}
+    also = problem.about if isinstance(problem, Problem) else frozenset()
+    return also | named | {way.name for way in _ways(problem) if isinstance(way, Values)}
+
+
+def _key(problem: str) -> str:
+    """What tells a constraint from others, whatever the values are."""
+    said = problem.said if isinstance(problem, Problem) else problem
+    return _NUMBER.sub("#", said).replace("processes", "process")
+
+
+def _groups(found: Sequence[str]) -> list[list[int]]:
+    """The places of constraints that share fields with each other, directly or through others."""
+    groups: list[tuple[frozenset[str], list[int]]] = []
+    for place, problem in enumerate(found):
+        fields, places = _fields(problem), [place]
+        for group in [group for group in groups if group[0] & fields]:
+            fields, places = fields | group[0], group[1] + places
+            groups.remove(group)
+        groups.append((fields, places))
+    return [places for _, places in groups]

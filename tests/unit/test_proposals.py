@@ -1,0 +1,120 @@
+"""What a refusal proposes is valid: each value is checked on all constraints, with everything else as given."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import Config, validate, violations
+from megacore.config.cli import save_toml
+from megacore.config.validation import degrees_product
+from megacore.errors import ConfigError
+from tests.unit.test_config import make
+
+_SIZES: Mapping[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 3, 4, 5, 8),
+    "pp": (1, 2, 3, 4, 6),
+    "dp": (None, None, 1, 2, 3, 6),
+    "cp": (1, 1, 1, 2, 4),
+    "num_layers": (1, 2, 6, 12),
+    "num_attention_heads": (4, 6, 8, 12, 16),
+    "num_query_groups": (None, None, 2, 3, 4),
+    "hidden_size": (64, 96, 100, 192),
+    "ffn_hidden_size": (None, 96, 100, 258),
+    "seq_length": (32, 33, 64, 96),
+    "max_position_embeddings": (None, None, 32, 64),
+    "sequence_parallel": (None, None, True),
+    "global_batch_size": (None, 5, 8, 12, 24),
+    "micro_batch_size": (1, 1, 2, 4),
+    "schedule": ("auto", "1f1b", "interleaved"),
+    "virtual_stages": (1, 1, 1, 2, 3),
+    "zero_stage": (0, 1),
+    "zero_shard_size": (None, None, None, 2, 3),
+}
+_EXPERTS: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (4, 6, 8),
+    "ep": (1, 2, 3, 4, 8),
+    "etp": (None, None, 1, 2),
+    "moe_ffn_hidden_size": (None, 33, 48),
+}
+_OR = re.compile(r", or (?:use )?(?=--|start |leave |add |choose |\d)")
+_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less)?((?: (?:with|and) --[a-z-]+ \d+)*)")
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _proposals(problem: str) -> Iterator[dict[str, Any]]:
+    """Every change of values that a message proposes in numbers; `world_size` stands for the processes."""
+    said, _, ways = problem.partition(": ")
+    for way in _OR.split(ways.removeprefix("use ")):
+        if (found := re.match(r"start (\d+)(?: or (\d+))? process", way)) is not None:
+            yield from ({"world_size": int(count)} for count in found.groups() if count)
+        elif (found := _WAY.fullmatch(way)) is not None:
+            flag, values, bound, others = found.groups()
+            numbers = [int(value) for value in re.findall(r"\d+", values)]
+            if bound:
+                step = 1 if bound == " or more" else -1
+                numbers = [number for number in (numbers[0], numbers[0] + step) if number > 0]
+            name = _field(flag or re.findall(r"--[a-z-]+", said)[0])
+            further = {_field(other): int(value) for other, value in re.findall(r"(--[a-z-]+) (\d+)", others)}
+            yield from ({name: number, **further} for number in numbers)
+
+
+def _layouts() -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Values by field, most of them wrong, and the number of processes; None: as many as the degrees say."""
+    draw = random.Random(7)
+    while True:
+        values = {name: draw.choice(among) for name, among in _SIZES.items()}
+        if draw.random() < 0.3:
+            values |= {"disable_bias_linear": True, **{name: draw.choice(among) for name, among in _EXPERTS.items()}}
+        # Most of the rest as in a valid layout, so that few constraints are violated at once.
+        kept = draw.sample(sorted(values), k=draw.randint(3, 9))
+        experts: dict[str, Any] = {
+            name: values[name] for name in ("num_experts", "disable_bias_linear") if name in values
+        }
+        usual: dict[str, Any] = {"num_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "seq_length": 96}
+        yield {**usual, **experts, **{name: values[name] for name in kept}}, draw.choice((None, 1, 6, 8, 12))
+
+
+def _made(values: Mapping[str, Any], world_size: int | None) -> tuple[Config, int]:
+    """A configuration, and the number of its processes."""
+    config = make(**{name: value for name, value in values.items() if name != "world_size"})
+    ranks = values.get("world_size", world_size)
+    return config, degrees_product(config) if ranks is None else ranks
+
+
+def _is_about(problem: str, names: set[str]) -> bool:
+    return bool(names & {_field(flag) for flag in re.findall(r"--[a-z-]+", problem.partition(": ")[0])})
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_every_proposal_of_a_random_layout_is_valid(part: int) -> None:
+    layouts, tried, proposed = _layouts(), 0, 0
+    for _ in range(part * 100):
+        next(layouts)
+    while tried < 70:
+        values, world_size = next(layouts)
+        config, ranks = _made(values, world_size)
+        if not (problems := validate(config, ranks, follows_degrees=world_size is None)):
+            continue
+        tried += 1
+        for problem in problems:
+            for changes in _proposals(problem):
+                proposed += 1
+                left = violations(*_made({**values, **changes}, world_size))
+                given = f"{values} on {world_size}: {changes} of {problem!r} leaves {left}"
+                assert len(problems) > 1 or not left, given
+                assert not [other for other in left if _is_about(other, set(changes))], given
+    assert proposed > 100
+
+
+def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--output-dir 'run.udcff' is not valid UTF-8"):
+        save_toml(make(output_dir="run\udcff"), tmp_path / "config.toml")
