@@ -69,6 +69,23 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     )
 
 
+def with_padding(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], sizes: Sequence[int], *, on_cpu: bool
+) -> list[int]:
+    """Elements of each layer of a stage with the padding of its buckets on ZeRO's stage 3.
+
+    Args:
+        config: a resolved configuration, of ZeRO's stage 3.
+        chunk: the layers of the stage.
+        sizes: elements of each layer.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    padded = list(sizes)
+    for number, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu):
+        padded[number] += bucket.padding
+    return padded
+
+
 class Updated(NamedTuple):
     """Elements that one rank of a stage updates, without padding: of matrices taken whole, and of other parameters."""
 
@@ -231,17 +248,13 @@ def _seconds_in_turn(
 
 
 def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
-    """The buckets with matrices of a stage, one after the other in the update."""
+    """The buckets with matrices of a stage, one after the other as they are made."""
+    if zero_stage(config) == 3:
+        yield from (bucket for _, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu))
+        return
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     matrices = tuple((at, *one) for at, one in enumerate(_of_chunk(config, chunk, on_cpu=on_cpu)))
     (held,) = held_by_layer([chunk])
-    if zero_stage(config) == 3:  # each layer by itself, the first used first
-        for number, inside in reversed(_by_layer(matrices).items()):
-            beside = held[number] - sum(matrix.size for matrix in inside)
-            for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
-                if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
-                    yield _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
-        return
     limit = _bucket_bytes(config, held)
     if shards == copies == 1:
         yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
@@ -249,6 +262,20 @@ def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on
     for kind, ranks in ((False, shards), (True, copies)):
         alike = tuple(one for one in matrices if one[2].of_expert == kind)
         yield from _buckets(alike, ranks, limit, divides=True)
+
+
+def _layer_buckets(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool
+) -> Iterator[tuple[int, _Bucket]]:
+    """Those of ZeRO's stage 3, each of one layer: its number, and the bucket. The first layer comes first."""
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    matrices = [(0, *one) for one in _of_chunk(config, chunk, on_cpu=on_cpu)]
+    (held,) = held_by_layer([chunk])
+    for number, inside in reversed(_by_layer(matrices).items()):
+        beside = held[number] - sum(matrix.size for matrix in inside)
+        for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
+            if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
+                yield number, _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) -> Iterator[tuple[_Placed, ...]]:
