@@ -159,9 +159,9 @@ def _between(kinds: Sequence[int], before: Sequence[int], after: Sequence[int]) 
 @lru_cache(maxsize=1 << 16)
 def _fits(counts: Counts, shards: int) -> bool:
     """Whether the shards of a bucket need no more padding than is allowed."""
-    allowed = _allowed(counts, shards)
-    return least_shard(counts, shards) <= allowed and any(
-        _fillings(counts, [allowed] * shards, mixed=mixed) is not None for mixed in (True, False)
+    room = _largest_sum(counts, _allowed(counts, shards))
+    return least_shard(counts, shards) <= room and any(
+        _fillings(counts, [room] * shards, mixed=mixed) is not None for mixed in (True, False)
     )
 
 
@@ -305,7 +305,7 @@ def _best_subset(counts: Counts, room: int, among: int) -> dict[int, int]:
 
 def _largest_sum(counts: Counts, room: int) -> int:
     """Most elements of a shard that any subset fills, or, where sizes have no large common divisor, a bound of it."""
-    unit = math.gcd(*(size for size, _ in counts))
+    unit = math.gcd(*(size for size, _ in counts)) or 1
     if (room := room // unit) > _SUMS:
         return room * unit
     sums, mask = 1, (1 << room + 1) - 1  # bit n: a subset has n units
