@@ -150,8 +150,8 @@ def plan_memory(
     torch_is_loaded: bool = False,
     number: int | None = None,
 ) -> list[RankMemory]:
-    """The memory of the ranks of a pipeline. It is the same on all ranks of a stage, unless the optimizer takes matrices
-    whole: ranks that shard have different ones.
+    """The memory of the ranks of a pipeline. It is the same on all ranks of a stage, unless the optimizer takes
+    matrices whole: ranks that shard have different ones.
 
     Args:
         config: a resolved configuration.
@@ -264,9 +264,7 @@ def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: 
     )
 
 
-def _rank_memory(
-    config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None
-) -> RankMemory:
+def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
     on_rank = cut.on_rank(config, rank)
     held, layers = _state_of(config, on_rank, on_cpu=on_cpu, number=number), layers_of(config, on_rank, on_cpu=on_cpu)
     state, params_on_host = held.by_kind, config.parallel.offload_params

@@ -1,4 +1,4 @@
-"""What the optimizer keeps of the parameters that a rank updates, beside the master weights, and which padding there is.
+"""What the optimizer keeps of the parameters that a rank updates, beside the master weights, and what is padding.
 
 Most optimizers keep as many numbers of every parameter. One that takes matrices whole keeps others of these, and the
 ranks that shard have different matrices: the fullest rank decides.
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
 
 @once_per_state
-def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None = None) -> Kept:
+def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None) -> Kept:
     """What a rank keeps.
 
     Args:
@@ -49,8 +49,5 @@ def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, numbe
     def moments(updated: Updated) -> float:
         return updated.whole * whole + updated.others * others
 
-    if number is None:
-        most = max(map(moments, found.updated))
-    else:
-        most = moments(found.updated[number % len(found.updated)])
-    return Kept(most, found.padding, found.expert_padding)
+    updated = found.updated if number is None else [found.updated[number % len(found.updated)]]
+    return Kept(max(map(moments, updated)), found.padding, found.expert_padding)

@@ -72,7 +72,7 @@ def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime],
     hidden_reduce = min(0.75 * reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if beside and parallel.overlap_param_gather else 0.0
     shard = updated_parameters(parameters, config, experts=held.experts)
-    moments = kept_of_rank(config, held, on_cpu=speed.cluster.on_cpu).moments
+    moments = kept_of_rank(config, held, on_cpu=speed.cluster.on_cpu, number=None).moments
     moved = 2 * moments + shard * (8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
     device, computing = speed.cluster.device, sum(stage.sum.total for stage in stages)
     host = OffloadTime()

@@ -18,7 +18,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
-from megacore.plan.once import once_per_layers
+from megacore.plan.once import once_per_layers, once_per_state
 from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
@@ -134,12 +134,11 @@ def whole_state(
             beside[rank] += min(bucket.taken - rank * bucket.shard_size, bucket.shard_size)
     dense, of_experts = whole[False], whole[True]
     even = (parameters - experts - sum(dense) - sum(beside)) / shards
+    pairs = _ranks_of_stage(config.parallel)
     return WholeState(
         padding=padding[False],
         expert_padding=padding[True],
-        updated=[
-            Updated(dense[one] + of_experts[other], even + beside[one]) for one, other in _ranks_of_stage(config.parallel)
-        ],
+        updated=[Updated(dense[one] + of_experts[other], even + beside[one]) for one, other in pairs],
     )
 
 
@@ -157,6 +156,7 @@ class Directions(NamedTuple):
     joined: float = 0.0
 
 
+@once_per_state
 def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directions:
     """What is sent of the layers of a pipeline stage; arguments as for `whole_buckets`."""
     if not config.optimizer_settings.joins_slices:
@@ -205,7 +205,7 @@ def busiest_seconds(
             of_rank[rank].append(matrix)
         for rank, held in enumerate(of_rank):
             ranks[rank] += _seconds_in_turn(held, group, at_once, seconds)
-    return max(busy[False][one] + busy[True][other] for one, other in _ranks_of_stage(parallel))
+    return max(busy[False][one] + busy[True][other] for one, other in set(_ranks_of_stage(parallel)))
 
 
 def _placed(
@@ -224,7 +224,7 @@ def _placed(
             yield bucket, places
 
 
-def _ranks_of_stage(parallel: ParallelConfig) -> list[tuple[int, int]]:
+def _ranks_of_stage(parallel: ParallelConfig) -> Sequence[tuple[int, int]]:
     """Of each rank of a stage its number among the ranks that shard, and among those that hold copies of experts."""
     t, of_experts = ranks_of_role("layer", parallel), parallel.ep * parallel.expert_split
     shards, copies = shard_ranks(parallel), expert_copies(parallel)
@@ -380,8 +380,8 @@ _Placed = tuple[int, int, _Matrix]
 
 class _Bucket(NamedTuple):
     """A bucket: elements with padding, those of a shard, those before its matrices, padding, the place of its last
-    matrix, the layers of its matrices, these with the shard of each, and how many shards, the first ones, have no choice
-    of a rank."""
+    matrix, the layers of its matrices, these with the shard of each, and how many shards, the first ones, have no
+    choice of a rank."""
 
     size: int
     shard_size: int
