@@ -28,7 +28,7 @@ from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
 from megacore.plan.unreduced import Held, Piece, pieces, unreduced
-from megacore.plan.whole_matrices import WholeBuckets, whole_buckets
+from megacore.plan.whole_matrices import WholeBuckets, whole_buckets, with_padding
 
 
 def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
@@ -166,6 +166,9 @@ def passing_bytes(
             [size - routed for size, routed in zip(*pair, strict=True)]
             for pair in zip(sizes_by_chunk, alone, strict=True)
         ]
+    if stage == 3 and takes_whole:
+        padded = zip(chunks, sizes_by_chunk, strict=True)
+        sizes_by_chunk = [with_padding(config, chunk, sizes, on_cpu=on_cpu) for chunk, sizes in padded]
     found = [(0.0, 0.0)]
     of_layers = {
         id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)

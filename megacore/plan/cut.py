@@ -56,12 +56,6 @@ class OnRank:
         return sum(self.experts_by_chunk)
 
     @cached_property
-    def blocks(self) -> int:
-        """How many of its parameters are of blocks."""
-        pairs = zip(self.chunks, self.by_layer, strict=True)
-        return sum(n for chunk, held in pairs for layer, n in zip(chunk, held, strict=True) if layer.block is not None)
-
-    @cached_property
     def table(self) -> int:
         """Parameters of a table that two layers of a stage share."""
         return shared_table(self.chunks)

@@ -20,6 +20,7 @@ from megacore.plan.cut import Cut, OnRank
 from megacore.plan.experts import expert_copies
 from megacore.plan.in_flight import in_flight, moments
 from megacore.plan.once import once_per_state
+from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.rank_activations import layers_of, passing_of, passing_of_whole, peaks_of, products
 from megacore.plan.state import (
     PlannedLayer,
@@ -31,7 +32,6 @@ from megacore.plan.state import (
     term_bytes,
     zero_stage,
 )
-from megacore.plan.whole_matrices import whole_buckets, whole_padding
 
 GIB = 2.0**30
 # torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
@@ -143,19 +143,26 @@ class RankMemory:
 
 
 def plan_memory(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, torch_is_loaded: bool = False
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    *,
+    on_cpu: bool,
+    torch_is_loaded: bool = False,
+    number: int | None = None,
 ) -> list[RankMemory]:
-    """The memory of the ranks of a pipeline; it is the same on all ranks of a stage.
+    """The memory of the ranks of a pipeline. It is the same on all ranks of a stage, unless the optimizer takes
+    matrices whole: ranks that shard have different ones.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
         on_cpu: whether the ranks compute in host memory.
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
+        number: of the rank in its stage; None: the one that keeps most.
     """
     config = _for_device(config, on_cpu=on_cpu)
     cut = Cut(config, layers)
-    ranks = [_rank_memory(config, cut, rank, on_cpu=on_cpu) for rank in range(cut.ranks)]
+    ranks = [_rank_memory(config, cut, rank, on_cpu=on_cpu, number=number) for rank in range(cut.ranks)]
     if on_cpu and torch_is_loaded:
         overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
         return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
@@ -228,18 +235,11 @@ class _State(NamedTuple):
 
 
 @once_per_state
-def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _State:
+def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None) -> _State:
     chunks = on_rank.chunks
-    padding = expert_padding = 0
-    if config.optimizer_settings.takes_some_whole and zero_stage(config) == 3:
-        for chunk in chunks:
-            of_experts_here, here = whole_padding(config, chunk, on_cpu=on_cpu)
-            padding, expert_padding = padding + here, expert_padding + of_experts_here
-    elif config.optimizer_settings.takes_some_whole and zero_stage(config) > 0:
-        buckets = [whole_buckets(config, chunk, on_cpu=on_cpu) for chunk in chunks]
-        padding, expert_padding = sum(one.padding for one in buckets), sum(one.expert_padding for one in buckets)
-    held = {"experts": on_rank.experts, "blocks": on_rank.blocks}
-    state = state_bytes(on_rank.parameters, config, padding=padding, expert_padding=expert_padding, **held)
+    kept = kept_of_rank(config, on_rank, on_cpu=on_cpu, number=number)
+    moments, padding = kept.moments, {"padding": kept.padding, "expert_padding": kept.expert_padding}
+    state = state_bytes(on_rank.parameters, config, experts=on_rank.experts, moments=moments, **padding)
     grads, lasting, makes_whole = [0.0] * len(chunks), 0.0, False
     if not config.parallel.offload_params:
         forgets, forgets_experts = forgets_gradients(config), forgets_gradients(config, of_experts=True)
@@ -256,17 +256,17 @@ def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _Stat
         lasting = state["grads"] - sum(grads)
     return _State(
         by_kind=state,
-        building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk]),
-        late=late_bytes(config, state, on_cpu=on_cpu),
+        building=building_bytes(config, state, [layer for chunk in chunks for layer in chunk], moments=moments),
+        late=late_bytes(config, moments, on_cpu=on_cpu),
         grads=tuple(grads),
         lasting=lasting,
         makes_whole=makes_whole,
     )
 
 
-def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> RankMemory:
+def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
     on_rank = cut.on_rank(config, rank)
-    held, layers = _state_of(config, on_rank, on_cpu=on_cpu), layers_of(config, on_rank, on_cpu=on_cpu)
+    held, layers = _state_of(config, on_rank, on_cpu=on_cpu, number=number), layers_of(config, on_rank, on_cpu=on_cpu)
     state, params_on_host = held.by_kind, config.parallel.offload_params
     flying = in_flight(config.parallel, rank, config.microbatches)
     schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=any(held.grads))

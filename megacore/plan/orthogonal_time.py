@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megacore.config import ResolvedConfig
+from megacore.plan.cluster import Cluster
+from megacore.plan.devices import Case
+from megacore.plan.once import once_per_state
 from megacore.plan.stage_time import Speed
 from megacore.plan.state import PlannedLayer
 from megacore.plan.whole_matrices import Product, busiest_seconds
@@ -28,18 +30,31 @@ def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[Planned
         chunks: the layers of each stage of a pipeline rank.
         speed: of the device, in the format of the model.
     """
-    settings = config.optimizer_settings
-    if not settings.newton_schulz_steps:
+    if not config.optimizer_settings.newton_schulz_steps:
         return 0.0
-    element = settings.direction_bytes(config.precision.precision)
+    element = config.optimizer_settings.direction_bytes(config.precision.precision)
+    peak = speed.peak
     if (form := "fp32" if element == 4 else "bf16") != config.precision.precision:
-        speed = replace(speed, element=element, peak=speed.cluster.peak(form) or speed.peak)
+        peak = speed.cluster.peak(form) or peak
+    return _on_busiest(config, chunks, speed.cluster, speed.case, peak, element)
+
+
+@once_per_state
+def _on_busiest(
+    config: ResolvedConfig,
+    chunks: Sequence[Sequence[PlannedLayer]],
+    cluster: Cluster,
+    case: Case,
+    peak: float,
+    element: int,
+) -> float:
+    steps, speed = config.optimizer_settings.newton_schulz_steps, Speed(cluster, case, peak, element)
 
     @functools.cache
     def seconds(product: Product) -> float:
-        return _seconds(product, settings.newton_schulz_steps, speed)
+        return _seconds(product, steps, speed)
 
-    return busiest_seconds(config, chunks, seconds, on_cpu=speed.cluster.on_cpu)
+    return busiest_seconds(config, chunks, seconds, on_cpu=cluster.on_cpu)
 
 
 def _seconds(product: Product, steps: int, speed: Speed) -> float:

@@ -21,6 +21,8 @@ from itertools import accumulate
 _PERCENT = 1
 # Most subsets of sizes that are tried for a shard.
 _SUBSETS = 200
+# In units of which all sizes are multiples: the largest shard whose best subset is found before.
+_SUMS = 1 << 14
 
 Counts = tuple[tuple[int, int], ...]
 """How many matrices there are of each size, the largest first."""
@@ -123,27 +125,30 @@ def bucket_ends(sizes: Sequence[int], shards: int, *, least: int, joined: Collec
     whole = _excess(_between(kinds, before[0], before[-1]), shards), sums[-1] ** 2
     best: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}  # excess, sum of squares, where the last bucket begins
     for end in ends:
-        found: tuple[int, int, int] | None = None
-        for first in reversed(best):
+        bounds = []  # of what each beginning of the last bucket makes possible
+        for first, (excess, squares, _) in best.items():
             total = sums[end] - sums[first]
-            excess, squares, _ = best[first]
-            if found is not None and found[:2] <= (0, total * total):
-                break  # longer buckets are worse
-            if (excess, squares + total * total) > whole or (total < least and end - first < len(sizes)):
-                continue
+            bound = excess, squares + total * total, first
+            if bound[:2] <= whole and (total >= least or end - first == len(sizes)):
+                bounds.append(bound)
+        heapq.heapify(bounds)
+        found: tuple[int, int, int] | None = None
+        while bounds and (found is None or bounds[0] < found):
+            excess, squares, first = heapq.heappop(bounds)
             members = _between(kinds, before[first], before[end])
             # All in one bucket is always possible: `pack` may have found how where `_fits` has not.
             if whole[0] == 0 and end - first < len(sizes) and not _fits(members, shards):
                 continue
             if whole[0]:
                 excess += _excess(members, shards)
-            found = min(found or (excess, squares + total * total, first), (excess, squares + total * total, first))
+            candidate = excess, squares, first
+            found = candidate if found is None else min(found, candidate)
         if found is not None and found[:2] <= whole:
             best[end] = found
-    bounds = [len(sizes)] if sizes else []
-    while bounds and (first := best[bounds[-1]][2]):
-        bounds.append(first)
-    return bounds[::-1]
+    chosen = [len(sizes)] if sizes else []
+    while chosen and (first := best[chosen[-1]][2]):
+        chosen.append(first)
+    return chosen[::-1]
 
 
 def _between(kinds: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Counts:
@@ -154,9 +159,9 @@ def _between(kinds: Sequence[int], before: Sequence[int], after: Sequence[int]) 
 @lru_cache(maxsize=1 << 16)
 def _fits(counts: Counts, shards: int) -> bool:
     """Whether the shards of a bucket need no more padding than is allowed."""
-    allowed = _allowed(counts, shards)
-    return least_shard(counts, shards) <= allowed and any(
-        _fillings(counts, [allowed] * shards, mixed=mixed) is not None for mixed in (True, False)
+    room = _largest_sum(counts, _allowed(counts, shards))
+    return least_shard(counts, shards) <= room and any(
+        _fillings(counts, [room] * shards, mixed=mixed) is not None for mixed in (True, False)
     )
 
 
@@ -244,23 +249,27 @@ def _fillings(counts: Counts, rooms: Sequence[int], *, mixed: bool) -> list[dict
     """What each shard gets, as numbers of matrices by size, if shard after shard, those with most room first, takes
     what fills it best; None if some are left. Of what fills it alike it takes what is most like the rest, or, unless
     `mixed`, most of the largest."""
-    left = dict(counts)
+    left, total, free = dict(counts), sum(size * count for size, count in counts), sum(rooms)
     fillings: list[dict[int, int]] = [{} for _ in rooms]
     room, filling = -1, dict[int, int]()
     order = sorted(range(len(rooms)), key=lambda shard: -rooms[shard])
     for done, shard in enumerate(order):
+        if total == 0 or total > free:
+            break
         # What was best for one shard is best for the next, as long as there is enough of it.
         if rooms[shard] != room or any(left[size] < count for size, count in filling.items()):
             room = rooms[shard]
-            some = [(size, count) for size, count in left.items() if count]
+            some = tuple((size, count) for size, count in left.items() if count)
             filling = _best_subset(some, room, len(rooms) - done if mixed else 0)
         for size, count in filling.items():
             left[size] -= count
+            total -= size * count
         fillings[shard] = filling
-    return None if any(left.values()) else fillings
+        free -= room
+    return None if total else fillings
 
 
-def _best_subset(counts: Sequence[tuple[int, int]], room: int, among: int) -> dict[int, int]:
+def _best_subset(counts: Counts, room: int, among: int) -> dict[int, int]:
     """Numbers of matrices by size that fill a shard best, of those that are tried.
 
     Args:
@@ -269,33 +278,50 @@ def _best_subset(counts: Sequence[tuple[int, int]], room: int, among: int) -> di
         among: try numbers near the mean over as many shards first; 0: large ones first.
     """
     rest = [0, *accumulate(size * count for size, count in reversed(counts))][::-1]  # elements from each size on
+    goal, last = _largest_sum(counts, room), len(counts) - 1
     best, best_used, tried = list[int](), -1, 0
     chosen: list[int] = []
 
     def extend(used: int) -> None:
         nonlocal best, best_used, tried
-        tried += 1
         number = len(chosen)
-        if used > best_used:
-            best, best_used = chosen[:], used
-        if number == len(counts):
-            return
         size, count = counts[number]
         most = min(count, (room - used) // size)
         for taken in _from(min(count // among, most), most) if among else range(most, -1, -1):
-            if tried > _SUBSETS or min(room, used + rest[number]) <= best_used:
+            if tried > _SUBSETS or min(goal, used + rest[number]) <= best_used:
                 return
+            tried, held = tried + 1, used + taken * size
             chosen.append(taken)
-            extend(used + taken * size)
+            if held > best_used:
+                best, best_used = chosen[:], held
+            if number < last:
+                extend(held)
             chosen.pop()
 
+    tried, best_used = 1, 0
     extend(0)
     return {size: count for (size, _), count in zip(counts, best, strict=False) if count}
 
 
-def _from(middle: int, last: int) -> list[int]:
+def _largest_sum(counts: Counts, room: int) -> int:
+    """Most elements of a shard that any subset fills, or, where sizes have no large common divisor, a bound of it."""
+    unit = math.gcd(*(size for size, _ in counts)) or 1
+    if (room := room // unit) > _SUMS:
+        return room * unit
+    sums, mask = 1, (1 << room + 1) - 1  # bit n: a subset has n units
+    for size, count in counts:
+        step, part = size // unit, 1
+        while count:
+            taken = min(part, count)
+            sums |= sums << step * taken & mask
+            count, part = count - taken, 2 * part
+    return (sums.bit_length() - 1) * unit
+
+
+@lru_cache(maxsize=1 << 12)
+def _from(middle: int, last: int) -> tuple[int, ...]:
     """0 to `last`, those near the middle first."""
-    return sorted(range(last + 1), key=lambda number: (abs(number - middle), -number))
+    return tuple(sorted(range(last + 1), key=lambda number: (abs(number - middle), -number)))
 
 
 def _round_up(elements: int, unit: int) -> int:

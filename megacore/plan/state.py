@@ -36,9 +36,9 @@ def state_bytes(
     config: ResolvedConfig,
     *,
     experts: int = 0,
-    blocks: int = 0,
     padding: int = 0,
     expert_padding: int = 0,
+    moments: float | None = None,
 ) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
 
@@ -46,9 +46,10 @@ def state_bytes(
         parameters: of a rank's slice of its pipeline stages.
         config: a resolved configuration.
         experts: how many of them are of experts, which fewer ranks hold copies of.
-        blocks: how many of them are of blocks, whose matrices some optimizers take whole and keep less for.
-        padding: elements of the buckets of these matrices that belong to no parameter.
+        padding: elements of the buckets of matrices that the optimizer takes whole that belong to no parameter.
         expert_padding: the same of the buckets of experts.
+        moments: bytes of the optimizer's state and of an average of the weights, without the master weights; None: as
+            many for each parameter.
     """
     compute, stage = ELEMENT_BYTES[config.precision.precision], zero_stage(config)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
@@ -60,27 +61,14 @@ def state_bytes(
     if expert_padding:
         shard += expert_padding / expert_copies(config.parallel)
     held = parameters + padding + expert_padding
+    if moments is None:
+        moments = shard * config.kept_per_parameter
     return {
         "params": (shard if stage >= 3 else held) * compute,
         "grads": (shard if stage >= 2 else held) * reduce,
-        # The fullest shard of matrices has no padding, but state in its place.
-        "optimizer": shard * (moment_bytes(parameters, config, blocks=blocks) + master)
-        + error_bytes(config, parameters),
+        "optimizer": moments + shard * master + error_bytes(config, parameters),
         "buffers": shard * summed if copied else 0.0,
     }
-
-
-def moment_bytes(parameters: int, config: ResolvedConfig, *, blocks: int) -> float:
-    """Bytes of the optimizer's state and of an average of the weights, per parameter, without the master
-    weight; a mean. Arguments as for `state_bytes`.
-
-    The few vectors of blocks count like their matrices.
-    """
-    settings, share = config.optimizer_settings, blocks / parameters if parameters else 0.0
-    if not settings.takes_some_whole:
-        return config.kept_per_parameter
-    kept = share * settings.bytes_of(whole=True) + (1 - share) * settings.bytes_of(whole=False)
-    return kept + config.average.bytes_per_parameter
 
 
 def zero_stage(config: ResolvedConfig) -> int:
@@ -164,13 +152,22 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
     return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
 
 
-def building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
+def building_bytes(
+    config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer], *, moments: float
+) -> float:
     """What exists when the last layer has been made: parameters and master weights, unless they are in host memory, and
-    on stage 3 that layer whole."""
-    replicas, kept = ranks_of_role("replicas", config.parallel), config.kept_per_parameter
+    on stage 3 that layer whole.
+
+    Args:
+        config: a resolved configuration.
+        state: of the rank, by kind.
+        layers: that it holds.
+        moments: how much of the optimizer's part is not master weights.
+    """
+    replicas = ranks_of_role("replicas", config.parallel)
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
-        master = (state["optimizer"] - held_errors(config, state)) * 4 / (kept + 4)
+        master = state["optimizer"] - held_errors(config, state) - moments
     divides = replicas > 1 and config.parallel.zero_stage == 3
     whole = 4.0 * _largest_layer(layers) if divides or config.parallel.offload_params else 0.0
     if config.parallel.offload_params:
@@ -184,15 +181,13 @@ def held_errors(config: ResolvedConfig, state: Mapping[str, float]) -> float:
     return error_bytes(config, parameters * (shard_ranks(config.parallel) if zero_stage(config) == 3 else 1))
 
 
-def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bool) -> float:
+def late_bytes(config: ResolvedConfig, moments: float, *, on_cpu: bool) -> float:
     """The optimizer's state without master weights, in a run of one step: it is made after the first backward."""
     if config.training.train_iters > 1 or config.checkpoint.load is not None:
         return 0.0
     if config.parallel.offload_optimizer and not on_cpu:
         return 0.0  # in host memory
-    kept = config.kept_per_parameter
-    master = 4 if config.parallel.offload_optimizer or config.precision.precision != "fp32" else 0
-    return (state["optimizer"] - held_errors(config, state)) * kept / (kept + master) if kept else 0.0
+    return moments
 
 
 def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bool:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.offload_time import OffloadTime, offload_time
+from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.orthogonal_time import orthogonal_seconds
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
-from megacore.plan.state import moment_bytes, updated_parameters
+from megacore.plan.state import updated_parameters
 from megacore.plan.traffic import update_traffic
 
 
@@ -71,8 +72,8 @@ def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime],
     hidden_reduce = min(0.75 * reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if beside and parallel.overlap_param_gather else 0.0
     shard = updated_parameters(parameters, config, experts=held.experts)
-    state = moment_bytes(parameters, config, blocks=held.blocks)
-    moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
+    moments = kept_of_rank(config, held, on_cpu=speed.cluster.on_cpu, number=None).moments
+    moved = 2 * moments + shard * (8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
     device, computing = speed.cluster.device, sum(stage.sum.total for stage in stages)
     host = OffloadTime()
     if not speed.cluster.on_cpu:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
-from megacore.plan.once import once_per_layers
+from megacore.plan.once import once_per_layers, once_per_state
 from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 
@@ -69,12 +69,77 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     )
 
 
-def whole_padding(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> tuple[int, int]:
-    """Elements of the buckets of a pipeline stage that belong to no parameter: of experts' and of the others, on
-    ZeRO's stages 1 to 3; arguments as for `whole_buckets`."""
-    buckets = list(_update_buckets(config, chunk, on_cpu=on_cpu))
-    of_experts = sum(bucket.padding for bucket in buckets if bucket.of_experts)
-    return of_experts, sum(bucket.padding for bucket in buckets) - of_experts
+def with_padding(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], sizes: Sequence[int], *, on_cpu: bool
+) -> list[int]:
+    """Elements of each layer of a stage with the padding of its buckets on ZeRO's stage 3.
+
+    Args:
+        config: a resolved configuration, of ZeRO's stage 3.
+        chunk: the layers of the stage.
+        sizes: elements of each layer.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    padded = list(sizes)
+    for number, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu):
+        padded[number] += bucket.padding
+    return padded
+
+
+class Updated(NamedTuple):
+    """Elements that one rank of a stage updates, without padding: of matrices taken whole, and of other parameters."""
+
+    whole: float
+    others: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeState:
+    """What the ranks of a pipeline stage keep where an optimizer takes matrices whole.
+
+    Attributes:
+        padding: elements of the buckets of all ranks that belong to no parameter, without those of experts.
+        expert_padding: the same of experts.
+        updated: by the number of a rank in its stage; ranks from the last on repeat the first.
+    """
+
+    padding: int
+    expert_padding: int
+    updated: Sequence[Updated]
+
+
+def whole_state(
+    config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]], *, parameters: int, experts: int, on_cpu: bool
+) -> WholeState:
+    """What the ranks of a stage keep.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each stage of a pipeline rank.
+        parameters: that it holds.
+        experts: how many of them are of experts.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    if zero_stage(config) == 0:
+        held = sum(matrix.size for chunk in chunks for _, matrix in _of_chunk(config, chunk, on_cpu=on_cpu))
+        return WholeState(padding=0, expert_padding=0, updated=[Updated(held, parameters - held)])
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    whole, padding = {False: [0] * shards, True: [0] * copies}, {False: 0, True: 0}
+    beside = [0] * shards  # elements in front of matrices, which shards split
+    for bucket, places in _placed(config, chunks, on_cpu=on_cpu):
+        for matrix, rank in zip(bucket.matrices, places, strict=True):
+            whole[bucket.of_experts][rank] += matrix.size
+        padding[bucket.of_experts] += bucket.padding
+        for rank in range(bucket.fixed):
+            beside[rank] += min(bucket.taken - rank * bucket.shard_size, bucket.shard_size)
+    dense, of_experts = whole[False], whole[True]
+    even = (parameters - experts - sum(dense) - sum(beside)) / shards
+    pairs = _ranks_of_stage(config.parallel)
+    return WholeState(
+        padding=padding[False],
+        expert_padding=padding[True],
+        updated=[Updated(dense[one] + of_experts[other], even + beside[one]) for one, other in pairs],
+    )
 
 
 class Directions(NamedTuple):
@@ -91,6 +156,7 @@ class Directions(NamedTuple):
     joined: float = 0.0
 
 
+@once_per_state
 def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directions:
     """What is sent of the layers of a pipeline stage; arguments as for `whole_buckets`."""
     if not config.optimizer_settings.joins_slices:
@@ -131,24 +197,40 @@ def busiest_seconds(
     parallel = config.parallel
     t, split = ranks_of_role("layer", parallel), parallel.expert_split
     busy = {False: [0.0] * shard_ranks(parallel), True: [0.0] * expert_copies(parallel)}
-    work = {of_experts: [0.0] * len(ranks) for of_experts, ranks in busy.items()}
+    for bucket, places in _placed(config, chunks, on_cpu=on_cpu):
+        group, ranks = split if bucket.of_experts else t, busy[bucket.of_experts]
+        at_once = group if zero_stage(config) or len(ranks) == 1 else len(bucket.matrices)
+        of_rank: list[list[_Matrix]] = [[] for _ in ranks]
+        for matrix, rank in zip(bucket.matrices, places, strict=True):
+            of_rank[rank].append(matrix)
+        for rank, held in enumerate(of_rank):
+            ranks[rank] += _seconds_in_turn(held, group, at_once, seconds)
+    return max(busy[False][one] + busy[True][other] for one, other in set(_ranks_of_stage(parallel)))
+
+
+def _placed(
+    config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]], *, on_cpu: bool
+) -> Iterator[tuple[_Bucket, list[int]]]:
+    """The buckets with matrices of a pipeline rank, in the order in which they are made, each with the number of the
+    replica that updates each matrix."""
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    work = {False: [0.0] * shards, True: [0.0] * copies}
     for chunk in chunks:
         for bucket in _update_buckets(config, chunk, on_cpu=on_cpu):
-            group = split if bucket.of_experts else t
-            at_once = group if zero_stage(config) or len(busy[bucket.of_experts]) == 1 else len(bucket.matrices)
             works, ranks = [matrix.work for matrix in bucket.matrices], work[bucket.of_experts]
             places = exchange(bucket.shard_of, works, ranks, fixed=bucket.fixed)
-            of_rank: list[list[_Matrix]] = [[] for _ in ranks]
-            for matrix, rank in zip(bucket.matrices, places, strict=True):
-                of_rank[rank].append(matrix)
-                ranks[rank] += matrix.work
-            for rank, held in enumerate(of_rank):
-                busy[bucket.of_experts][rank] += _seconds_in_turn(held, group, at_once, seconds)
-    dense, experts = busy[False], busy[True]
-    members = range(max(len(dense) * t, len(experts) * parallel.ep * split))
-    return max(
-        dense[member // t % len(dense)] + experts[member // (parallel.ep * split) % len(experts)] for member in members
-    )
+            for one, rank in zip(works, places, strict=True):
+                ranks[rank] += one
+            yield bucket, places
+
+
+def _ranks_of_stage(parallel: ParallelConfig) -> Sequence[tuple[int, int]]:
+    """Of each rank of a stage its number among the ranks that shard, and among those that hold copies of experts."""
+    t, of_experts = ranks_of_role("layer", parallel), parallel.ep * parallel.expert_split
+    shards, copies = shard_ranks(parallel), expert_copies(parallel)
+    return [
+        (member // t % shards, member // of_experts % copies) for member in range(max(shards * t, copies * of_experts))
+    ]
 
 
 def _seconds_in_turn(
@@ -166,24 +248,34 @@ def _seconds_in_turn(
 
 
 def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
-    """The buckets with matrices of a stage, one after the other in the update."""
+    """The buckets with matrices of a stage, one after the other as they are made."""
+    if zero_stage(config) == 3:
+        yield from (bucket for _, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu))
+        return
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     matrices = tuple((at, *one) for at, one in enumerate(_of_chunk(config, chunk, on_cpu=on_cpu)))
     (held,) = held_by_layer([chunk])
-    if zero_stage(config) == 3:  # each layer by itself
-        for number, inside in _by_layer(matrices).items():
-            beside = held[number] - sum(matrix.size for matrix in inside)
-            for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
-                if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
-                    yield _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
-        return
     limit = _bucket_bytes(config, held)
     if shards == copies == 1:
         yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
         return
     for kind, ranks in ((False, shards), (True, copies)):
         alike = tuple(one for one in matrices if one[2].of_expert == kind)
-        yield from _buckets(alike, ranks, limit, ends_with_one=True)
+        yield from _buckets(alike, ranks, limit, divides=True)
+
+
+def _layer_buckets(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool
+) -> Iterator[tuple[int, _Bucket]]:
+    """Those of ZeRO's stage 3, each of one layer: its number, and the bucket. The first layer comes first."""
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    matrices = [(0, *one) for one in _of_chunk(config, chunk, on_cpu=on_cpu)]
+    (held,) = held_by_layer([chunk])
+    for number, inside in reversed(_by_layer(matrices).items()):
+        beside = held[number] - sum(matrix.size for matrix in inside)
+        for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
+            if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
+                yield number, _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) -> Iterator[tuple[_Placed, ...]]:
@@ -248,9 +340,10 @@ def _all_buckets(
     (held,) = held_by_layer([chunk])
     limit = _bucket_bytes(config, held)
     matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
-    yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if not one[1].of_expert), shards, limit)
-    if copies > 1:
-        yield from _buckets(tuple((at, *one) for at, one in enumerate(matrices) if one[1].of_expert), copies, limit)
+    for of_experts, ranks in ((False, shards), (True, copies)):
+        if ranks > 1 or not of_experts:
+            alike = tuple((at, *one) for at, one in enumerate(matrices) if one[1].of_expert == of_experts)
+            yield from _buckets(alike, ranks, limit, divides=ranks > 1)
 
 
 class Product(NamedTuple):
@@ -286,10 +379,13 @@ _Placed = tuple[int, int, _Matrix]
 
 
 class _Bucket(NamedTuple):
-    """A bucket: elements with padding, padding, the place of its last matrix, the layers of its matrices, these with
-    the shard of each, and how many shards, the first ones, have no choice of a rank."""
+    """A bucket: elements with padding, those of a shard, those before its matrices, padding, the place of its last
+    matrix, the layers of its matrices, these with the shard of each, and how many shards, the first ones, have no
+    choice of a rank."""
 
     size: int
+    shard_size: int
+    taken: int
     padding: int
     last: int
     layers: frozenset[int]
@@ -300,21 +396,19 @@ class _Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def _buckets(
-    matrices: tuple[_Placed, ...], shards: int, limit: int, *, ends_with_one: bool = False
-) -> tuple[_Bucket, ...]:
+def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
     """The buckets of matrices over so many shards.
 
     Args:
         matrices: the last used first.
         shards: number of shards.
         limit: bytes of a bucket in a small replica group.
-        ends_with_one: whether there are several buckets with one shard too.
+        divides: whether there are several.
     """
     aligned = [_aligned(matrix) for _, _, matrix in matrices]
     joined = {number for number, (_, _, matrix) in enumerate(matrices) if matrix.is_joined}
     ends = [len(matrices)] if matrices else []
-    if shards > 1 or ends_with_one:
+    if divides:
         ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
     return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
@@ -333,6 +427,8 @@ def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Buck
     size = shards * packing.shard_size
     return _Bucket(
         size=size,
+        shard_size=packing.shard_size,
+        taken=taken,
         padding=size - taken - sum(matrix.size for _, _, matrix in matrices),
         last=matrices[-1][0],
         layers=frozenset(layer for _, layer, _ in matrices),

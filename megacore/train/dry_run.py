@@ -228,7 +228,8 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
     formula = (
         replace(config, model=replace(config.model, attention_dropout=0.0)) if on_cpu else config
     )  # see fake_job.py
-    planned = plan_memory(formula, outline(formula), on_cpu=on_cpu)[pipeline_rank]
+    number = rank % (config.parallel.ranks // ranks_of_role("pipeline", config.parallel))  # stages are outermost
+    planned = plan_memory(formula, outline(formula), on_cpu=on_cpu, number=number)[pipeline_rank]
     state = dict(planned.state)
     if training.reproducible:  # sums of 8 bytes become gradients of 4 when the step is over
         state["grads"] /= 2

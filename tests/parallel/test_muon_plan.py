@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from megacore.plan.cut import Cut
 from megacore.plan.outline import outline
 from megacore.plan.step_time import step_time
 from megacore.plan.whole_matrices import Product, busiest_seconds
+from megacore.train.dry_run import run_rank
+from megacore.train.fake_job import absent_accelerator
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
 
@@ -96,6 +99,32 @@ def test_products_are_those_that_torch_counts(layout: Layout, changes: dict[str,
     planned = max(busiest_seconds(config, chunks, flops, on_cpu=True) for chunks in stages)
     assert max(slowest) > 0
     assert planned == max(slowest)
+
+
+def states_of(rank: int, ranks: int, directory: str, *, cases: Sequence[tuple[Layout, dict[str, Any]]]) -> None:
+    absent_accelerator()
+    for layout, changes in cases:
+        config = make_config(layout, directory, micro_batch_size=1, **(MUON | {"num_attention_heads": 4} | changes))
+        config = config.for_device(on_cpu=False)
+        for number in range(config.parallel.ranks):
+            report = run_rank(config, number, on_cpu=False)
+            assert report.problem is None
+            for kind, held in report.state.items():
+                assert held == pytest.approx(report.planned_state[kind], rel=1e-3), (layout, changes, number, kind)
+            if number == 0 and config.parallel.zero_stage == 3:
+                assert report.planned.expected_tensors == pytest.approx(report.peak, rel=0.02), (layout, changes)
+
+
+def test_every_rank_holds_the_state_that_is_planned_for_it(tmp_path: Any) -> None:
+    """Whichever matrices it updates, with the padding of its buckets."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "vocab_size": 512, "num_layers": 3}
+    cases: list[tuple[Layout, dict[str, Any]]] = [
+        ((1, 1, 2), sizes | {"zero_stage": 3}),
+        ((1, 1, 4), sizes | {"zero_stage": 3, "precision": "bf16"}),
+        ((2, 1, 2), sizes | {"zero_stage": 3}),
+        ((1, 1, 3), sizes | {"zero_stage": 1}),
+    ]
+    run_distributed(partial(states_of, cases=cases), 1, str(tmp_path), init=False)
 
 
 def test_the_update_of_a_step_takes_its_products() -> None:

@@ -464,13 +464,11 @@ def test_the_optimizers_moments() -> None:
 
 
 def test_muon_keeps_one_number_for_the_matrices_of_blocks() -> None:
-    """By hand: GPT-2's blocks have 12 h^2 + 13 h parameters, of which the vectors are 0.2%."""
+    """By hand: those of a block of GPT-2 have 12 h^2 parameters."""
     config = parse(*MOCK, "--preset", "gpt2-small", "--optimizer", "muon", "--precision", "fp32")
     (rank,) = plan_memory(config, outline(config), on_cpu=True)
-    blocks = 12 * (12 * 768**2 + 13 * 768)
-    assert rank.state["optimizer"] == pytest.approx(4 * blocks + 8 * (rank.parameters - blocks), rel=1e-12)
     matrices = 12 * 12 * 768**2
-    assert rank.state["optimizer"] == pytest.approx(4 * matrices + 8 * (rank.parameters - matrices), rel=0.002)
+    assert rank.state["optimizer"] == 4 * matrices + 8 * (rank.parameters - matrices)
 
 
 def test_offloaded_state_lies_in_host_memory() -> None:

@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 
 from megacore.config.optimizers import MuonConfig
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.plan.packing import bucket_ends, exchange, least_shard, pack
+from megacore.plan import packing
+from megacore.plan.packing import Counts, bucket_ends, exchange, least_shard, pack
 from megacore.zero.flat import FlatLayout, assign_whole
 
 Shape = tuple[int, int]
@@ -130,27 +132,27 @@ def test_packings_are_near_the_best_of_all(shards: int) -> None:
     optimal = 0
     for _ in range(20):
         sizes = [lots.choice([3, 4, 6, 10, 14]) for _ in range(lots.randint(1, 7))]
-        packing, best = pack(sizes, shards), best_of_all(sizes, shards)
+        found_packing, best = pack(sizes, shards), best_of_all(sizes, shards)
         held = Counter[int]()
-        for size, shard in zip(sizes, packing.shard_of, strict=True):
+        for size, shard in zip(sizes, found_packing.shard_of, strict=True):
             held[shard] += size
-        assert max(held.values()) == packing.shard_size
+        assert max(held.values()) == found_packing.shard_size
         assert set(held) <= set(range(shards))
         assert least_shard(tuple(sorted(Counter(sizes).items(), reverse=True)), shards) <= best
-        assert best <= packing.shard_size <= 4 / 3 * best  # Graham 1969
-        optimal += packing.shard_size == best
+        assert best <= found_packing.shard_size <= 4 / 3 * best  # Graham 1969
+        optimal += found_packing.shard_size == best
     assert optimal >= 19
 
 
 @pytest.mark.parametrize("taken", [1, 7, 12, 30])
 def test_matrices_follow_what_others_have_taken(taken: int) -> None:
     sizes = [5, 3, 3, 8, 2]
-    packing = pack(sizes, 3, taken=taken)
-    rooms = [min(max((shard + 1) * packing.shard_size - taken, 0), packing.shard_size) for shard in range(3)]
-    for size, shard in zip(sizes, packing.shard_of, strict=True):
+    placed = pack(sizes, 3, taken=taken)
+    rooms = [min(max((shard + 1) * placed.shard_size - taken, 0), placed.shard_size) for shard in range(3)]
+    for size, shard in zip(sizes, placed.shard_of, strict=True):
         rooms[shard] -= size
     assert min(rooms) >= 0
-    assert packing.shard_size >= (taken + sum(sizes)) / 3
+    assert placed.shard_size >= (taken + sum(sizes)) / 3
 
 
 def test_buckets_end_where_they_pack_well() -> None:
@@ -166,6 +168,36 @@ def test_buckets_end_where_they_pack_well() -> None:
 def test_shards_change_places_so_that_ranks_have_equal_work() -> None:
     assert exchange([0, 1, 1, 2], [5.0, 1.0, 1.0, 1.0], [9.0, 0.0, 4.0], fixed=0) == [1, 2, 2, 0]
     assert exchange([0, 1, 1, 2], [5.0, 1.0, 1.0, 1.0], [9.0, 0.0, 4.0], fixed=1) == [0, 1, 1, 2]
+
+
+def tried_subset(counts: Counts, room: int, among: int) -> dict[int, int]:
+    """What fills a shard best of the first 200 subsets, by listing them in the order in which they are tried."""
+
+    def subsets(kinds: Counts, used: int) -> Iterator[tuple[int, ...]]:
+        yield ()
+        if kinds:
+            size, count = kinds[0]
+            most = min(count, (room - used) // size)
+            middle = min(count // among, most) if among else most
+            for taken in sorted(range(most + 1), key=lambda number: (abs(number - middle), -number)):
+                for others in subsets(kinds[1:], used + taken * size):
+                    yield taken, *others
+
+    sizes = [size for size, _ in counts]
+    listed = itertools.islice(subsets(counts, 0), 200)
+    best = max(listed, key=lambda subset: sum(n * size for n, size in zip(subset, sizes, strict=False)))
+    return {size: n for n, size in zip(best, sizes, strict=False) if n}
+
+
+@pytest.mark.parametrize("among", [0, 3])
+def test_what_is_not_tried_is_no_better(among: int) -> None:
+    """Where few subsets exist, the first of the fullest is found, as by listing all of them."""
+    lots = random.Random(among)
+    for _ in range(100):
+        kinds = sorted(lots.sample([3, 4, 6, 10, 14, 15], 3), reverse=True)
+        counts = tuple((size, lots.randint(1, 3)) for size in kinds)
+        room = lots.randint(1, 60)
+        assert packing._best_subset(counts, room, among) == tried_subset(counts, room, among), (counts, room)
 
 
 def test_what_only_one_bucket_packs_well_is_one_bucket() -> None:
