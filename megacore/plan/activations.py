@@ -108,15 +108,54 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     tokens, e = _tokens(config), _element(config)
     gathered = e * tokens * block.hidden_size if config.parallel.sequence_parallel else 0.0
     mlp = e * tokens * block.inner_size / _layer_ranks(config)
-    if (share := expert_share(config, block)) is not None:
-        mlp = e * share.rows * (share.hidden + share.inner)
-        if on_cpu or config.training.kernels == "torch":  # a kernel keeps no terms of the weights' gradients
-            mlp = max(mlp, combining_bytes(share, e))
+    if expert_share(config, block) is not None:
+        mlp = _expert_gradients(config, block, on_cpu=on_cpu)
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
     if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):
         attention += _tile_sums_bytes(config, block) - _freed_before_attention(config, block, on_cpu=on_cpu)
     return max(residual_bytes(config) + gathered + mlp, attention)
+
+
+def _expert_gradients(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Gradients of activations in the backward of experts, when they take most: of the rows that came back, which these
+    outlive, or of the input of `down` when its weight's gradient is computed; the rows themselves are freed then."""
+    share, e = expert_share(config, block), _element(config)
+    assert share is not None
+    gradients = e * share.rows * max(share.hidden, share.inner)
+    if on_cpu or config.training.kernels == "torch":  # a kernel keeps no terms of the weights' gradients
+        gradients = max(gradients, combining_bytes(share, e))
+    return gradients
+
+
+def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[float]:
+    """Of what a block with experts keeps and of `activation_gradient_bytes`, that which does not exist when the gradient
+    of each of their matrices is added, in the order of backward, and after them."""
+    share, e = expert_share(config, block), _element(config)
+    assert share is not None
+    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute=_recomputed(config))
+    inner, most = e * share.rows * share.inner, activation_gradient_bytes(config, block, on_cpu=on_cpu)
+    gathered = e * _tokens(config) * block.hidden_size if config.parallel.sequence_parallel else 0.0
+    spare = most - residual_bytes(config) - gathered
+    of_inner = kept["activation"] + kept["product of the activation"]
+    after = spare + of_inner + kept["routing"]
+    core = attention_core_bytes(config, block, on_cpu=on_cpu) + attention_passing_bytes(config, block, on_cpu=on_cpu)
+    later = [spare + of_inner - (share.matrices - number) * inner for number in range(1, share.matrices)]
+    return [max(spare - inner, 0.0), *later, after - min(core, spare)]
+
+
+def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """What exists beside what a block keeps when its experts' rows come back to their ranks: these rows as the experts
+    gave them and in the order in which they came, the norm's output and that of attention. 0 where nothing travels."""
+    share = expert_share(config, block)
+    if share is None or config.parallel.ep == 1:
+        return 0.0
+    return 2 * _element(config) * share.rows * share.hidden + 2 * residual_bytes(config)
+
+
+def _recomputed(config: ResolvedConfig) -> str:
+    """What of a block is not there when its backward begins: a block that is computed again is there as a whole."""
+    return "none" if config.training.recompute == "full" else config.training.recompute
 
 
 def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:

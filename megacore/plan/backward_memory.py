@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -14,6 +15,8 @@ from megacore.plan.activations import (
     attention_core_bytes,
     block_bytes,
     embedding_kept_bytes,
+    freed_by_experts,
+    forward_passing_bytes,
     head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
@@ -27,7 +30,7 @@ from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
-from megacore.plan.unreduced import Held, Piece, pieces, unreduced
+from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, unreduced
 from megacore.plan.whole_matrices import WholeBuckets, whole_buckets, with_padding
 
 
@@ -180,7 +183,8 @@ def passing_bytes(
         if stage == 2:
             of_layer = zip(chunk, sizes, strict=True)
             parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
-            buckets_of.append(_Buckets(parts, (grown(limits[at], shards), grown(limits[at], copies))))
+            limits_here = (grown(limits[at], shards), grown(limits[at], copies))
+            buckets_of.append(_Buckets(parts, limits_here, (shards, copies)))
             lasts[at] = unreduced(*buckets_of[at]).last
         elif stage == 3 and chunk:
             lasts[at] = _last_reduced(config, chunk[0], sizes[0], has_copies=has_copies)
@@ -192,15 +196,16 @@ def passing_bytes(
             filled = unreduced(*buckets_of[at], lingering, is_sum=is_sum).by_layer
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
         whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, new, later_size = 0.0, 0.0, 0.0, lingering
+        freed, made, made_sharded, new, sharded, later_size = 0.0, 0.0, 0.0, 0.0, 0.0, lingering
         inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
             if inside[number]:
                 freed += kept_here[number] + waiting[number]
-                made += term * new
+                made, made_sharded = made + term * new, made_sharded + term * sharded
                 continue
-            (moment, largest, inner), reducing = of_layers[id(layer)], 0.0
+            (moment, largest, inner), reducing, sharded = of_layers[id(layer)], 0.0, 0.0
+            in_forward = 0.0 if layer.block is None else forward_passing_bytes(config, layer.block)
             if is_first:
                 unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
                 new = unsharded + sharded
@@ -217,21 +222,36 @@ def passing_bytes(
                     gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                     if layer.name == "head" and not splits:
                         gathered += table
-                    moment += e * gathered
+                    moment, in_forward = moment + e * gathered, in_forward and in_forward + e * gathered
                     if on_host and shards > 1:
                         moment += e * sizes[max(number - 1, 0)] / shards
-                    held_at = [Held(size + later_size, size, 0 if is_sum and number == len(chunk) - 1 else later_size)]
+                    ends_sum = is_sum and number == len(chunk) - 1
+                    parts: tuple[Piece, ...] = ()
+                    if layer.block is not None and not takes_whole and has_copies and layer.block.experts is not None:
+                        parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)  # in two buckets
+                        buckets = _Buckets((parts,), (math.inf, math.inf), (shards, copies))
+                        held_at = list(unreduced(*buckets, later_size, is_sum=ends_sum).by_layer[0])
+                    else:
+                        held_at = [Held(size + later_size, size, 0 if ends_sum else later_size / shards)]
                 else:
-                    held_at = list(filled[number])
+                    parts, held_at = buckets_of[at].layers[number], list(filled[number])
+                early = _freed_by_piece(config, layer, parts, freed_first, again=again, on_cpu=on_cpu)
                 at_pieces = []
-                for place, held in enumerate(held_at):
-                    here = moment - (freed_first.with_first if place else 0.0)
-                    before_adding = 0.0 if place else freed_first.before_adding
+                for held in held_at:
+                    here = moment - early(held)
+                    if is_first:
+                        here += term * held.sharded - (made_sharded if stage == 2 else 0.0)
+                    before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
                     added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
-                    at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
+                    of_reduced = 0.0 if is_first else term * held.reduced * (3 if on_host else 1)
+                    at_pieces.append((added, of_reduced))
                 moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
+            if is_first:
+                made_sharded += term * sharded
             # The shards of a first backward are those that stay.
             found.append((moment - freed - working, 0.0 if is_first else reducing))
+            if in_forward:
+                found.append((in_forward + term * (lingering if stage >= 2 else 0) - freed - working, 0.0))
             freed += kept_here[number] + waiting[number]
             if stage == 3:
                 later_size = _last_reduced(config, layer, size, has_copies=has_copies)
@@ -247,7 +267,8 @@ class _Buckets(NamedTuple):
     """Arguments of `unreduced`."""
 
     layers: tuple[tuple[Piece, ...], ...]
-    limits: tuple[int, int]
+    limits: tuple[float, float]
+    ranks: tuple[int, int]
 
 
 def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool) -> int:
@@ -338,6 +359,32 @@ def _freed_first(
         return _FreedFirst(summed, summed)
     logits = head_freed_bytes(config) if head else 0.0
     return _FreedFirst(0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else logits, logits)
+
+
+def _freed_by_piece(
+    config: ResolvedConfig,
+    layer: PlannedLayer,
+    parts: Sequence[Piece],
+    freed_first: _FreedFirst,
+    *,
+    again: float,
+    on_cpu: bool,
+) -> Callable[[Held], float]:
+    """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added."""
+    share = None if layer.block is None else expert_share(config, layer.block)
+    if layer.block is None or share is None or config.parallel.may_split_backward:
+        return lambda held: freed_first.with_first if held.piece or held.arrived else 0.0
+    by_experts = freed_by_experts(config, layer.block, on_cpu=on_cpu)
+    if config.training.recompute == "light":
+        by_experts = [by_experts[0], *(size + again for size in by_experts[1:])]
+    shared = pieces_of_mlp(layer.block, share.experts.moe_shared_expert_size or 0, on_cpu=on_cpu)
+    of_experts = sum(part.kind == "experts" for part in parts)
+
+    def freed(held: Held) -> float:
+        at = held.piece - shared
+        return 0.0 if at < 0 else by_experts[at] if at < of_experts else by_experts[-1]
+
+    return freed
 
 
 def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.plan.experts import expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
@@ -33,17 +33,23 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Elements of the buckets that exist when the gradients of a piece are added.
+    """Elements of the buckets that exist when the gradients of a piece are added, or when a reduction begins after it.
 
     Attributes:
         total: of all.
         made: of the one that is made for the piece; 0 where it exists.
-        reduced: of the one that is being reduced.
+        reduced: of the one that is being reduced, this rank's part.
+        piece: number of the piece in its layer.
+        sharded: this rank's parts of all whose reductions have begun in this backward.
+        arrived: whether the gradient has been added, and a reduction has begun.
     """
 
     total: int
     made: int
-    reduced: int
+    reduced: float
+    piece: int = 0
+    sharded: float = 0.0
+    arrived: bool = False
 
 
 class Unreduced(NamedTuple):
@@ -80,11 +86,11 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
             return tuple(part for part in parts if part.size > 0)
         return (Piece(size),) if size else ()
     block, share = layer.block, expert_share(config, layer.block)
-    inner, joins = block.inner_size, block.activation == "swiglu" and not block.mlp_bias and not on_cpu
+    inner = block.inner_size
     if share is not None:
         inner = share.experts.moe_shared_expert_size or 0
     matrix = block.hidden_size * inner // ranks
-    into = [2 * matrix] if joins else [matrix] * (2 if block.gated else 1)
+    into = [2 * matrix] if _joins(block, on_cpu=on_cpu) else [matrix] * (2 if block.gated else 1)
     found = [Piece(n) for n in (matrix, *into) if n]
     if share is not None and experts:
         found += [Piece(share.matrix, "experts")] * share.matrices
@@ -94,15 +100,31 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
     return (*found, Piece(size - sum(piece.size for piece in found)))
 
 
+def pieces_of_mlp(block: ResolvedModel, inner: int, *, on_cpu: bool) -> int:
+    """How many pieces an MLP of an inner width has; one without a width has none."""
+    return 0 if not inner else 3 if block.gated and not _joins(block, on_cpu=on_cpu) else 2
+
+
+def _joins(block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether one product gives the gradients of gate and up."""
+    return block.activation == "swiglu" and not block.mlp_bias and not on_cpu
+
+
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
 def unreduced(
-    layers: tuple[tuple[Piece, ...], ...], limits: tuple[int, int], before: int = 0, *, is_sum: bool = False
+    layers: tuple[tuple[Piece, ...], ...],
+    limits: tuple[float, float],
+    ranks: tuple[int, int],
+    before: int = 0,
+    *,
+    is_sum: bool = False,
 ) -> Unreduced:
     """What a stage holds while its backward runs.
 
     Args:
         layers: the pieces of each layer, as `pieces` has them.
         limits: bytes in fp32 at which a bucket is full, and one of experts.
+        ranks: that share a bucket, and one of experts.
         before: elements of a bucket that is being reduced when backward begins.
         is_sum: whether the shard of that one is the first, to which none is added.
     """
@@ -111,20 +133,27 @@ def unreduced(
         [piece for _, piece in last_first], dict(zip(("others", "experts"), limits, strict=True))
     )
     missing, held = Counter(bucket_of), {-1: before}
-    reduced, due = -1, 0
+    parts = {-1: 0.0 if is_sum else before / ranks[0]}
+    reduced, due, sharded = -1, 0, 0.0
     found: list[list[Held]] = [[] for _ in layers]
-    for (number, _), bucket in zip(last_first, bucket_of, strict=True):
+    places = [place for layer in reversed(layers) for place in range(len(layer))]
+    for (number, piece), bucket, place in zip(last_first, bucket_of, places, strict=True):
         made = 0 if bucket in held else sizes[bucket]
         held[bucket] = sizes[bucket]
-        found[number].append(Held(sum(held.values()), made, 0 if is_sum and reduced < 0 else held[reduced]))
+        parts[bucket] = sizes[bucket] / ranks[piece.kind == "experts"]
+        found[number].append(Held(sum(held.values()), made, parts[reduced], place, sharded))
         missing[bucket] -= 1
+        before_it = reduced
         while due < len(sizes) and not missing[due]:
             del held[reduced]
             reduced, due = due, due + 1
+            sharded += parts[reduced]
+        if reduced != before_it:
+            found[number].append(Held(sum(held.values()), 0, parts[reduced], place, sharded, arrived=True))
     return Unreduced(found, sum(held.values()))
 
 
-def _buckets(last_first: Sequence[Piece], limits: dict[str, int]) -> tuple[list[int], list[int]]:
+def _buckets(last_first: Sequence[Piece], limits: dict[str, float]) -> tuple[list[int], list[int]]:
     """For each piece the number of its bucket, and the size of each bucket; as `zero.flat.assign_buckets`."""
     members, unfinished = list[list[int]](), dict[Kind, list[int]]()
     for at, piece in enumerate(last_first):
