@@ -118,14 +118,24 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
 
 
 def _expert_gradients(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """Gradients of activations in the backward of experts, when they take most: of the rows that came back, which these
-    outlive, or of the input of `down` when its weight's gradient is computed; the rows themselves are freed then."""
+    """What the backward of experts adds to what the block keeps, when that is most: the gradients of the rows that came
+    back, or what exists between this and the gradients of gate and up."""
     share, e = expert_share(config, block), _element(config)
     assert share is not None
-    gradients = e * share.rows * max(share.hidden, share.inner)
+    gradients = max(e * share.rows * share.hidden, _inner_gradients(config, block))
     if on_cpu or config.training.kernels == "torch":  # a kernel keeps no terms of the weights' gradients
         gradients = max(gradients, combining_bytes(share, e))
     return gradients
+
+
+def _inner_gradients(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """The same when the gradient of the weight of `down` is computed: the gradient of its input, and those of its output
+    in place of the rows that came back. Or in the activation: the gradients of gate and up, and that of the activated
+    tensor in its place; the gradients of rows are freed."""
+    share = expert_share(config, block)
+    assert share is not None
+    in_activation = (share.matrices - 1) * share.inner - share.hidden
+    return _element(config) * share.rows * max(share.inner, in_activation)
 
 
 def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[float]:
@@ -141,7 +151,7 @@ def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     after = spare + of_inner + kept["routing"]
     core = attention_core_bytes(config, block, on_cpu=on_cpu) + attention_passing_bytes(config, block, on_cpu=on_cpu)
     later = [spare + of_inner - (share.matrices - number) * inner for number in range(1, share.matrices)]
-    return [max(spare - inner, 0.0), *later, after - min(core, spare)]
+    return [max(spare - _inner_gradients(config, block), 0.0), *later, after - min(core, spare)]
 
 
 def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
