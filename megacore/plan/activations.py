@@ -119,39 +119,49 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
 
 def _expert_gradients(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What the backward of experts adds to what the block keeps, when that is most: the gradients of the rows that came
-    back, or what exists between this and the gradients of gate and up."""
+    back; or as in `_beside_experts`."""
     share, e = expert_share(config, block), _element(config)
     assert share is not None
-    gradients = max(e * share.rows * share.hidden, _inner_gradients(config, block))
+    gradients = max(e * share.rows * share.hidden, *_beside_experts(config, block, on_cpu=on_cpu))
     if on_cpu or config.training.kernels == "torch":  # a kernel keeps no terms of the weights' gradients
         gradients = max(gradients, combining_bytes(share, e))
     return gradients
 
 
-def _inner_gradients(config: ResolvedConfig, block: ResolvedModel) -> float:
-    """The same when the gradient of the weight of `down` is computed: the gradient of its input, and those of its output
-    in place of the rows that came back. Or in the activation: the gradients of gate and up, and that of the activated
-    tensor in its place; the gradients of rows are freed."""
-    share = expert_share(config, block)
+def _beside_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[float]:
+    """What exists more than the block keeps, without the gradient of its output, from the gradient of each matrix of
+    the experts to that of the next, in the order of backward.
+
+    - `down`: the gradient of its input, and those of its output in place of the rows that came back. In the activation
+      the gradients of rows are freed, those of gate and up exist, and that of the activated tensor in its place.
+    - `up` of a gate: both gradients, or that of the gate, those of the rows by gate and up, and their sum.
+    - the last: its output's gradient, and those of rows in place of the rows that came back.
+    """
+    share, e = expert_share(config, block), _element(config)
     assert share is not None
-    in_activation = (share.matrices - 1) * share.inner - share.hidden
-    return _element(config) * share.rows * max(share.inner, in_activation)
+    rows, inner = e * share.rows * share.hidden, e * share.rows * share.inner
+    kept = _kept_inside(config, block, on_cpu=on_cpu)
+    first = max(inner, (share.matrices - 1) * inner - rows)
+    second = [max(2 * inner, inner + 2 * rows) - kept] if block.gated else []
+    return [first, *second, inner - kept]
+
+
+def _kept_inside(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Tensors of the inner width of a block of which nothing, or all, has been computed again."""
+    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")
+    return kept["activation"] + kept["product of the activation"]
 
 
 def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[float]:
     """Of what a block with experts keeps and of `activation_gradient_bytes`, that which does not exist when the gradient
     of each of their matrices is added, in the order of backward, and after them."""
-    share, e = expert_share(config, block), _element(config)
-    assert share is not None
-    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute=_recomputed(config))
-    inner, most = e * share.rows * share.inner, activation_gradient_bytes(config, block, on_cpu=on_cpu)
-    gathered = e * _tokens(config) * block.hidden_size if config.parallel.sequence_parallel else 0.0
-    spare = most - residual_bytes(config) - gathered
-    of_inner = kept["activation"] + kept["product of the activation"]
-    after = spare + of_inner + kept["routing"]
+    most = activation_gradient_bytes(config, block, on_cpu=on_cpu) - residual_bytes(config)
+    if config.parallel.sequence_parallel:
+        most -= _element(config) * _tokens(config) * block.hidden_size
+    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")
     core = attention_core_bytes(config, block, on_cpu=on_cpu) + attention_passing_bytes(config, block, on_cpu=on_cpu)
-    later = [spare + of_inner - (share.matrices - number) * inner for number in range(1, share.matrices)]
-    return [max(spare - _inner_gradients(config, block), 0.0), *later, after - min(core, spare)]
+    after = _kept_inside(config, block, on_cpu=on_cpu) + kept["routing"] + max(most - core, 0.0)
+    return [*(max(most - beside, 0.0) for beside in _beside_experts(config, block, on_cpu=on_cpu)), after]
 
 
 def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
@@ -161,11 +171,6 @@ def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float
     if share is None or config.parallel.ep == 1:
         return 0.0
     return 2 * _element(config) * share.rows * share.hidden + 2 * residual_bytes(config)
-
-
-def _recomputed(config: ResolvedConfig) -> str:
-    """What of a block is not there when its backward begins: a block that is computed again is there as a whole."""
-    return "none" if config.training.recompute == "full" else config.training.recompute
 
 
 def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:

@@ -205,7 +205,9 @@ def passing_bytes(
                 made, made_sharded = made + term * new, made_sharded + term * sharded
                 continue
             (moment, largest, inner), reducing, sharded = of_layers[id(layer)], 0.0, 0.0
-            in_forward = 0.0 if layer.block is None else forward_passing_bytes(config, layer.block)
+            forward = 0.0 if layer.block is None else forward_passing_bytes(config, layer.block)
+            if is_again := bool(forward) and config.training.recompute == "full":
+                forward += again + made + residual_bytes(config)
             if is_first:
                 unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
                 new = unsharded + sharded
@@ -222,7 +224,7 @@ def passing_bytes(
                     gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                     if layer.name == "head" and not splits:
                         gathered += table
-                    moment, in_forward = moment + e * gathered, in_forward and in_forward + e * gathered
+                    moment, forward = moment + e * gathered, forward + e * gathered
                     if on_host and shards > 1:
                         moment += e * sizes[max(number - 1, 0)] / shards
                     ends_sum = is_sum and number == len(chunk) - 1
@@ -235,7 +237,7 @@ def passing_bytes(
                         held_at = [Held(size + later_size, size, 0 if ends_sum else later_size / shards)]
                 else:
                     parts, held_at = buckets_of[at].layers[number], list(filled[number])
-                early = _freed_by_piece(config, layer, parts, freed_first, again=again, on_cpu=on_cpu)
+                early = _freed_by_piece(config, layer, parts, freed_first, on_cpu=on_cpu)
                 at_pieces = []
                 for held in held_at:
                     here = moment - early(held)
@@ -246,12 +248,13 @@ def passing_bytes(
                     of_reduced = 0.0 if is_first else term * held.reduced * (3 if on_host else 1)
                     at_pieces.append((added, of_reduced))
                 moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
+                forward += term * (held_at[0].total - held_at[0].made if is_again and held_at else lingering)
             if is_first:
                 made_sharded += term * sharded
             # The shards of a first backward are those that stay.
             found.append((moment - freed - working, 0.0 if is_first else reducing))
-            if in_forward:
-                found.append((in_forward + term * (lingering if stage >= 2 else 0) - freed - working, 0.0))
+            if layer.block is not None:
+                found.append((forward - freed - working, 0.0))
             freed += kept_here[number] + waiting[number]
             if stage == 3:
                 later_size = _last_reduced(config, layer, size, has_copies=has_copies)
@@ -367,7 +370,6 @@ def _freed_by_piece(
     parts: Sequence[Piece],
     freed_first: _FreedFirst,
     *,
-    again: float,
     on_cpu: bool,
 ) -> Callable[[Held], float]:
     """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added."""
@@ -375,8 +377,6 @@ def _freed_by_piece(
     if layer.block is None or share is None or config.parallel.may_split_backward:
         return lambda held: freed_first.with_first if held.piece or held.arrived else 0.0
     by_experts = freed_by_experts(config, layer.block, on_cpu=on_cpu)
-    if config.training.recompute == "light":
-        by_experts = [by_experts[0], *(size + again for size in by_experts[1:])]
     shared = pieces_of_mlp(layer.block, share.experts.moe_shared_expert_size or 0, on_cpu=on_cpu)
     of_experts = sum(part.kind == "experts" for part in parts)
 
