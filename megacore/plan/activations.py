@@ -153,8 +153,8 @@ def _kept_inside(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) 
 
 
 def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[float]:
-    """Of what a block with experts keeps and of `activation_gradient_bytes`, that which does not exist when the gradient
-    of each of their matrices is added, in the order of backward, and after them."""
+    """Of what a block with experts keeps and of `activation_gradient_bytes`, that which does not exist when the
+    gradient of each of their matrices is added, in the order of backward, and after them."""
     most = activation_gradient_bytes(config, block, on_cpu=on_cpu) - residual_bytes(config)
     if config.parallel.sequence_parallel:
         most -= _element(config) * _tokens(config) * block.hidden_size

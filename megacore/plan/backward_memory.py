@@ -15,8 +15,8 @@ from megacore.plan.activations import (
     attention_core_bytes,
     block_bytes,
     embedding_kept_bytes,
-    freed_by_experts,
     forward_passing_bytes,
+    freed_by_experts,
     head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
@@ -239,6 +239,9 @@ def passing_bytes(
                     parts, held_at = buckets_of[at].layers[number], list(filled[number])
                 early = _freed_by_piece(config, layer, parts, freed_first, on_cpu=on_cpu)
                 at_pieces = []
+                if held_at and layer.block is not None and layer.block.experts is not None and not has_copies:
+                    # The gradients of experts arrive before a bucket is made.
+                    at_pieces.append((moment + term * (held_at[0].total - held_at[0].made), term * held_at[0].reduced))
                 for held in held_at:
                     here = moment - early(held)
                     if is_first:
@@ -372,7 +375,8 @@ def _freed_by_piece(
     *,
     on_cpu: bool,
 ) -> Callable[[Held], float]:
-    """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added."""
+    """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added; or
+    when it has been."""
     share = None if layer.block is None else expert_share(config, layer.block)
     if layer.block is None or share is None or config.parallel.may_split_backward:
         return lambda held: freed_first.with_first if held.piece or held.arrived else 0.0
@@ -380,9 +384,14 @@ def _freed_by_piece(
     shared = pieces_of_mlp(layer.block, share.experts.moe_shared_expert_size or 0, on_cpu=on_cpu)
     of_experts = sum(part.kind == "experts" for part in parts)
 
+    e, ranks = ELEMENT_BYTES[config.precision.precision], ranks_of_role("layer", config.parallel)
+    gradient, is_exact = gradient_bytes(config, layer, 0, on_cpu=on_cpu), config.training.reproducible
+    of_others = gradient if is_exact else min(gradient, float(e * largest_product(layer.block, ranks)))
+
     def freed(held: Held) -> float:
         at = held.piece - shared
-        return 0.0 if at < 0 else by_experts[at] if at < of_experts else by_experts[-1]
+        early = 0.0 if at < 0 else by_experts[at] if at < of_experts else by_experts[-1] + gradient - of_others
+        return early + (0.0 if not held.arrived else gradient if at < of_experts else of_others)
 
     return freed
 
