@@ -239,9 +239,10 @@ def passing_bytes(
                     parts, held_at = buckets_of[at].layers[number], list(filled[number])
                 early = _freed_by_piece(config, layer, parts, freed_first, on_cpu=on_cpu)
                 at_pieces = []
-                if held_at and layer.block is not None and layer.block.experts is not None and not has_copies:
+                if held_at and not has_copies and layer.block is not None and layer.block.experts is not None:
                     # The gradients of experts arrive before a bucket is made.
-                    at_pieces.append((moment + term * (held_at[0].total - held_at[0].made), term * held_at[0].reduced))
+                    of_reduced = 0.0 if is_first else term * held_at[0].reduced
+                    at_pieces.append((moment + term * (held_at[0].total - held_at[0].made), of_reduced))
                 for held in held_at:
                     here = moment - early(held)
                     if is_first:
@@ -375,8 +376,8 @@ def _freed_by_piece(
     *,
     on_cpu: bool,
 ) -> Callable[[Held], float]:
-    """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added; or
-    when it has been."""
+    """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added;
+    or when it has been."""
     share = None if layer.block is None else expert_share(config, layer.block)
     if layer.block is None or share is None or config.parallel.may_split_backward:
         return lambda held: freed_first.with_first if held.piece or held.arrived else 0.0

@@ -148,6 +148,29 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
 }
 
+ROWS: dict[str, Any] = {
+    "disable_bias_linear": True,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "precision": "bf16",
+} | {
+    "num_experts": 16,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 64,
+    "micro_batch_size": 8,
+    "global_batch_size": 64,
+}
+WIDE: dict[str, Any] = {"activation": "swiglu", "moe_ffn_hidden_size": 1024, "moe_router_topk": 2, "num_experts": 4}
+# Experts whose rows take more than anything else of a block, and experts much wider than the model.
+OF_ROWS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "rows, ep 2, ZeRO 1": ((1, 1, 4), ROWS | {"ep": 2, "zero_stage": 1}),
+    "rows, ep 2, ZeRO 2": ((1, 1, 4), ROWS | {"ep": 2, "zero_stage": 2}),
+    "rows, ep 2, ZeRO 3": ((1, 1, 4), ROWS | {"ep": 2, "zero_stage": 3}),
+    "rows, ep 4, recomputed": ((1, 1, 4), ROWS | {"ep": 4, "zero_stage": 1, "recompute": "full"}),
+    "wide experts, ZeRO 3": ((1, 1, 2), ROWS | WIDE | {"zero_stage": 3, "global_batch_size": 16}),
+    "wide experts, ep 2, light": ((1, 1, 4), ROWS | WIDE | {"ep": 2, "zero_stage": 2, "recompute": "light"}),
+}
+
 
 def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[str, Any]) -> list[list[RankReport]]:
     """Of each case the first rank of every stage, after two steps of all its microbatches."""
@@ -155,7 +178,7 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -188,6 +211,10 @@ def test_peak_of_memory_where_a_step_makes_gradients_anew(length: int) -> None:
 
 def test_peak_of_memory_where_buckets_are_unequal() -> None:
     require_peaks([*UNEQUAL], seq_length=64)
+
+
+def test_peak_of_memory_where_experts_are_most_of_it() -> None:
+    require_peaks([*OF_ROWS], seq_length=64)
 
 
 @pytest.mark.slow
