@@ -182,9 +182,9 @@ def passing_bytes(
     for at, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
         if stage == 2:
             of_layer = zip(chunk, sizes, strict=True)
-            parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
+            of_chunk = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
             limits_here = (grown(limits[at], shards), grown(limits[at], copies))
-            buckets_of.append(_Buckets(parts, limits_here, (shards, copies)))
+            buckets_of.append(_Buckets(of_chunk, limits_here, (shards, copies)))
             lasts[at] = unreduced(*buckets_of[at]).last
         elif stage == 3 and chunk:
             lasts[at] = _last_reduced(config, chunk[0], sizes[0], has_copies=has_copies)
