@@ -160,7 +160,8 @@ def shared_inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 @once_per_layers
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
-    operators with weights, the two norms included."""
+    operators with weights, the two norms included. A norm also has the residual stream, whose gradient is that of the
+    product before it, unless sequence parallelism gathers that one."""
     split = sum(rows for rows, _ in attention_matrices(block)[:-1])  # of qkv, or those from short vectors
     share, of_experts = expert_share(config, block), 0.0
     gated, mlps = 2 if block.gated else 1, 1
@@ -174,8 +175,15 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     whole = _element(config) * _tokens(config)
     here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     short = sum(rows for rows, _ in short_matrices(block)) / here
-    residuals = norms * residual_bytes(config) + of_experts
+    residuals = norms * residual_bytes(config) * (2 if config.parallel.sequence_parallel else 1) + of_experts
     return whole * (split / _layer_ranks(config) + short + (1 + mlps) * block.hidden_size) + residuals
+
+
+def product_input_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """What the products of a block read: outputs of norms and of the activation, the result of attention."""
+    kept = kept_by_operator(config, block, on_cpu=False, recompute="none")
+    result = _element(config) * _tokens(config) * block.num_attention_heads * block.value_size / _layer_ranks(config)
+    return kept["products of norms"] + kept["product of the activation"] + result
 
 
 @once_per_layers
