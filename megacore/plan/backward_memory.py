@@ -163,7 +163,7 @@ def passing_bytes(
     on_host = config.parallel.offload_params
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
-    (at, previous, is_first), table = backward, on_rank.table
+    (at, previous, is_first, follows_first), table = backward, on_rank.table
     copies = expert_copies(config.parallel)
     has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
@@ -185,16 +185,15 @@ def passing_bytes(
         if stage == 2:
             return unreduced(*buckets_of(at)).last
         if stage == 3 and on_rank.chunks[at]:
-            return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies)
+            return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies, on_cpu=on_cpu)
         return 0
 
     found = [(0.0, 0.0)]
     lingering = last_of(previous) if previous >= 0 else 0
-    is_sum = config.microbatches <= 2  # in the second backward the shard of the first one is the sum
     chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
     filled: Sequence[Sequence[Held]] = [()] * len(chunk)
     if stage == 2:
-        filled = unreduced(*buckets_of(at), lingering, is_sum=is_sum).by_layer
+        filled = unreduced(*buckets_of(at), lingering, (follows_first, is_first)).by_layer
     waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
     whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
     freed, made, new, later_size = 0.0, 0.0, 0.0, lingering
@@ -215,7 +214,7 @@ def passing_bytes(
         if stage == 2 and whole.of_layer and whole.of_layer[number]:
             fills, reduces = whole.unreduced(number)
             moment += term * (fills + reduces)
-            reducing = term * reduces / shards
+            reducing = 0.0 if is_first else term * reduces / shards
         elif stage >= 2:
             freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
             if stage == 3:
@@ -225,7 +224,8 @@ def passing_bytes(
                 moment += e * gathered
                 if on_host and shards > 1:
                     moment += e * sizes[max(number - 1, 0)] / shards
-                held_at = [Held(size + later_size, size, 0 if is_sum and number == len(chunk) - 1 else later_size)]
+                stays = follows_first if number == len(chunk) - 1 else is_first
+                held_at = [Held(size + later_size, size, 0 if stays else later_size)]
             else:
                 held_at = list(filled[number])
             at_pieces = []
@@ -235,14 +235,13 @@ def passing_bytes(
                 added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
                 at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
             moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
-        # The shards of a first backward are those that stay.
-        found.append((moment - freed - working, 0.0 if is_first else reducing))
+        found.append((moment - freed - working, reducing))
         freed += kept_here[number] + waiting[number]
         if stage == 3:
-            later_size = _last_reduced(config, layer, size, has_copies=has_copies)
+            later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
     if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
         # The last bucket, while it is reduced; of the embedding it is large.
-        last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
+        last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
         found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Passing(passing, reducing)
@@ -255,10 +254,14 @@ class _Buckets(NamedTuple):
     limits: tuple[int, int]
 
 
-def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool) -> int:
+def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool, on_cpu: bool) -> int:
     """On stage 3, elements of the bucket of a layer of `size` parameters that is reduced last: reductions wait for each
-    other, and of two buckets the one without experts is the last."""
-    return size - (routed_parameters(config, layer.block) if has_copies else 0)
+    other, and of two buckets the one without experts is the last, or the one without a table that has its own."""
+    if layer.block is not None:
+        return size - (routed_parameters(config, layer.block) if has_copies else 0)
+    parts = pieces(config, layer, size, experts=has_copies, on_cpu=on_cpu)
+    apart = sum(part.size for part in parts if part.kind == "apart")
+    return size - apart or apart
 
 
 class _Made(NamedTuple):

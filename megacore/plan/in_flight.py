@@ -69,11 +69,13 @@ class StageBackward(NamedTuple):
         stage: its number on the rank.
         previous: the number of the stage that made gradients last; -1: none in this step.
         is_first: whether it is the stage's first one in a step.
+        follows_first: whether that of `previous` was its first one.
     """
 
     stage: int
     previous: int = -1
     is_first: bool = False
+    follows_first: bool = False
 
 
 class Moment(NamedTuple):
@@ -147,13 +149,13 @@ def _holds(one: Moment, other: Moment) -> bool:
 
 def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
     held, waiting, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
-    previous = -1
+    previous, was_first = -1, False
     for action in order:
         stage = action.stage // ranks
         if action.op is Op.FORWARD:  # what it leaves is there when the next backward begins
             held[stage] += 1
             continue
-        backward = StageBackward(stage, previous, not begun[stage])
+        backward = StageBackward(stage, previous, not begun[stage], was_first)
         yield Moment(tuple(held), tuple(waiting), tuple(begun), True, split, backward)
         if action.op is Op.INPUT_GRAD and split:
             waiting[stage] += 1
@@ -162,7 +164,7 @@ def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bo
         if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD if split else Op.INPUT_GRAD):
             held[stage] -= 1
         if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
-            previous = stage
-            if not begun[stage]:
+            previous, was_first = stage, not begun[stage]
+            if was_first:
                 begun[stage] = True
                 yield Moment(tuple(held), tuple(waiting), tuple(begun), False, split, backward)
