@@ -119,6 +119,15 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     return max(residual_bytes(config) + gathered + mlp, attention)
 
 
+@once_per_layers
+def halves_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Gradients of activations in the backward of SwiGLU, less its output, which is freed: of the block's output, of
+    the input of `down`, and of both halves. 0 with another activation and with experts."""
+    if on_cpu or block.activation != "swiglu" or expert_share(config, block) is not None:
+        return 0.0
+    return residual_bytes(config) + 2 * inner_bytes(config, block)
+
+
 def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """Beside the tiles of scores in the backward of attention with a soft cap: the gradients of the residual stream, of
     attention's result and of the queries; those of keys and values in fp32; and of a block of queries five tensors in

@@ -14,6 +14,7 @@ from megacore.plan.activations import (
     attention_core_bytes,
     block_bytes,
     embedding_kept_bytes,
+    halves_gradient_bytes,
     head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
@@ -309,7 +310,9 @@ def _beside(
         # half for inputs, at its end, the gradient of the stage's input.
         return again + max(gradient + e * table, residual_bytes(config))
     if layer.block is not None:
-        return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        of_product = gradient + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        return again + e * table + max(of_product, halves)
     if layer.name == "embedding":
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
     whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
@@ -323,7 +326,8 @@ class _FreedFirst(NamedTuple):
     """Of what `_beside` counts, and of what a block keeps, that which is freed early in a layer's backward.
 
     Attributes:
-        before_adding: between the product that gives the first gradient and the making of its bucket.
+        before_adding: between the product that gives the first gradient and the making of its bucket; 0 where most
+            exists later.
         with_first: when the first gradient has been added.
     """
 
@@ -340,7 +344,9 @@ def _freed_first(
     if layer.block is not None:
         if config.parallel.may_split_backward:
             return _FreedFirst(0.0, 0.0)
-        return _FreedFirst(min(gradient, inner), 2 * inner)
+        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        more = halves - gradient - activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        return _FreedFirst(0.0, 2 * inner + more) if more > 0 else _FreedFirst(min(gradient, inner), 2 * inner)
     if layer.name == "embedding":
         summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
         return _FreedFirst(summed, summed)

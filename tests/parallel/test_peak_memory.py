@@ -151,11 +151,11 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 # Backwards of several stages, and backwards in halves: what a rank holds beside each of them differs.
 STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    "interleaved, tied table, ZeRO 2": (
+    "interleaved, GPT-2, ZeRO 2": (
         (1, 2, 2),
-        BUCKETS
-        | {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "schedule": "interleaved"}
-        | {"virtual_stages": 2, "micro_batch_size": 2, "global_batch_size": 8},
+        {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "bucket_size_mb": 25.0}
+        | {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 2, "global_batch_size": 8}
+        | {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 50257, "seq_length": 1024},
     ),
     "interleaved, tied table and positions, ZeRO 3": (
         (1, 2, 2),
