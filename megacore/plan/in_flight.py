@@ -129,20 +129,29 @@ def _moments_of(
     return _fullest(order, ranks, virtual_stages, adds_gradients=adds_gradients)
 
 
+@functools.cache
+def _alone(stage: int) -> StageBackward:
+    """One and the same for all schedules: figures are kept by it."""
+    return StageBackward(stage)
+
+
 def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int, *, adds_gradients: bool) -> Sequence[Moment]:
     order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
     for split in (False, True):
         for moment in dict.fromkeys(_walk(order, ranks, virtual_stages, split=split)):
             if not adds_gradients:
-                moment = moment._replace(begun=(True,) * virtual_stages, backward=StageBackward(moment.backward.stage))
-            alike = kept.setdefault((moment.begun, moment.computing, split, moment.backward), [])
+                moment = moment._replace(begun=(True,) * virtual_stages, backward=_alone(moment.backward.stage))
+            backward = moment.backward[:3]
+            alike = kept.setdefault((moment.begun, moment.computing, split, backward), [])
             if not any(_holds(other, moment) for other in alike):
                 alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
     return [moment for alike in kept.values() for moment in alike]
 
 
 def _holds(one: Moment, other: Moment) -> bool:
-    """Whether `one` keeps at least what `other` does."""
+    """Whether `one`, of the same backward, keeps at least what `other` does."""
+    if one.backward.follows_first and not other.backward.follows_first:
+        return False
     pairs = zip(one.held + one.waiting, other.held + other.waiting, strict=True)
     return all(a >= b for a, b in pairs)
 
