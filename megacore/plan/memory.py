@@ -278,6 +278,8 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -
     )
     found = [Passing(0.0, 0.0)]
     for backward, computing in peaks.by_backward.items():
+        if backward.is_first and not held.makes_whole and computing + sum(held.grads) <= peaks.expected[0]:
+            continue  # a later backward takes more than the first
         is_like_others = is_whole and not makes_anew
         size = (passing_of_whole if is_like_others else passing_of)(config, on_rank, backward, on_cpu=on_cpu)
         found.append(size._replace(passing=size.passing + computing + layers.working - kept_until_weights))
