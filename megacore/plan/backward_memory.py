@@ -14,15 +14,18 @@ from megacore.plan.activations import (
     attention_core_bytes,
     block_bytes,
     embedding_kept_bytes,
+    halves_gradient_bytes,
     head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
+    product_input_bytes,
     residual_bytes,
     shared_inner_bytes,
 )
 from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
+from megacore.plan.in_flight import StageBackward
 from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
@@ -76,13 +79,19 @@ def _activated_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
-    """Where backward is split, gradients of a microbatch that wait for those of the weights, by layer."""
-    sizes: dict[int, float] = {}
-    for layer in layers:
-        if layer.block is not None and id(layer.block) not in sizes:
-            sizes[id(layer.block)] = kept_gradient_bytes(config, layer.block)
-    of_others = residual_bytes(config)
-    return [sizes.get(id(layer.block), of_others) for layer in layers]
+    """Where backward is split, gradients of a microbatch that wait for those of the weights, by layer. Of a block that
+    is computed again also what its products read: it waits for them too."""
+    sizes: dict[tuple[int, bool], float] = {}
+    found = []
+    for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
+        if layer.block is None:
+            found.append(residual_bytes(config))
+            continue
+        if (key := (id(layer.block), again)) not in sizes:
+            read = product_input_bytes(config, layer.block) if again else 0.0
+            sizes[key] = kept_gradient_bytes(config, layer.block) + read
+        found.append(sizes[key])
+    return found
 
 
 class _OfLayer(NamedTuple):
@@ -104,7 +113,7 @@ def _of_layer(
     )
 
 
-class Backward(NamedTuple):
+class Passing(NamedTuple):
     """Attributes of a rank's memory by these names."""
 
     passing: float
@@ -114,15 +123,15 @@ class Backward(NamedTuple):
 def passing_bytes(
     config: ResolvedConfig,
     on_rank: OnRank,
+    backward: StageBackward,
     *,
     head: float,
     again: float,
     working: float,
     kept: Sequence[Sequence[float]],
     on_cpu: bool,
-    is_first: bool = False,
-) -> Backward:
-    """What exists for a moment of backward, at the layer where it is most.
+) -> Passing:
+    """What exists for a moment of a backward, at the layer where it is most.
 
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
@@ -134,7 +143,7 @@ def passing_bytes(
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
       and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
       bucket is made after both gradients;
-    - both: the last bucket of the backward before, which is being reduced until this one reduces its first.
+    - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
     and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
@@ -143,104 +152,100 @@ def passing_bytes(
     Args:
         config: a resolved configuration.
         on_rank: the layers of the rank's stages.
+        backward: which one.
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         working: as much of this as the rank's memory counts already.
         kept: what each layer keeps of a microbatch, as `kept_by_layer` has it.
         on_cpu: whether the ranks compute in host memory.
-        is_first: whether it is a stage's first backward, with no gradients before it.
     """
     e, term = ELEMENT_BYTES[config.precision.precision], term_bytes(config)
     shards, splits = shard_ranks(config.parallel), config.parallel.may_split_backward
     on_host = config.parallel.offload_params
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
-    chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
-    limits = [min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)) for sizes in sizes_by_chunk]
+    (at, previous, is_first, follows_first), table = backward, on_rank.table
     copies = expert_copies(config.parallel)
     has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
-    if not holds_experts:
-        alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
-        sizes_by_chunk = [
-            [size - routed for size, routed in zip(*pair, strict=True)]
-            for pair in zip(sizes_by_chunk, alone, strict=True)
-        ]
-    if stage == 3 and takes_whole:
-        padded = zip(chunks, sizes_by_chunk, strict=True)
-        sizes_by_chunk = [with_padding(config, chunk, sizes, on_cpu=on_cpu) for chunk, sizes in padded]
+
+    def sizes_of(at: int) -> Sequence[int]:
+        chunk, sizes = on_rank.chunks[at], on_rank.by_layer[at]
+        if not holds_experts:
+            sizes = [size - routed_parameters(config, layer.block) for layer, size in zip(chunk, sizes, strict=True)]
+        return with_padding(config, chunk, sizes, on_cpu=on_cpu) if stage == 3 and takes_whole else sizes
+
+    def buckets_of(at: int) -> _Buckets:
+        limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(on_rank.by_layer[at]))
+        of_layer = zip(on_rank.chunks[at], sizes_of(at), strict=True)
+        parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
+        return _Buckets(parts, (grown(limit, shards), grown(limit, copies)))
+
+    def last_of(at: int) -> int:
+        """The last bucket of a stage, which is being reduced until a later backward reduces its first one."""
+        if stage == 2:
+            return unreduced(*buckets_of(at)).last
+        if stage == 3 and on_rank.chunks[at]:
+            return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies, on_cpu=on_cpu)
+        return 0
+
     found = [(0.0, 0.0)]
-    of_layers = {
-        id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
-        for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
-    }
-    # Of each stage the last bucket, which is being reduced until a later backward reduces its first one.
-    lasts, buckets_of = [0] * len(chunks), list[_Buckets]()
-    for at, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
-        if stage == 2:
-            of_layer = zip(chunk, sizes, strict=True)
-            parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
-            buckets_of.append(_Buckets(parts, (grown(limits[at], shards), grown(limits[at], copies))))
-            lasts[at] = unreduced(*buckets_of[at]).last
-        elif stage == 3 and chunk:
-            lasts[at] = _last_reduced(config, chunk[0], sizes[0], has_copies=has_copies)
-    lingering = max(lasts, default=0) if len(chunks) > 1 or (config.microbatches > 1 and not is_first) else 0
-    is_sum = config.microbatches <= 2  # in the second backward the shard of the first one is the sum
-    for at, (chunk, sizes, kept_here) in enumerate(zip(chunks, sizes_by_chunk, kept, strict=True)):
-        filled: Sequence[Sequence[Held]] = [()] * len(chunk)
-        if stage == 2:
-            filled = unreduced(*buckets_of[at], lingering, is_sum=is_sum).by_layer
-        waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
-        whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, new, later_size = 0.0, 0.0, 0.0, lingering
-        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
-        for number in reversed(range(len(chunk))):
-            layer, size = chunk[number], sizes[number]
-            if inside[number]:
-                freed += kept_here[number] + waiting[number]
-                made += term * new
-                continue
-            (moment, largest, inner), reducing = of_layers[id(layer)], 0.0
-            if is_first:
-                unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
-                new = unsharded + sharded
-                copied = 0 if _sums_take_rows(config, layer, table) else largest
-                moment += made + (0.0 if on_cpu else term * min(copied, unsharded))
-                made += term * new
-            if stage == 2 and whole.of_layer and whole.of_layer[number]:
-                fills, reduces = whole.unreduced(number)
-                moment += term * (fills + reduces)
-                reducing = term * reduces / shards
-            elif stage >= 2:
-                freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
-                if stage == 3:
-                    gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
-                    if layer.name == "head" and not splits:
-                        gathered += table
-                    moment += e * gathered
-                    if on_host and shards > 1:
-                        moment += e * sizes[max(number - 1, 0)] / shards
-                    held_at = [Held(size + later_size, size, 0 if is_sum and number == len(chunk) - 1 else later_size)]
-                else:
-                    held_at = list(filled[number])
-                at_pieces = []
-                for place, held in enumerate(held_at):
-                    here = moment - (freed_first.with_first if place else 0.0)
-                    before_adding = 0.0 if place else freed_first.before_adding
-                    added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
-                    at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
-                moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
-            # The shards of a first backward are those that stay.
-            found.append((moment - freed - working, 0.0 if is_first else reducing))
+    lingering = last_of(previous) if previous >= 0 else 0
+    chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
+    filled: Sequence[Sequence[Held]] = [()] * len(chunk)
+    if stage == 2:
+        filled = unreduced(*buckets_of(at), lingering, (follows_first, is_first)).by_layer
+    waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
+    whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
+    freed, made, new, later_size = 0.0, 0.0, 0.0, lingering
+    inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
+    for number in reversed(range(len(chunk))):
+        layer, size = chunk[number], sizes[number]
+        if inside[number]:
             freed += kept_here[number] + waiting[number]
+            made += term * new
+            continue
+        (moment, largest, inner), reducing = _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu), 0.0
+        if is_first:
+            unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
+            new = unsharded + sharded
+            copied = 0 if _sums_take_rows(config, layer, table) else largest
+            moment += made + (0.0 if on_cpu else term * min(copied, unsharded))
+            made += term * new
+        if stage == 2 and whole.of_layer and whole.of_layer[number]:
+            fills, reduces = whole.unreduced(number)
+            moment += term * (fills + reduces)
+            reducing = 0.0 if is_first else term * reduces / shards
+        elif stage >= 2:
+            freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
             if stage == 3:
-                later_size = _last_reduced(config, layer, size, has_copies=has_copies)
-        if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
-            # The last bucket, while it is reduced; of the embedding it is large.
-            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * lasts[at], 0.0)
-            found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
+                gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
+                if layer.name == "head" and not splits:
+                    gathered += table
+                moment += e * gathered
+                if on_host and shards > 1:
+                    moment += e * sizes[max(number - 1, 0)] / shards
+                stays = follows_first if number == len(chunk) - 1 else is_first
+                held_at = [Held(size + later_size, size, 0 if stays else later_size)]
+            else:
+                held_at = list(filled[number])
+            at_pieces = []
+            for place, held in enumerate(held_at):
+                here = moment - (freed_first.with_first if place else 0.0)
+                before_adding = 0.0 if place else freed_first.before_adding
+                added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
+                at_pieces.append((added, term * held.reduced / shards * (3 if on_host else 1)))
+            moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
+        found.append((moment - freed - working, reducing))
+        freed += kept_here[number] + waiting[number]
+        if stage == 3:
+            later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
+    if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
+        # The last bucket, while it is reduced; of the embedding it is large.
+        last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
+        found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
-    return Backward(passing, reducing)
+    return Passing(passing, reducing)
 
 
 class _Buckets(NamedTuple):
@@ -250,10 +255,14 @@ class _Buckets(NamedTuple):
     limits: tuple[int, int]
 
 
-def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool) -> int:
+def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool, on_cpu: bool) -> int:
     """On stage 3, elements of the bucket of a layer of `size` parameters that is reduced last: reductions wait for each
-    other, and of two buckets the one without experts is the last."""
-    return size - (routed_parameters(config, layer.block) if has_copies else 0)
+    other, and of two buckets the one without experts is the last, or the one without a table that has its own."""
+    if layer.block is not None:
+        return size - (routed_parameters(config, layer.block) if has_copies else 0)
+    parts = pieces(config, layer, size, experts=has_copies, on_cpu=on_cpu)
+    apart = sum(part.size for part in parts if part.kind == "apart")
+    return size - apart or apart
 
 
 class _Made(NamedTuple):
@@ -301,7 +310,9 @@ def _beside(
         # half for inputs, at its end, the gradient of the stage's input.
         return again + max(gradient + e * table, residual_bytes(config))
     if layer.block is not None:
-        return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        of_product = gradient + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        return again + e * table + max(of_product, halves)
     if layer.name == "embedding":
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
     whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
@@ -315,7 +326,8 @@ class _FreedFirst(NamedTuple):
     """Of what `_beside` counts, and of what a block keeps, that which is freed early in a layer's backward.
 
     Attributes:
-        before_adding: between the product that gives the first gradient and the making of its bucket.
+        before_adding: between the product that gives the first gradient and the making of its bucket; 0 where most
+            exists later.
         with_first: when the first gradient has been added.
     """
 
@@ -332,12 +344,15 @@ def _freed_first(
     if layer.block is not None:
         if config.parallel.may_split_backward:
             return _FreedFirst(0.0, 0.0)
-        return _FreedFirst(min(gradient, inner), 2 * inner)
+        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        more = halves - gradient - activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        return _FreedFirst(0.0, 2 * inner + more) if more > 0 else _FreedFirst(min(gradient, inner), 2 * inner)
     if layer.name == "embedding":
         summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
         return _FreedFirst(summed, summed)
     logits = head_freed_bytes(config) if head else 0.0
-    return _FreedFirst(0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else logits, logits)
+    stay = config.parallel.may_split_backward or _sums_take_products(config, layer, table, on_cpu=on_cpu)
+    return _FreedFirst(0.0 if stay else logits, logits)
 
 
 def gradient_bytes(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float:

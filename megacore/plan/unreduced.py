@@ -96,7 +96,10 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
 def unreduced(
-    layers: tuple[tuple[Piece, ...], ...], limits: tuple[int, int], before: int = 0, *, is_sum: bool = False
+    layers: tuple[tuple[Piece, ...], ...],
+    limits: tuple[int, int],
+    before: int = 0,
+    sums: tuple[bool, bool] = (False, False),
 ) -> Unreduced:
     """What a stage holds while its backward runs.
 
@@ -104,7 +107,8 @@ def unreduced(
         layers: the pieces of each layer, as `pieces` has them.
         limits: bytes in fp32 at which a bucket is full, and one of experts.
         before: elements of a bucket that is being reduced when backward begins.
-        is_sum: whether the shard of that one is the first, to which none is added.
+        sums: whether the shard of that one is the first, which later ones are added to; and whether those of `layers`
+            are.
     """
     last_first = [(number, piece) for number in reversed(range(len(layers))) for piece in layers[number]]
     bucket_of, sizes = _buckets(
@@ -116,7 +120,7 @@ def unreduced(
     for (number, _), bucket in zip(last_first, bucket_of, strict=True):
         made = 0 if bucket in held else sizes[bucket]
         held[bucket] = sizes[bucket]
-        found[number].append(Held(sum(held.values()), made, 0 if is_sum and reduced < 0 else held[reduced]))
+        found[number].append(Held(sum(held.values()), made, 0 if sums[reduced >= 0] else held[reduced]))
         missing[bucket] -= 1
         while due < len(sizes) and not missing[due]:
             del held[reduced]
