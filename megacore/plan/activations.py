@@ -173,6 +173,15 @@ def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float
     return 2 * _element(config) * share.rows * share.hidden + 2 * residual_bytes(config)
 
 
+@once_per_layers
+def halves_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Gradients of activations in the backward of SwiGLU, less its output, which is freed: of the block's output, of
+    the input of `down`, and of both halves. 0 with another activation and with experts."""
+    if on_cpu or block.activation != "swiglu" or expert_share(config, block) is not None:
+        return 0.0
+    return residual_bytes(config) + 2 * inner_bytes(config, block)
+
+
 def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """Beside the tiles of scores in the backward of attention with a soft cap: the gradients of the residual stream, of
     attention's result and of the queries; those of keys and values in fp32; and of a block of queries five tensors in
@@ -214,7 +223,8 @@ def shared_inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 @once_per_layers
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
-    operators with weights, the two norms included."""
+    operators with weights, the two norms included. A norm also has the residual stream, whose gradient is that of the
+    product before it, unless sequence parallelism gathers that one."""
     split = sum(rows for rows, _ in attention_matrices(block)[:-1])  # of qkv, or those from short vectors
     share, of_experts = expert_share(config, block), 0.0
     gated, mlps = 2 if block.gated else 1, 1
@@ -228,8 +238,15 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     whole = _element(config) * _tokens(config)
     here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     short = sum(rows for rows, _ in short_matrices(block)) / here
-    residuals = norms * residual_bytes(config) + of_experts
+    residuals = norms * residual_bytes(config) * (2 if config.parallel.sequence_parallel else 1) + of_experts
     return whole * (split / _layer_ranks(config) + short + (1 + mlps) * block.hidden_size) + residuals
+
+
+def product_input_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """What the products of a block read: outputs of norms and of the activation, the result of attention."""
+    kept = kept_by_operator(config, block, on_cpu=False, recompute="none")
+    result = _element(config) * _tokens(config) * block.num_attention_heads * block.value_size / _layer_ranks(config)
+    return kept["products of norms"] + kept["product of the activation"] + result
 
 
 @once_per_layers

@@ -17,15 +17,18 @@ from megacore.plan.activations import (
     embedding_kept_bytes,
     forward_passing_bytes,
     freed_by_experts,
+    halves_gradient_bytes,
     head_freed_bytes,
     inner_bytes,
     kept_gradient_bytes,
+    product_input_bytes,
     residual_bytes,
     shared_inner_bytes,
 )
 from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
+from megacore.plan.in_flight import StageBackward
 from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
@@ -79,13 +82,19 @@ def _activated_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
-    """Where backward is split, gradients of a microbatch that wait for those of the weights, by layer."""
-    sizes: dict[int, float] = {}
-    for layer in layers:
-        if layer.block is not None and id(layer.block) not in sizes:
-            sizes[id(layer.block)] = kept_gradient_bytes(config, layer.block)
-    of_others = residual_bytes(config)
-    return [sizes.get(id(layer.block), of_others) for layer in layers]
+    """Where backward is split, gradients of a microbatch that wait for those of the weights, by layer. Of a block that
+    is computed again also what its products read: it waits for them too."""
+    sizes: dict[tuple[int, bool], float] = {}
+    found = []
+    for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
+        if layer.block is None:
+            found.append(residual_bytes(config))
+            continue
+        if (key := (id(layer.block), again)) not in sizes:
+            read = product_input_bytes(config, layer.block) if again else 0.0
+            sizes[key] = kept_gradient_bytes(config, layer.block) + read
+        found.append(sizes[key])
+    return found
 
 
 class _OfLayer(NamedTuple):
@@ -107,7 +116,7 @@ def _of_layer(
     )
 
 
-class Backward(NamedTuple):
+class Passing(NamedTuple):
     """Attributes of a rank's memory by these names."""
 
     passing: float
@@ -117,15 +126,15 @@ class Backward(NamedTuple):
 def passing_bytes(
     config: ResolvedConfig,
     on_rank: OnRank,
+    backward: StageBackward,
     *,
     head: float,
     again: float,
     working: float,
     kept: Sequence[Sequence[float]],
     on_cpu: bool,
-    is_first: bool = False,
-) -> Backward:
-    """What exists for a moment of backward, at the layer where it is most.
+) -> Passing:
+    """What exists for a moment of a backward, at the layer where it is most.
 
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
@@ -137,7 +146,7 @@ def passing_bytes(
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
       and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
       bucket is made after both gradients;
-    - both: the last bucket of the backward before, which is being reduced until this one reduces its first.
+    - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
     and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
@@ -146,128 +155,100 @@ def passing_bytes(
     Args:
         config: a resolved configuration.
         on_rank: the layers of the rank's stages.
+        backward: which one.
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         working: as much of this as the rank's memory counts already.
         kept: what each layer keeps of a microbatch, as `kept_by_layer` has it.
         on_cpu: whether the ranks compute in host memory.
-        is_first: whether it is a stage's first backward, with no gradients before it.
     """
     e, term = ELEMENT_BYTES[config.precision.precision], term_bytes(config)
     shards, splits = shard_ranks(config.parallel), config.parallel.may_split_backward
     on_host = config.parallel.offload_params
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
-    chunks, table, sizes_by_chunk = on_rank.chunks, on_rank.table, on_rank.by_layer
-    limits = [min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)) for sizes in sizes_by_chunk]
+    (at, previous, is_first, follows_first), table = backward, on_rank.table
     copies = expert_copies(config.parallel)
     has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
-    if not holds_experts:
-        alone = [[routed_parameters(config, layer.block) for layer in chunk] for chunk in chunks]
-        sizes_by_chunk = [
-            [size - routed for size, routed in zip(*pair, strict=True)]
-            for pair in zip(sizes_by_chunk, alone, strict=True)
-        ]
-    if stage == 3 and takes_whole:
-        padded = zip(chunks, sizes_by_chunk, strict=True)
-        sizes_by_chunk = [with_padding(config, chunk, sizes, on_cpu=on_cpu) for chunk, sizes in padded]
+
+    def sizes_of(at: int) -> Sequence[int]:
+        chunk, sizes = on_rank.chunks[at], on_rank.by_layer[at]
+        if not holds_experts:
+            sizes = [size - routed_parameters(config, layer.block) for layer, size in zip(chunk, sizes, strict=True)]
+        return with_padding(config, chunk, sizes, on_cpu=on_cpu) if stage == 3 and takes_whole else sizes
+
+    def buckets_of(at: int) -> _Buckets:
+        limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(on_rank.by_layer[at]))
+        of_layer = zip(on_rank.chunks[at], sizes_of(at), strict=True)
+        parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
+        return _Buckets(parts, (grown(limit, shards), grown(limit, copies)), (shards, copies))
+
+    def last_of(at: int) -> int:
+        """The last bucket of a stage, which is being reduced until a later backward reduces its first one."""
+        if stage == 2:
+            return unreduced(*buckets_of(at)).last
+        if stage == 3 and on_rank.chunks[at]:
+            return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies, on_cpu=on_cpu)
+        return 0
+
     found = [(0.0, 0.0)]
-    of_layers = {
-        id(layer): _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu)
-        for layer in {id(layer): layer for chunk in chunks for layer in chunk}.values()
-    }
-    # Of each stage the last bucket, which is being reduced until a later backward reduces its first one.
-    lasts, buckets_of = [0] * len(chunks), list[_Buckets]()
-    for at, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
-        if stage == 2:
-            of_layer = zip(chunk, sizes, strict=True)
-            of_chunk = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
-            limits_here = (grown(limits[at], shards), grown(limits[at], copies))
-            buckets_of.append(_Buckets(of_chunk, limits_here, (shards, copies)))
-            lasts[at] = unreduced(*buckets_of[at]).last
-        elif stage == 3 and chunk:
-            lasts[at] = _last_reduced(config, chunk[0], sizes[0], has_copies=has_copies)
-    lingering = max(lasts, default=0) if len(chunks) > 1 or (config.microbatches > 1 and not is_first) else 0
-    is_sum = config.microbatches <= 2  # in the second backward the shard of the first one is the sum
-    for at, (chunk, sizes, kept_here) in enumerate(zip(chunks, sizes_by_chunk, kept, strict=True)):
-        filled: Sequence[Sequence[Held]] = [()] * len(chunk)
-        if stage == 2:
-            filled = unreduced(*buckets_of[at], lingering, is_sum=is_sum).by_layer
-        waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
-        whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
-        freed, made, made_sharded, new, sharded, later_size = 0.0, 0.0, 0.0, 0.0, 0.0, lingering
-        inside = [False] * len(chunk) if whole.of_layer else _inside_runs(chunk, sizes, kept_here, filled)
-        for number in reversed(range(len(chunk))):
-            layer, size = chunk[number], sizes[number]
-            if inside[number]:
-                freed += kept_here[number] + waiting[number]
-                made, made_sharded = made + term * new, made_sharded + term * sharded
-                continue
-            (moment, largest, inner), reducing, sharded = of_layers[id(layer)], 0.0, 0.0
-            forward = 0.0 if layer.block is None else forward_passing_bytes(config, layer.block)
-            if is_again := bool(forward) and config.training.recompute == "full":
-                forward += again + made + residual_bytes(config)
-            if is_first:
-                unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
-                new = unsharded + sharded
-                copied = 0 if _sums_take_rows(config, layer, table) else largest
-                moment += made + (0.0 if on_cpu else term * min(copied, unsharded))
-                made += term * new
-            if stage == 2 and whole.of_layer and whole.of_layer[number]:
-                fills, reduces = whole.unreduced(number)
-                moment += term * (fills + reduces)
-                reducing = term * reduces / shards
-            elif stage >= 2:
-                freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
-                if stage == 3:
-                    gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
-                    if layer.name == "head" and not splits:
-                        gathered += table
-                    moment, forward = moment + e * gathered, forward + e * gathered
-                    if on_host and shards > 1:
-                        moment += e * sizes[max(number - 1, 0)] / shards
-                    ends_sum = is_sum and number == len(chunk) - 1
-                    parts: tuple[Piece, ...] = ()
-                    if layer.block is not None and not takes_whole and has_copies and layer.block.experts is not None:
-                        parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)  # in two buckets
-                        buckets = _Buckets((parts,), (math.inf, math.inf), (shards, copies))
-                        held_at = list(unreduced(*buckets, later_size, is_sum=ends_sum).by_layer[0])
-                    else:
-                        held_at = [Held(size + later_size, size, 0 if ends_sum else later_size / shards)]
-                else:
-                    parts, held_at = buckets_of[at].layers[number], list(filled[number])
-                early = _freed_by_piece(config, layer, parts, freed_first, on_cpu=on_cpu)
-                at_pieces = []
-                if held_at and not has_copies and layer.block is not None and layer.block.experts is not None:
-                    # The gradients of experts arrive before a bucket is made.
-                    of_reduced = 0.0 if is_first else term * held_at[0].reduced
-                    at_pieces.append((moment + term * (held_at[0].total - held_at[0].made), of_reduced))
-                for held in held_at:
-                    here = moment - early(held)
-                    if is_first:
-                        here += term * held.sharded - (made_sharded if stage == 2 else 0.0)
-                    before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
-                    added = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
-                    of_reduced = 0.0 if is_first else term * held.reduced * (3 if on_host else 1)
-                    at_pieces.append((added, of_reduced))
-                moment, reducing = max(at_pieces, key=sum, default=(moment, 0.0))
-                forward += term * (held_at[0].total - held_at[0].made if is_again and held_at else lingering)
-            if is_first:
-                made_sharded += term * sharded
-            # The shards of a first backward are those that stay.
-            found.append((moment - freed - working, 0.0 if is_first else reducing))
-            if layer.block is not None:
-                found.append((forward - freed - working, 0.0))
+    lingering = last_of(previous) if previous >= 0 else 0
+    chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
+    of_layers: Sequence[_Filled] = [_Filled()] * len(chunk)
+    if stage == 2:
+        of_layers = _filled_on_stage_2(buckets_of(at), lingering, (follows_first, is_first))
+    waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
+    whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
+    freed, made, made_sharded, new, sharded, later_size = 0.0, 0.0, 0.0, 0.0, 0.0, lingering
+    inside = [False] * len(chunk)
+    if not whole.of_layer:  # what has been made grows from layer to layer by the same
+        inside = _inside_runs(chunk, sizes, kept_here, [[held[:-1] for held in layer.held] for layer in of_layers])
+    for number in reversed(range(len(chunk))):
+        layer, size = chunk[number], sizes[number]
+        if inside[number]:
             freed += kept_here[number] + waiting[number]
-            if stage == 3:
-                later_size = _last_reduced(config, layer, size, has_copies=has_copies)
-        if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
-            # The last bucket, while it is reduced; of the embedding it is large.
-            last, present = (term * later_size, e * sizes[0]) if stage == 3 else (term * lasts[at], 0.0)
-            found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
+            made, made_sharded = made + term * new, made_sharded + term * sharded
+            continue
+        (moment, largest, inner), reducing = _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu), 0.0
+        filled, gathered = of_layers[number], 0
+        if stage == 3:
+            gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
+            if layer.name == "head" and not splits:
+                gathered += table
+            if on_host and shards > 1:
+                moment += e * sizes[max(number - 1, 0)] / shards
+            sums = follows_first if number == len(chunk) - 1 else is_first, is_first
+            filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
+        forward = _forward_bytes(config, layer, filled, lingering, again=again, made=made)
+        moment += e * gathered + made
+        if is_first:
+            unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
+            new = unsharded + sharded
+            copied = 0 if _sums_take_rows(config, layer, table) else largest
+            moment += 0.0 if on_cpu else term * min(copied, unsharded)
+            made += term * new
+        if whole.of_layer and whole.of_layer[number]:
+            fills, reduces = whole.unreduced(number)
+            moment += term * (fills + reduces)
+            reducing = 0.0 if is_first else term * reduces / shards
+        elif filled.held:
+            more, reducing = _at_pieces(config, layer, filled, inner=inner, head=head, table=table, on_cpu=on_cpu)
+            moment += more - (made_sharded if stage == 2 else 0.0)
+        if is_first:
+            made_sharded += term * sharded
+        found.append((moment - freed - working, reducing))
+        if forward:
+            found.append((forward + e * gathered - freed - working, 0.0))
+        freed += kept_here[number] + waiting[number]
+        if stage == 3:
+            later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
+    if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
+        # The last bucket, while it is reduced; of the embedding it is large.
+        last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
+        found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
-    return Backward(passing, reducing)
+    return Passing(passing, reducing)
 
 
 class _Buckets(NamedTuple):
@@ -278,10 +259,86 @@ class _Buckets(NamedTuple):
     ranks: tuple[int, int]
 
 
-def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool) -> int:
+class _Filled(NamedTuple):
+    """The pieces of a layer, and what exists at each of them in the order of backward; on stages below 2 none."""
+
+    pieces: tuple[Piece, ...] = ()
+    held: Sequence[Held] = ()
+
+
+def _filled_on_stage_2(buckets: _Buckets, before: int, sums: tuple[bool, bool]) -> list[_Filled]:
+    """For each layer of a stage; `before` and `sums` as `unreduced` has them."""
+    return [_Filled(*pair) for pair in zip(buckets.layers, unreduced(*buckets, before, sums).by_layer, strict=True)]
+
+
+def _filled_on_stage_3(
+    config: ResolvedConfig,
+    layer: PlannedLayer,
+    size: int,
+    ranks: tuple[int, int],
+    before: int,
+    sums: tuple[bool, bool],
+    *,
+    on_cpu: bool,
+) -> _Filled:
+    """Of a layer of `size` parameters: one bucket, or two where it has experts with copies."""
+    takes_whole, copies = config.optimizer_settings.takes_some_whole, ranks[1]
+    if layer.block is None or layer.block.experts is None or copies == 1 or takes_whole:
+        return _Filled((), [Held(size + before, size, 0.0 if sums[0] else before / ranks[0])])
+    parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)
+    return _filled_on_stage_2(_Buckets((parts,), (math.inf, math.inf), ranks), before, sums)[0]
+
+
+def _at_pieces(
+    config: ResolvedConfig,
+    layer: PlannedLayer,
+    filled: _Filled,
+    *,
+    inner: float,
+    head: float,
+    table: int,
+    on_cpu: bool,
+) -> tuple[float, float]:
+    """What exists beside activations and their gradients, less what is freed by then, at the piece of a layer where it
+    is most: buckets and first shards; and the shard that is added to an earlier one."""
+    term = term_bytes(config)
+    of_shard = term * (3 if config.parallel.offload_params else 1)
+    freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
+    early = _freed_by_piece(config, layer, filled.pieces, freed_first, on_cpu=on_cpu)
+    found = []
+    if layer.block is not None and layer.block.experts is not None and expert_copies(config.parallel) == 1:
+        # The gradients of experts arrive before a bucket is made.
+        first = filled.held[0]
+        found.append((term * (first.total - first.made + first.sharded), of_shard * first.reduced))
+    for held in filled.held:
+        here = term * held.sharded - early(held)
+        before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
+        most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
+        found.append((most, of_shard * held.reduced))
+    return max(found, key=sum)
+
+
+def _forward_bytes(
+    config: ResolvedConfig, layer: PlannedLayer, filled: _Filled, lingering: int, *, again: float, made: float
+) -> float:
+    """What exists beside activations when the rows of a block's experts come back in forward; 0 where they do not
+    travel. A block that is computed again does this in backward: beside what it keeps, the gradient of its output, what
+    backward has made, and buckets that are not reduced."""
+    passing = 0.0 if layer.block is None else forward_passing_bytes(config, layer.block)
+    if not passing or config.training.recompute != "full":
+        return passing and passing + term_bytes(config) * lingering
+    unreduced_yet = filled.held[0].total - filled.held[0].made if filled.held else lingering
+    return passing + again + residual_bytes(config) + made + term_bytes(config) * unreduced_yet
+
+
+def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has_copies: bool, on_cpu: bool) -> int:
     """On stage 3, elements of the bucket of a layer of `size` parameters that is reduced last: reductions wait for each
-    other, and of two buckets the one without experts is the last."""
-    return size - (routed_parameters(config, layer.block) if has_copies else 0)
+    other, and of two buckets the one without experts is the last, or the one without a table that has its own."""
+    if layer.block is not None:
+        return size - (routed_parameters(config, layer.block) if has_copies else 0)
+    parts = pieces(config, layer, size, experts=has_copies, on_cpu=on_cpu)
+    apart = sum(part.size for part in parts if part.kind == "apart")
+    return size - apart or apart
 
 
 class _Made(NamedTuple):
@@ -329,7 +386,9 @@ def _beside(
         # half for inputs, at its end, the gradient of the stage's input.
         return again + max(gradient + e * table, residual_bytes(config))
     if layer.block is not None:
-        return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        of_product = gradient + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        return again + e * table + max(of_product, halves)
     if layer.name == "embedding":
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
     whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
@@ -343,7 +402,8 @@ class _FreedFirst(NamedTuple):
     """Of what `_beside` counts, and of what a block keeps, that which is freed early in a layer's backward.
 
     Attributes:
-        before_adding: between the product that gives the first gradient and the making of its bucket.
+        before_adding: between the product that gives the first gradient and the making of its bucket; 0 where most
+            exists later.
         with_first: when the first gradient has been added.
     """
 
@@ -360,12 +420,15 @@ def _freed_first(
     if layer.block is not None:
         if config.parallel.may_split_backward:
             return _FreedFirst(0.0, 0.0)
-        return _FreedFirst(min(gradient, inner), 2 * inner)
+        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        more = halves - gradient - activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+        return _FreedFirst(0.0, 2 * inner + more) if more > 0 else _FreedFirst(min(gradient, inner), 2 * inner)
     if layer.name == "embedding":
         summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
         return _FreedFirst(summed, summed)
     logits = head_freed_bytes(config) if head else 0.0
-    return _FreedFirst(0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else logits, logits)
+    stay = config.parallel.may_split_backward or _sums_take_products(config, layer, table, on_cpu=on_cpu)
+    return _FreedFirst(0.0 if stay else logits, logits)
 
 
 def _freed_by_piece(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +62,22 @@ def _peak(order: Iterable[Action], ranks: int, virtual_stages: int, until: Op) -
     return peak
 
 
+class StageBackward(NamedTuple):
+    """A backward of a rank.
+
+    Attributes:
+        stage: its number on the rank.
+        previous: the number of the stage that made gradients last; -1: none in this step.
+        is_first: whether it is the stage's first one in a step.
+        follows_first: whether that of `previous` was its first one.
+    """
+
+    stage: int
+    previous: int = -1
+    is_first: bool = False
+    follows_first: bool = False
+
+
 class Moment(NamedTuple):
     """What a rank keeps at a moment of its schedule, by stage.
 
@@ -70,8 +85,9 @@ class Moment(NamedTuple):
         held: microbatches with activations.
         waiting: of these, those whose gradients of outputs wait for the gradients of weights.
         begun: whether a backward has made gradients.
-        computing: whether a microbatch is computed; else the first backward of a stage is done.
+        computing: whether a backward, or half of one, begins; else the first backward of a stage is done.
         split: whether activations count until the gradients of weights; else until that of the stage's input.
+        backward: of which stage, and after which one's on this rank.
     """
 
     held: tuple[int, ...]
@@ -79,6 +95,7 @@ class Moment(NamedTuple):
     begun: tuple[bool, ...]
     computing: bool
     split: bool
+    backward: StageBackward
 
 
 def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_gradients: bool) -> Sequence[Moment]:
@@ -89,7 +106,8 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_grad
         rank: number in the pipeline.
         microbatches: of a replica in a step.
         adds_gradients: whether a stage has gradients from its first backward on, and not from the beginning: then
-            moments differ in which stages have had it.
+            moments differ in which stages have had it, and in the backward before; else each is as if it had none
+            before it.
     """
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
@@ -111,40 +129,51 @@ def _moments_of(
     return _fullest(order, ranks, virtual_stages, adds_gradients=adds_gradients)
 
 
+@functools.cache
+def _alone(stage: int) -> StageBackward:
+    """One and the same for all schedules: figures are kept by it."""
+    return StageBackward(stage)
+
+
 def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int, *, adds_gradients: bool) -> Sequence[Moment]:
     order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
     for split in (False, True):
         for moment in dict.fromkeys(_walk(order, ranks, virtual_stages, split=split)):
-            alike = kept.setdefault((moment.begun if adds_gradients else (), moment.computing, split), [])
+            if not adds_gradients:
+                moment = moment._replace(begun=(True,) * virtual_stages, backward=_alone(moment.backward.stage))
+            backward = moment.backward[:3]
+            alike = kept.setdefault((moment.begun, moment.computing, split, backward), [])
             if not any(_holds(other, moment) for other in alike):
                 alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
     return [moment for alike in kept.values() for moment in alike]
 
 
 def _holds(one: Moment, other: Moment) -> bool:
-    """Whether `one` keeps at least what `other` does."""
+    """Whether `one`, of the same backward, keeps at least what `other` does."""
+    if one.backward.follows_first and not other.backward.follows_first:
+        return False
     pairs = zip(one.held + one.waiting, other.held + other.waiting, strict=True)
     return all(a >= b for a, b in pairs)
 
 
 def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
     held, waiting, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
-
-    def now(*, computing: bool) -> Moment:
-        return Moment(tuple(held), tuple(waiting), tuple(begun), computing, split)
-
-    for action, following in zip_longest(order, order[1:]):
+    previous, was_first = -1, False
+    for action in order:
         stage = action.stage // ranks
-        if action.op is Op.FORWARD:
+        if action.op is Op.FORWARD:  # what it leaves is there when the next backward begins
             held[stage] += 1
-        if not (following is not None and action.op is following.op is Op.FORWARD):  # else more is kept after the next
-            yield now(computing=True)
+            continue
+        backward = StageBackward(stage, previous, not begun[stage], was_first)
+        yield Moment(tuple(held), tuple(waiting), tuple(begun), True, split, backward)
         if action.op is Op.INPUT_GRAD and split:
             waiting[stage] += 1
         if action.op is Op.WEIGHT_GRAD and split:
             waiting[stage] -= 1
         if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD if split else Op.INPUT_GRAD):
             held[stage] -= 1
-        if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD) and not begun[stage]:
-            begun[stage] = True
-            yield now(computing=False)
+        if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
+            previous, was_first = stage, not begun[stage]
+            if was_first:
+                begun[stage] = True
+                yield Moment(tuple(held), tuple(waiting), tuple(begun), False, split, backward)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.backward_memory import Backward
+from megacore.plan.backward_memory import Passing
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.experts import expert_copies
 from megacore.plan.in_flight import in_flight, moments
@@ -269,19 +269,21 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, n
     held, layers = _state_of(config, on_rank, on_cpu=on_cpu, number=number), layers_of(config, on_rank, on_cpu=on_cpu)
     state, params_on_host = held.by_kind, config.parallel.offload_params
     flying = in_flight(config.parallel, rank, config.microbatches)
-    schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=any(held.grads))
+    makes_anew = any(held.grads) or zero_stage(config) >= 2
+    schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=makes_anew)
     peaks = peaks_of(config, on_rank, schedule, flying, grads=held.grads, lasting=held.lasting, on_cpu=on_cpu)
     is_whole = config.parallel.zero_stage < 2 and not params_on_host
-    backward = (passing_of_whole if is_whole else passing_of)(config, on_rank, on_cpu=on_cpu)
     at_least, kept_until_weights = (
         max(computing + layers.working, done) for computing, done in (peaks.certain, peaks.expected)
     )
-    computing, begun = peaks.expected[0] + layers.working, peaks.first + layers.working
-    found = [backward._replace(passing=backward.passing + computing - kept_until_weights), Backward(0.0, 0.0)]
-    if held.makes_whole or begun + sum(held.grads) > computing:  # else a later backward takes more than the first
-        first = passing_of(config, on_rank, on_cpu=on_cpu, is_first=True)
-        found.append(first._replace(passing=first.passing + begun - kept_until_weights))
-    backward = max(found, key=sum)
+    found = [Passing(0.0, 0.0)]
+    for backward, computing in peaks.by_backward.items():
+        if backward.is_first and not held.makes_whole and computing + sum(held.grads) <= peaks.expected[0]:
+            continue  # a later backward takes more than the first
+        is_like_others = is_whole and not makes_anew
+        size = (passing_of_whole if is_like_others else passing_of)(config, on_rank, backward, on_cpu=on_cpu)
+        found.append(size._replace(passing=size.passing + computing + layers.working - kept_until_weights))
+    passing = max(found, key=sum)
     host = dict[str, float]()
     if config.parallel.offload_optimizer and not on_cpu:
         host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
@@ -302,8 +304,8 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, n
         computing=peaks.certain[0],
         completing=peaks.certain[1],
         waiting=kept_until_weights - at_least,
-        passing=backward.passing,
-        reducing=backward.reducing,
+        passing=passing.passing,
+        reducing=passing.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
         microbatch=[size + logits for size, logits in zip(layers.kept, layers.head_kept, strict=True)],
         output_gradients=layers.kept_grads,

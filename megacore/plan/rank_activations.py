@@ -6,14 +6,14 @@ Nothing of it depends on how replicas share state: a search computes it once for
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.plan.activations import head_bytes, head_kept_bytes, residual_bytes, shared_bytes
-from megacore.plan.backward_memory import Backward, computed_again, kept_by_layer, kept_gradients, passing_bytes
+from megacore.plan.backward_memory import Passing, computed_again, kept_by_layer, kept_gradients, passing_bytes
 from megacore.plan.cut import OnRank
-from megacore.plan.in_flight import Moment
+from megacore.plan.in_flight import Moment, StageBackward
 from megacore.plan.once import once_per_layers
 
 
@@ -78,13 +78,13 @@ class Peaks(NamedTuple):
         activations: without gradients.
         certain: while a microbatch is computed, and when a first backward is done.
         expected: the same, where backward is split until the gradients of weights.
-        first: while a microbatch is computed, until each stage has had its first backward.
+        by_backward: of `expected` while a microbatch is computed, when each backward begins.
     """
 
     activations: float
     certain: tuple[float, float]
     expected: tuple[float, float]
-    first: float
+    by_backward: Mapping[StageBackward, float]
 
 
 @once_per_layers
@@ -117,38 +117,43 @@ def peaks_of(
         logits = products([max(n - 1, 0) for n in microbatches], layers.head_kept) if keeps_logits else 0.0
         return products(microbatches, layers.kept) + logits
 
-    def most(*, computing: bool, split: bool, first: bool = False) -> float:
-        found = lasting
+    def by_backward(*, computing: bool, split: bool) -> dict[StageBackward, float]:
+        found = dict[StageBackward, float]()
         for moment in schedule:
-            if moment.computing is computing and moment.split is split and not (first and all(moment.begun)):
+            if moment.computing is computing and moment.split is split:
                 waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
                 begun = products(moment.begun, grads)
-                held = held_bytes(moment.held)
-                found = max(found, lasting + begun + held + waiting + (layers.shared if computing else 0.0))
+                size = lasting + begun + held_bytes(moment.held) + waiting + (layers.shared if computing else 0.0)
+                found[moment.backward] = max(found.get(moment.backward, lasting), size)
         return found
 
-    certain = most(computing=True, split=False), most(computing=False, split=False)
+    def most(*, split: bool) -> tuple[float, float]:
+        found = (by_backward(computing=computing, split=split).values() for computing in (True, False))
+        computed, done = (max(sizes, default=lasting) for sizes in found)
+        return computed, done
+
+    certain = most(split=False)
     held = [held_bytes(flying), *(held_bytes(moment.held) for moment in schedule if not moment.split)]
     return Peaks(
         activations=max(held) + layers.shared,
         certain=certain,
-        expected=(most(computing=True, split=True), most(computing=False, split=True)) if splits else certain,
-        first=most(computing=True, split=splits, first=True) if any(grads) else 0.0,
+        expected=most(split=True) if splits else certain,
+        by_backward=by_backward(computing=True, split=splits),
     )
 
 
-def passing_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, is_first: bool = False) -> Backward:
-    """What exists for a moment of backward."""
+def passing_of(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward, *, on_cpu: bool) -> Passing:
+    """What exists for a moment of a backward."""
     layers = layers_of(config, on_rank, on_cpu=on_cpu)
     return passing_bytes(
         config,
         on_rank,
+        backward,
         head=layers.head,
         again=layers.again,
         working=layers.working,
         kept=layers.in_blocks,
         on_cpu=on_cpu,
-        is_first=is_first,
     )
 
 

@@ -113,6 +113,11 @@ class Speed:
         return self.cluster.software
 
     @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside computing: not on a CPU, whose cores do both."""
+        return not self.cluster.on_cpu
+
+    @property
     def block_seconds(self) -> float:
         """Of the host's program for a pass through a block; on a CPU, host and device are one."""
         if self.compiled or self.cluster.on_cpu:
@@ -278,9 +283,9 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     attention, attention_backward = _attention(config, block, speed)
     traffic = layer_traffic(config, layer, again=again)
     software = speed.software
-    overlap = software.tensor_overlap.of(speed.case)
+    overlap = software.tensor_overlap.of(speed.case) if speed.overlaps else 0.0
     # In a ring keys and values travel beside attention, which otherwise waits for them.
-    beside = 1.0 if config.context_comm == "ring" else 0.0
+    beside = 1.0 if config.context_comm == "ring" and speed.overlaps else 0.0
     keys, rows = speed.of_keys(traffic.forward), speed.of_experts(traffic.forward)
     transfer = speed.transfers(traffic.forward) - rows
     hidden = min(transfer - keys, overlap * gemm) if software.overlaps_forward else 0.0
@@ -410,16 +415,19 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
     if config.parallel.zero_stage == 3:
         gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)
     reduce = speed.transfers(replace(one.gradients, count=1) for one in both if one.gradients is not None)
-    backward = total.input_grad.total + total.weight_grad.total
+    forward, backward = total.forward.total, total.input_grad.total + total.weight_grad.total
     if not config.parallel.overlap_grad_reduce:
         backward = gather
-    exposed_forward = max(gather - total.forward.total, 0.0)
-    exposed_backward = max(gather + reduce - backward, 0.0)
-    hidden = 2 * gather + reduce - exposed_forward - exposed_backward
+    if not speed.overlaps:
+        forward = backward = 0.0
+    hidden_forward, hidden_backward = min(gather, forward), min(gather + reduce, backward)
+    exposed_forward, exposed_backward = gather - hidden_forward, gather + reduce - hidden_backward
     apart = gather if config.parallel.may_split_backward else 0.0  # of all weights, before their gradients
     waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts(exposed=apart))
     return StageTime(
-        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward + apart
+        passes=total + waiting,
+        replicas_hidden=hidden_forward + hidden_backward,
+        replicas_exposed=exposed_forward + exposed_backward + apart,
     )
 
 

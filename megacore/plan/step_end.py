@@ -68,7 +68,7 @@ def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime],
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
     backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
     forward = sum(stage.passes.forward.compute for stage in stages)
-    beside = speed.software.overlaps_replicas
+    beside = speed.software.overlaps_replicas and speed.overlaps
     hidden_reduce = min(0.75 * reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
     hidden_gather = min(0.75 * gather, forward) if beside and parallel.overlap_param_gather else 0.0
     shard = updated_parameters(parameters, config, experts=held.experts)

@@ -38,18 +38,18 @@ class Held(NamedTuple):
     Attributes:
         total: of all.
         made: of the one that is made for the piece; 0 where it exists.
-        reduced: of the one that is being reduced, this rank's part.
+        reduced: of the one that is being reduced, this rank's part, if it is added to an earlier one.
         piece: number of the piece in its layer.
-        sharded: this rank's parts of all whose reductions have begun in this backward.
         arrived: whether the gradient has been added, and a reduction has begun.
+        sharded: this rank's parts of all whose reductions have begun, if they are the first.
     """
 
     total: int
     made: int
     reduced: float
     piece: int = 0
-    sharded: float = 0.0
     arrived: bool = False
+    sharded: float = 0.0
 
 
 class Unreduced(NamedTuple):
@@ -116,8 +116,7 @@ def unreduced(
     limits: tuple[float, float],
     ranks: tuple[int, int],
     before: int = 0,
-    *,
-    is_sum: bool = False,
+    sums: tuple[bool, bool] = (False, False),
 ) -> Unreduced:
     """What a stage holds while its backward runs.
 
@@ -126,30 +125,32 @@ def unreduced(
         limits: bytes in fp32 at which a bucket is full, and one of experts.
         ranks: that share a bucket, and one of experts.
         before: elements of a bucket that is being reduced when backward begins.
-        is_sum: whether the shard of that one is the first, to which none is added.
+        sums: whether the shard of that one is the first, which later ones are added to; and whether those of `layers`
+            are.
     """
     last_first = [(number, piece) for number in reversed(range(len(layers))) for piece in layers[number]]
     bucket_of, sizes = _buckets(
         [piece for _, piece in last_first], dict(zip(("others", "experts"), limits, strict=True))
     )
     missing, held = Counter(bucket_of), {-1: before}
-    parts = {-1: 0.0 if is_sum else before / ranks[0]}
+    added, new = {-1: 0.0 if sums[0] else before / ranks[0]}, {-1: 0.0}  # of shards: added to another, or stays
     reduced, due, sharded = -1, 0, 0.0
     found: list[list[Held]] = [[] for _ in layers]
     places = [place for layer in reversed(layers) for place in range(len(layer))]
     for (number, piece), bucket, place in zip(last_first, bucket_of, places, strict=True):
         made = 0 if bucket in held else sizes[bucket]
         held[bucket] = sizes[bucket]
-        parts[bucket] = sizes[bucket] / ranks[piece.kind == "experts"]
-        found[number].append(Held(sum(held.values()), made, parts[reduced], place, sharded))
+        shard = sizes[bucket] / ranks[piece.kind == "experts"]
+        added[bucket], new[bucket] = (0.0, shard) if sums[1] else (shard, 0.0)
+        found[number].append(Held(sum(held.values()), made, added[reduced], place, False, sharded))
         missing[bucket] -= 1
         before_it = reduced
         while due < len(sizes) and not missing[due]:
             del held[reduced]
             reduced, due = due, due + 1
-            sharded += parts[reduced]
+            sharded += new[reduced]
         if reduced != before_it:
-            found[number].append(Held(sum(held.values()), 0, parts[reduced], place, sharded, arrived=True))
+            found[number].append(Held(sum(held.values()), 0, added[reduced], place, True, sharded))
     return Unreduced(found, sum(held.values()))
 
 

@@ -172,13 +172,45 @@ OF_ROWS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
+# Backwards of several stages, and backwards in halves: what a rank holds beside each of them differs.
+STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "interleaved, GPT-2, ZeRO 2": (
+        (1, 2, 2),
+        {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "bucket_size_mb": 25.0}
+        | {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 2, "global_batch_size": 8}
+        | {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 50257, "seq_length": 1024},
+    ),
+    "interleaved, tied table and positions, ZeRO 3": (
+        (1, 2, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 3, "schedule": "interleaved", "virtual_stages": 2}
+        | {"recompute": "full", "micro_batch_size": 1, "global_batch_size": 8},
+    ),
+    "zero-bubble, tp 2, sequence parallel": (
+        (2, 2, 1),
+        {"precision": "bf16", "schedule": "zero-bubble", "sequence_parallel": True, "vocab_size": 512},
+    ),
+    "zero-bubble, recomputed": (
+        (1, 2, 1),
+        {"precision": "bf16", "schedule": "zero-bubble", "recompute": "full", "micro_batch_size": 4}
+        | {"vocab_size": 4096, "global_batch_size": 16},
+    ),
+    "zero-bubble, tied table, ZeRO 2": (
+        (1, 2, 2),
+        BUCKETS
+        | {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "schedule": "zero-bubble"}
+        | {"micro_batch_size": 4, "global_batch_size": 32},
+    ),
+}
+
+
 def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[str, Any]) -> list[list[RankReport]]:
     """Of each case the first rank of every stage, after two steps of all its microbatches."""
     absent_accelerator()
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | STAGES)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -215,6 +247,10 @@ def test_peak_of_memory_where_buckets_are_unequal() -> None:
 
 def test_peak_of_memory_where_experts_are_most_of_it() -> None:
     require_peaks([*OF_ROWS], seq_length=64)
+
+
+def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
+    require_peaks([*STAGES], seq_length=LONG)
 
 
 @pytest.mark.slow

@@ -126,6 +126,18 @@ def test_unfused_attention_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         assert found == pytest.approx(2 * 2 * (products + 2 * passes * scores / bandwidth), rel=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 2", "--dp 2 --zero-stage 3", "--tp 2", "--cp 2"])
+def test_on_a_cpu_nothing_travels_beside_computing(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """gloo copies and adds on the cores that compute."""
+    flags = "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
+    flags += " --vocab-size 8192 --global-batch-size 8 --micro-batch-size 4 --cluster cpu"
+    alone, plan = planned(capsys, f"{flags} --dp 1"), planned(capsys, f"{flags} {layout}")
+    assert set(plan["hidden_seconds"].values()) == {0.0}
+    sent = sum(plan["step_parts"][part]["value"] for part in ("tensor", "replicas"))
+    assert sent > 0.0
+    assert plan["step_seconds"]["value"] > alone["step_seconds"]["value"] / 2
+
+
 def test_flags_that_are_left_out_are_those_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
     shape = "--vocab-size 51200 --hidden-size 3072 --num-layers 30 --num-attention-heads 32 --seq-length 2048"
     flags = (
