@@ -122,6 +122,14 @@ class Cut:
             self._on_rank[rank] = self._parts.on_rank(config, self.chunks[rank :: self.ranks], is_last=is_last)
         return self._on_rank[rank]
 
+    @cached_property
+    def unlike_ranks(self) -> list[int]:
+        """Pipeline ranks without those whose stages are those of an earlier one."""
+        first: dict[Hashable, int] = {}
+        for rank in range(self.ranks):
+            first.setdefault(tuple(map(id, self.chunks[rank :: self.ranks])), rank)
+        return list(first.values())
+
     def distinct_ranks(self, *, last: bool) -> list[int]:
         """Pipeline ranks without those that hold no more than an earlier one, or than a later one.
 

@@ -39,7 +39,7 @@ from megacore.plan.search_space import (
     worthwhile_recomputation,
 )
 from megacore.plan.state import PlannedLayer, held_experts, state_bytes, whole_parameters
-from megacore.plan.step_time import step_time
+from megacore.plan.step_time import step_seconds, step_time
 from megacore.plan.validity import Validity
 
 ALIKE = 0.005
@@ -246,7 +246,7 @@ class _Evaluation:
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = Validity(config, constraints.world_size)
-        self._cuts = Cuts(constraints)
+        self._cuts = Cuts(config, constraints)
 
     def within(self, capacity: float) -> _Evaluation:
         """The same for ranks that may take so many bytes."""
@@ -273,16 +273,14 @@ class _Evaluation:
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
+        on_cpu = self._cluster.on_cpu
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
-            if not self._is_valid(choice):
+            if not self._is_valid(choice) or self._cuts.is_as_by_time(choice):
                 continue
             parallel, training = choice.parallel, choice.training
-            candidate, on_cpu = with_choice(self._config, choice), self._cluster.on_cpu
-            known.share_with(candidate)
-            if self._cuts.is_as_by_time(candidate):
-                continue
             result.tried += 1
             if parallel.zero_stage not in states:
+                candidate = with_choice(self._config, choice)
                 even = even or _even_parameters(candidate, self._cuts.parts(candidate).layers)
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
@@ -296,6 +294,8 @@ class _Evaluation:
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
+            candidate = with_choice(self._config, choice)
+            known.share_with(candidate)
             cut = self._cuts.of(candidate)
             needed = fullest_rank(candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
             if needed > self.capacity:
@@ -306,7 +306,7 @@ class _Evaluation:
                         exceeding |= {(alike, other) for other in more}
                 result.is_too_large(choice, needed)
             else:
-                seconds = step_time(candidate, cut.layers, self._cluster, simulated=False, cut=cut).seconds
+                seconds = step_seconds(candidate, cut.layers, self._cluster, simulated=False, cut=cut)
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
