@@ -322,7 +322,8 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
     groups: dict[Hashable, list[int]] = {}  # of those which have results in common
     for number, degrees in enumerate(divisions):
         groups.setdefault(tuple(degrees.get(name) for name in ("tp", "cp", "ep", "etp")), []).append(number)
-    work = [[divisions[number] for number in numbers] for numbers in groups.values()]
+    numbered = sorted(groups.values(), key=len, reverse=True)  # cores that share them are done at about the same time
+    work = [[divisions[number] for number in numbers] for numbers in numbered]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # where processes may be forked
     if cores == 1 or len(divisions) < _MANY_DIVISIONS:
         found = [evaluation(group) for group in work]
@@ -330,7 +331,7 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
             found = list(pool.map(_evaluate, work))
-    results = zip(itertools.chain(*groups.values()), itertools.chain(*found), strict=True)
+    results = zip(itertools.chain(*numbered), itertools.chain(*found), strict=True)
     return [result for _, result in sorted(results, key=operator.itemgetter(0))]
 
 
