@@ -328,8 +328,10 @@ def _in_backward(
 def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
     on_rank, offloads = cut.on_rank(config, rank), config.training.offload_activations and not on_cpu
     held = _state_of(config, on_rank, on_cpu=on_cpu, number=number)
-    made = {"grads": held.grads, "lasting": held.lasting, "makes_whole": held.makes_whole}
-    in_backward = _in_backward(config, on_rank, rank, **made, on_cpu=on_cpu)
+    grads, lasting, makes_whole = held.grads, held.lasting, held.makes_whole
+    in_backward = _in_backward(
+        config, on_rank, rank, grads=grads, lasting=lasting, makes_whole=makes_whole, on_cpu=on_cpu
+    )
     state, params_on_host = held.by_kind, config.parallel.offload_params
     host = dict[str, float]()
     if config.parallel.offload_optimizer and not on_cpu:
