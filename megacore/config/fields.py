@@ -191,6 +191,10 @@ class Section:
 
     def wrong_fields(self) -> dict[str, str]:
         """The fields whose value is invalid whatever the other fields are, each with its message."""
+        return dict(self._wrong_fields)
+
+    @functools.cached_property  # a search validates thousands of configurations with the same sections
+    def _wrong_fields(self) -> Mapping[str, str]:
         messages = {name: _value_problem(info, getattr(self, name)) for name, info in field_infos(type(self)).items()}
         return {name: message for name, message in messages.items() if message}
 

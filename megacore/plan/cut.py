@@ -75,6 +75,7 @@ class Parts:
         first: dict[Hashable, PlannedLayer] = {}
         self._alike = [first.setdefault(_kind(config, layer), layer) for layer in layers]
         self._chunks: dict[Hashable, Chunk] = {}
+        self._experts: dict[int, int] = {}  # parameters of experts by the identity of a stage
         self._ranks: dict[Hashable, OnRank] = {}
 
     def chunk(self, numbers: range) -> Chunk:
@@ -86,9 +87,14 @@ class Parts:
         """What a pipeline rank with these stages holds."""
         key = (is_last, *map(id, chunks))
         if key not in self._ranks:
-            experts = [sum(routed_parameters(config, layer.block) for layer in chunk) for chunk in chunks]
+            experts = [self._experts_of(config, chunk) for chunk in chunks]
             self._ranks[key] = OnRank(chunks=chunks, experts_by_chunk=experts, is_last=is_last)
         return self._ranks[key]
+
+    def _experts_of(self, config: ResolvedConfig, chunk: Chunk) -> int:
+        if id(chunk) not in self._experts:
+            self._experts[id(chunk)] = sum(routed_parameters(config, layer.block) for layer in chunk)
+        return self._experts[id(chunk)]
 
 
 def _kind(config: ResolvedConfig, layer: PlannedLayer) -> Hashable:
@@ -122,6 +128,14 @@ class Cut:
             self._on_rank[rank] = self._parts.on_rank(config, self.chunks[rank :: self.ranks], is_last=is_last)
         return self._on_rank[rank]
 
+    @cached_property
+    def unlike_ranks(self) -> list[int]:
+        """Pipeline ranks without those whose stages are those of an earlier one."""
+        first: dict[Hashable, int] = {}
+        for rank in range(self.ranks):
+            first.setdefault(self._identity(rank), rank)
+        return list(first.values())
+
     def distinct_ranks(self, *, last: bool) -> list[int]:
         """Pipeline ranks without those that hold no more than an earlier one, or than a later one.
 
@@ -130,11 +144,17 @@ class Cut:
         """
         if last not in self._distinct:
             found: list[int] = []
+            seen = set[Hashable]()
             for rank in reversed(range(self.ranks)) if last else range(self.ranks):
-                if not any(self._is_in(rank, other) for other in found):
+                alike = self._identity(rank)
+                if alike not in seen and not any(self._is_in(rank, other) for other in found):
                     found.append(rank)
+                seen.add(alike)
             self._distinct[last] = found
         return self._distinct[last]
+
+    def _identity(self, rank: int) -> Hashable:
+        return tuple(map(id, self.chunks[rank :: self.ranks]))
 
     def _is_in(self, rank: int, other: int) -> bool:
         """Whether each stage of a rank has the last layers of that of another one, or all of them."""

@@ -8,6 +8,7 @@ rank certainly takes, by which a run may be refused, and what it is expected to 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megacore.plan.backward_memory import Passing
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.experts import expert_copies
 from megacore.plan.in_flight import in_flight, moments
-from megacore.plan.once import once_per_state
+from megacore.plan.once import once_per_microbatches, once_per_state
 from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.rank_activations import layers_of, passing_of, passing_of_whole, peaks_of, products
 from megacore.plan.state import (
@@ -136,7 +137,7 @@ class RankMemory:
         without_gradients = state - self.late - self._computing_gradients
         return without_gradients + max(self.computing + self.working, self.completing)
 
-    @property
+    @functools.cached_property
     def expected(self) -> float:
         """Bytes that the rank is expected to take at its peak, with what the allocator and the process add."""
         return self.expected_tensors * (1 + _FRAGMENTATION) + self.overhead[1]
@@ -264,50 +265,100 @@ def _state_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: 
     )
 
 
-def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
-    on_rank = cut.on_rank(config, rank)
-    held, layers = _state_of(config, on_rank, on_cpu=on_cpu, number=number), layers_of(config, on_rank, on_cpu=on_cpu)
-    state, params_on_host = held.by_kind, config.parallel.offload_params
+class _InBackward(NamedTuple):
+    """What a rank has beside its state while the microbatches of a step are computed; attributes are those of
+    `RankMemory`, and `on_host` its activations in host memory."""
+
+    activations: float
+    in_flight: int
+    working: float
+    computing: float
+    completing: float
+    waiting: float
+    passing: float
+    reducing: float
+    microbatch: Sequence[float]
+    output_gradients: Sequence[float]
+    on_host: float
+
+
+@once_per_microbatches
+def _in_backward(
+    config: ResolvedConfig,
+    on_rank: OnRank,
+    rank: int,
+    *,
+    grads: tuple[float, ...],
+    lasting: float,
+    makes_whole: bool,
+    on_cpu: bool,
+) -> _InBackward:
+    """Of a pipeline rank; `grads`, `lasting` and `makes_whole` as `_State` has them."""
+    layers = layers_of(config, on_rank, on_cpu=on_cpu)
     flying = in_flight(config.parallel, rank, config.microbatches)
-    makes_anew = any(held.grads) or zero_stage(config) >= 2
+    makes_anew = any(grads) or zero_stage(config) >= 2
     schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=makes_anew)
-    peaks = peaks_of(config, on_rank, schedule, flying, grads=held.grads, lasting=held.lasting, on_cpu=on_cpu)
-    is_whole = config.parallel.zero_stage < 2 and not params_on_host
+    peaks = peaks_of(config, on_rank, schedule, flying, grads=grads, lasting=lasting, on_cpu=on_cpu)
+    is_like_others = config.parallel.zero_stage < 2 and not config.parallel.offload_params and not makes_anew
+    passes = passing_of_whole if is_like_others else passing_of
     at_least, kept_until_weights = (
         max(computing + layers.working, done) for computing, done in (peaks.certain, peaks.expected)
     )
     found = [Passing(0.0, 0.0)]
     for backward, computing in peaks.by_backward.items():
-        if backward.is_first and not held.makes_whole and computing + sum(held.grads) <= peaks.expected[0]:
+        if backward.is_first and not makes_whole and computing + sum(grads) <= peaks.expected[0]:
             continue  # a later backward takes more than the first
-        is_like_others = is_whole and not makes_anew
-        size = (passing_of_whole if is_like_others else passing_of)(config, on_rank, backward, on_cpu=on_cpu)
+        size = passes(config, on_rank, backward, on_cpu=on_cpu)
         found.append(size._replace(passing=size.passing + computing + layers.working - kept_until_weights))
     passing = max(found, key=sum)
-    host = dict[str, float]()
-    if config.parallel.offload_optimizer and not on_cpu:
-        host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
-    if params_on_host:
-        host |= {"params": state["params"], "grads": state["grads"]}
-    if config.training.offload_activations and not on_cpu:
-        host["activations"] = products(flying, map(sum, layers.in_blocks))
-    return RankMemory(
-        pp_rank=rank,
-        parameters=on_rank.parameters,
-        state=state,
-        host=host,
+    offloads = config.training.offload_activations and not on_cpu
+    return _InBackward(
         activations=peaks.activations,
         in_flight=sum(flying),
         working=layers.working,
-        building=held.building,
-        late=held.late,
         computing=peaks.certain[0],
         completing=peaks.certain[1],
         waiting=kept_until_weights - at_least,
         passing=passing.passing,
         reducing=passing.reducing,
-        overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
         microbatch=[size + logits for size, logits in zip(layers.kept, layers.head_kept, strict=True)],
         output_gradients=layers.kept_grads,
+        on_host=products(flying, map(sum, layers.in_blocks)) if offloads else 0.0,
+    )
+
+
+def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
+    on_rank, offloads = cut.on_rank(config, rank), config.training.offload_activations and not on_cpu
+    held = _state_of(config, on_rank, on_cpu=on_cpu, number=number)
+    grads, lasting, makes_whole = held.grads, held.lasting, held.makes_whole
+    in_backward = _in_backward(
+        config, on_rank, rank, grads=grads, lasting=lasting, makes_whole=makes_whole, on_cpu=on_cpu
+    )
+    state, params_on_host = held.by_kind, config.parallel.offload_params
+    host = dict[str, float]()
+    if config.parallel.offload_optimizer and not on_cpu:
+        host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
+    if params_on_host:
+        host |= {"params": state["params"], "grads": state["grads"]}
+    if offloads:
+        host["activations"] = in_backward.on_host
+    return RankMemory(
+        pp_rank=rank,
+        parameters=on_rank.parameters,
+        state=state,
+        host=host,
+        activations=in_backward.activations,
+        in_flight=in_backward.in_flight,
+        working=in_backward.working,
+        building=held.building,
+        late=held.late,
+        computing=in_backward.computing,
+        completing=in_backward.completing,
+        waiting=in_backward.waiting,
+        passing=in_backward.passing,
+        reducing=in_backward.reducing,
+        overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
+        microbatch=in_backward.microbatch,
+        output_gradients=in_backward.output_gradients,
         gradients_on_host=params_on_host,
     )

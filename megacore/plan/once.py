@@ -2,7 +2,8 @@
 
 Most of them depend on a part of the layout alone. What layers keep of a microbatch, and how long it takes them, depends
 neither on the number of replicas nor on ZeRO. What state takes, and what replicas send of it, depends neither on the
-microbatch nor on recomputation nor on the schedule. Layouts that agree in such a part compute its figures once.
+microbatch nor on recomputation nor on the schedule. What is between the first forward and the last backward is the same
+on ZeRO's stages 0 and 1. Layouts that agree in such a part compute its figures once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megacore.config import ResolvedConfig
 P = ParamSpec("P")
 R = TypeVar("R")
 _LAYERS, _STATE, _SPLIT = "_planned_of_layers", "_planned_of_state", "_planned_of_split"
+_MICROBATCHES = "_planned_of_microbatches"
 _BY_VALUE = frozenset({bool, int, float, str, tuple})
 
 
@@ -36,6 +38,14 @@ def once_per_state(
 ) -> Callable[Concatenate[ResolvedConfig, P], R]:
     """As `once_per_layers`, for a function that depends only on what `seen_by_state` names."""
     return _once(function, _STATE)
+
+
+def once_per_microbatches(
+    function: Callable[Concatenate[ResolvedConfig, P], R],
+) -> Callable[Concatenate[ResolvedConfig, P], R]:
+    """As `once_per_layers`, for a function that depends only on what `seen_by_microbatches` names, and on how the model
+    is cut, which is told by its arguments."""
+    return _once(function, _MICROBATCHES)
 
 
 def once_per_split(
@@ -85,6 +95,14 @@ def seen_by_state(config: ResolvedConfig) -> tuple[Hashable, ...]:
     return *degrees, parallel.zero_stage, *passes
 
 
+def seen_by_microbatches(config: ResolvedConfig) -> tuple[Hashable, ...]:
+    """What the microbatches of a step see, beside `seen_by_layers`, of a layout of given ranks: the pipeline, and the
+    stage of ZeRO if its replicas communicate in every microbatch."""
+    parallel = config.parallel
+    stage = parallel.zero_stage if parallel.zero_stage >= 2 else 0
+    return parallel.pp, parallel.schedule, parallel.virtual_stages, stage, config.microbatches
+
+
 @dataclass(frozen=True)
 class SharedResults:
     """Results that the layouts of one search have in common, as far as they agree in a part."""
@@ -93,6 +111,12 @@ class SharedResults:
 
     def share_with(self, config: ResolvedConfig) -> None:
         """Lets a configuration have them; it has none so far."""
-        seen = {_LAYERS: seen_by_layers(config), _STATE: seen_by_state(config), _SPLIT: (config.parallel.tp,)}
+        of_layers = seen_by_layers(config)
+        seen: dict[str, tuple[Hashable, ...]] = {
+            _LAYERS: of_layers,
+            _STATE: seen_by_state(config),
+            _MICROBATCHES: (of_layers, *seen_by_microbatches(config)),
+            _SPLIT: (config.parallel.tp,),
+        }
         for part, values in seen.items():
             config.__dict__[part] = self._known.setdefault((part, *values), {})

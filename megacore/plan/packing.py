@@ -280,26 +280,23 @@ def _best_subset(counts: Counts, room: int, among: int) -> dict[int, int]:
     rest = [0, *accumulate(size * count for size, count in reversed(counts))][::-1]  # elements from each size on
     goal, last = _largest_sum(counts, room), len(counts) - 1
     best, best_used, tried = list[int](), -1, 0
-    chosen: list[int] = []
+    chosen = [0] * len(counts)
 
-    def extend(used: int) -> None:
+    def extend(number: int, used: int) -> None:
         nonlocal best, best_used, tried
-        number = len(chosen)
         size, count = counts[number]
-        most = min(count, (room - used) // size)
+        most, bound = min(count, (room - used) // size), min(goal, used + rest[number])
         for taken in _from(min(count // among, most), most) if among else range(most, -1, -1):
-            if tried > _SUBSETS or min(goal, used + rest[number]) <= best_used:
+            if tried > _SUBSETS or bound <= best_used:
                 return
-            tried, held = tried + 1, used + taken * size
-            chosen.append(taken)
+            tried, held, chosen[number] = tried + 1, used + taken * size, taken
             if held > best_used:
-                best, best_used = chosen[:], held
-            if number < last:
-                extend(held)
-            chosen.pop()
+                best, best_used = chosen[: number + 1], held
+            if number < last and best_used < goal and held + rest[number + 1] > best_used:
+                extend(number + 1, held)
 
     tried, best_used = 1, 0
-    extend(0)
+    extend(0, 0)
     return {size: count for (size, _), count in zip(counts, best, strict=False) if count}
 
 

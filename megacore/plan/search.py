@@ -39,7 +39,7 @@ from megacore.plan.search_space import (
     worthwhile_recomputation,
 )
 from megacore.plan.state import PlannedLayer, held_experts, state_bytes, whole_parameters
-from megacore.plan.step_time import step_time
+from megacore.plan.step_time import step_seconds, step_time
 from megacore.plan.validity import Validity
 
 ALIKE = 0.005
@@ -246,7 +246,7 @@ class _Evaluation:
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = Validity(config, constraints.world_size)
-        self._cuts = Cuts(constraints)
+        self._cuts = Cuts(config, constraints)
 
     def within(self, capacity: float) -> _Evaluation:
         """The same for ranks that may take so many bytes."""
@@ -273,16 +273,14 @@ class _Evaluation:
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
+        on_cpu = self._cluster.on_cpu
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
-            if not self._is_valid(choice):
+            if not self._is_valid(choice) or self._cuts.is_as_by_time(choice):
                 continue
             parallel, training = choice.parallel, choice.training
-            candidate, on_cpu = with_choice(self._config, choice), self._cluster.on_cpu
-            known.share_with(candidate)
-            if self._cuts.is_as_by_time(candidate):
-                continue
             result.tried += 1
             if parallel.zero_stage not in states:
+                candidate = with_choice(self._config, choice)
                 even = even or _even_parameters(candidate, self._cuts.parts(candidate).layers)
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
@@ -296,6 +294,8 @@ class _Evaluation:
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
+            candidate = with_choice(self._config, choice)
+            known.share_with(candidate)
             cut = self._cuts.of(candidate)
             needed = fullest_rank(candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
             if needed > self.capacity:
@@ -306,7 +306,7 @@ class _Evaluation:
                         exceeding |= {(alike, other) for other in more}
                 result.is_too_large(choice, needed)
             else:
-                seconds = step_time(candidate, cut.layers, self._cluster, simulated=False, cut=cut).seconds
+                seconds = step_seconds(candidate, cut.layers, self._cluster, simulated=False, cut=cut)
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:
@@ -322,7 +322,8 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
     groups: dict[Hashable, list[int]] = {}  # of those which have results in common
     for number, degrees in enumerate(divisions):
         groups.setdefault(tuple(degrees.get(name) for name in ("tp", "cp", "ep", "etp")), []).append(number)
-    work = [[divisions[number] for number in numbers] for numbers in groups.values()]
+    numbered = sorted(groups.values(), key=len, reverse=True)  # cores that share them are done at about the same time
+    work = [[divisions[number] for number in numbers] for numbers in numbered]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # where processes may be forked
     if cores == 1 or len(divisions) < _MANY_DIVISIONS:
         found = [evaluation(group) for group in work]
@@ -330,7 +331,7 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
             found = list(pool.map(_evaluate, work))
-    results = zip(itertools.chain(*groups.values()), itertools.chain(*found), strict=True)
+    results = zip(itertools.chain(*numbered), itertools.chain(*found), strict=True)
     return [result for _, result in sorted(results, key=operator.itemgetter(0))]
 
 

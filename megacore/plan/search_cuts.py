@@ -10,16 +10,22 @@ from megacore.config import ResolvedConfig
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cut import Cut, Parts
 from megacore.plan.outline import outline
-from megacore.plan.search_space import Constraints
+from megacore.plan.search_space import Choice, Constraints, with_choice
 
 Balance = Literal["time", "parameters", "flops", "uniform"]
 Stages = tuple[range, ...]
 
 
 class Cuts:
-    """How layouts cut the model into stages, of which many have the same."""
+    """How layouts cut the model into stages, of which many have the same.
 
-    def __init__(self, constraints: Constraints) -> None:
+    Args:
+        config: of any layout.
+        constraints: what a layout may be.
+    """
+
+    def __init__(self, config: ResolvedConfig, constraints: Constraints) -> None:
+        self._config = config
         self._tries_time = "pipeline_balance" not in constraints.fixed
         self._parts: dict[Hashable, Parts] = {}
         self._stages: dict[Hashable, Stages] = {}
@@ -35,26 +41,28 @@ class Cuts:
 
     def of(self, config: ResolvedConfig) -> Cut:
         """The cut of a layout."""
-        parts, stages = self.parts(config), self._stages_of(config, config.parallel.pipeline_balance)
+        parts = self.parts(config)
+        stages = self._stages_of(Choice(parallel=config.parallel, training=config.training))
         key = id(parts), config.parallel.pp, id(stages)
         if key not in self._cuts:
             self._cuts[key] = Cut(config, parts, stages)
         return self._cuts[key]
 
-    def is_as_by_time(self, config: ResolvedConfig) -> bool:
+    def is_as_by_time(self, choice: Choice) -> bool:
         """Whether balancing by time, which is tried too, cuts the model in the same way."""
-        balance = config.parallel.pipeline_balance
-        if balance == "time" or not self._tries_time:
+        if choice.parallel.pipeline_balance == "time" or not self._tries_time:
             return False
-        return self._stages_of(config, balance) is self._stages_of(config, "time")
+        return self._stages_of(choice) is self._stages_of(choice, "time")
 
-    def _stages_of(self, config: ResolvedConfig, balance: Balance) -> Stages:
-        parallel, training = config.parallel, config.training
+    def _stages_of(self, choice: Choice, balance: Balance | None = None) -> Stages:
+        parallel, training = choice.parallel, choice.training
+        balance = balance or parallel.pipeline_balance
         key: tuple[Hashable, ...] = balance, parallel.pp * parallel.virtual_stages
         if balance == "time":  # that of layers
             key += parallel.tp, parallel.cp, parallel.sequence_parallel, training.micro_batch_size, training.recompute
         if key not in self._stages:
-            balanced = dataclasses.replace(config, parallel=dataclasses.replace(parallel, pipeline_balance=balance))
-            stages = tuple(stage_ranges(self.parts(config).layers, balanced))
+            parallel = dataclasses.replace(parallel, pipeline_balance=balance)
+            balanced = with_choice(self._config, Choice(parallel=parallel, training=training))
+            stages = tuple(stage_ranges(self.parts(balanced).layers, balanced))
             self._stages[key] = self._alike.setdefault(stages, stages)
         return self._stages[key]

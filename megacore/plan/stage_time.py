@@ -354,6 +354,12 @@ class StageTime:
         return self.passes.sum
 
     @functools.cached_property
+    def computing(self) -> tuple[float, float]:
+        """Seconds of forward and of backward without transfers."""
+        forward, input_grad, weight_grad = self.passes
+        return forward.compute, input_grad.compute + weight_grad.compute
+
+    @functools.cached_property
     def totals(self) -> tuple[float, float, float]:
         """Seconds of each pass."""
         return self.passes.forward.total, self.passes.input_grad.total, self.passes.weight_grad.total

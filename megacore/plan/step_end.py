@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.offload_time import OffloadTime, offload_time
+from megacore.plan.once import once_per_state
 from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.orthogonal_time import orthogonal_seconds
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
@@ -47,41 +48,71 @@ def step_ends(config: ResolvedConfig, cut: Cut, stages: Sequence[StageTime], spe
         stages: the times of each stage.
         speed: of the device.
     """
-    pp, seen = config.parallel.pp, set()
-    for rank in range(pp):
-        on_rank = stages[rank::pp]
-        if (alike := tuple(map(id, on_rank))) not in seen:
-            seen.add(alike)
-            yield _step_end(config, cut.on_rank(config, rank), on_rank, speed)
+    pp = config.parallel.pp
+    for rank in cut.unlike_ranks:
+        yield _step_end(config, cut.on_rank(config, rank), stages[rank::pp], speed)
+
+
+class _Update(NamedTuple):
+    """What follows the last backward of a rank if nothing hides it.
+
+    Attributes:
+        reduce, gather: seconds of reductions of gradients, and of gathering parameters.
+        across: seconds of transfers that nothing hides.
+        shard: parameters that the rank updates.
+        moved: bytes that the update reads and writes.
+        update: seconds of reading and writing them.
+        orthogonal: seconds of making directions orthogonal.
+    """
+
+    reduce: float
+    gather: float
+    across: float
+    shard: float
+    moved: float
+    update: float
+    orthogonal: float
+
+
+@once_per_state
+def _update(config: ResolvedConfig, held: OnRank, speed: Speed) -> _Update:
+    parallel, parameters = config.parallel, held.parameters
+    both = rank_replicas(config, parameters, experts=held.experts)
+    sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
+    gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
+    across = speed.transfers(one.across for one in both if one.across is not None)
+    across += speed.transfers(update_traffic(config, held.chunks))
+    shard = updated_parameters(parameters, config, experts=held.experts)
+    moments = kept_of_rank(config, held, on_cpu=speed.cluster.on_cpu, number=None).moments
+    moved = 2 * moments + shard * (8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
+    return _Update(
+        reduce=speed.transfers(sums),
+        gather=speed.transfers(gathered),
+        across=across,
+        shard=shard,
+        moved=moved,
+        update=speed.memory(moved),
+        orthogonal=orthogonal_seconds(config, held.chunks, speed),
+    )
 
 
 def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime], speed: Speed) -> StepEnd:
     """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
-    parallel = config.parallel
-    parameters = held.parameters
-    both = rank_replicas(config, parameters, experts=held.experts)
-    sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
-    gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
-    reduce, gather = speed.transfers(sums), speed.transfers(gathered)
-    across = speed.transfers(one.across for one in both if one.across is not None)  # nothing hides it
-    across += speed.transfers(update_traffic(config, held.chunks))
+    parallel, update = config.parallel, _update(config, held, speed)
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
-    backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
-    forward = sum(stage.passes.forward.compute for stage in stages)
+    forward, backward = (sum(seconds) for seconds in zip(*(stage.computing for stage in stages), strict=True))
     beside = speed.software.overlaps_replicas and speed.overlaps
-    hidden_reduce = min(0.75 * reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
-    hidden_gather = min(0.75 * gather, forward) if beside and parallel.overlap_param_gather else 0.0
-    shard = updated_parameters(parameters, config, experts=held.experts)
-    moments = kept_of_rank(config, held, on_cpu=speed.cluster.on_cpu, number=None).moments
-    moved = 2 * moments + shard * (8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
-    device, computing = speed.cluster.device, sum(stage.sum.total for stage in stages)
+    hidden_reduce = min(0.75 * update.reduce, backward) if beside and parallel.overlap_grad_reduce else 0.0
+    hidden_gather = min(0.75 * update.gather, forward) if beside and parallel.overlap_param_gather else 0.0
+    device, computing = speed.cluster.device, sum(stage.total for stage in stages)
     host = OffloadTime()
     if not speed.cluster.on_cpu:
-        host = offload_time(config, held.chunks, device, speed.case, shard=shard, moved=moved, computing=computing)
+        sizes = {"shard": update.shard, "moved": update.moved}
+        host = offload_time(config, held.chunks, device, speed.case, **sizes, computing=computing)
     return StepEnd(
-        exposed=reduce + gather + across - hidden_reduce - hidden_gather,
+        exposed=update.reduce + update.gather + update.across - hidden_reduce - hidden_gather,
         hidden=hidden_reduce + hidden_gather,
-        optimizer=(host.update or speed.memory(moved)) + orthogonal_seconds(config, held.chunks, speed),
+        optimizer=(host.update or update.update) + update.orthogonal,
         host=host.exposed,
         host_hidden=host.hidden,
     )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
@@ -18,6 +19,7 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
+from megacore.plan.once import once_per_microbatches
 from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
 from megacore.plan.state import PlannedLayer
@@ -116,15 +118,48 @@ def step_time(
     )
 
 
-def step_seconds(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> float:
+def step_seconds(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    cluster: Cluster,
+    *,
+    simulated: bool = True,
+    cut: Cut | None = None,
+) -> float:
     """Seconds of a step, as `step_time` has them, without its parts: in half of the time.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
         cluster: that computes it, with its software.
+        simulated: simulate the pipeline; otherwise estimate it, which is faster.
+        cut: the model in stages, if it is known.
     """
-    return _Step(config, layers, cluster).seconds
+    return _Step(config, layers, cluster, simulated=simulated, cut=cut).seconds
+
+
+class _Run(NamedTuple):
+    """From the first forward of a step to its last backward; attributes are those of `_Step`."""
+
+    stages: tuple[StageTime, ...]
+    costs: Costs
+    on_busiest: range
+    busiest_seconds: float
+    parts: Parts
+    length: float
+
+
+@once_per_microbatches
+def _run(config: ResolvedConfig, cut: Cut, speed: Speed, *, simulated: bool) -> _Run:
+    pp, m = config.parallel.pp, config.microbatches
+    stages = stage_times(config, cut.chunks, speed)
+    costs = pipeline_costs(config, stages, speed)
+    busy = {rank: sum([stage.total for stage in stages[rank::pp]]) * m for rank in cut.unlike_ranks}
+    busiest = max(busy, key=busy.__getitem__)
+    on_busiest = range(busiest, len(stages), pp)
+    length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
+    parts = functools.reduce(Parts.__add__, (stages[number].sum for number in on_busiest)).times(m)
+    return _Run(stages, costs, on_busiest, busy[busiest], parts, length)
 
 
 class _Step:
@@ -155,18 +190,11 @@ class _Step:
     ) -> None:
         self.config = config = _as_summed(config, cluster)
         self.speed = speed = speed_of(config, cluster, case)
-        pp, m = config.parallel.pp, config.microbatches
         cut = cut or Cut(config, layers)
-        self.stages = stages = stage_times(config, cut.chunks, speed)
-        self.costs = pipeline_costs(config, stages, speed)
-        busy = [sum(stage.total for stage in stages[rank::pp]) * m for rank in range(pp)]
-        busiest = max(range(pp), key=busy.__getitem__)
-        self.on_busiest, self.busiest_seconds = range(busiest, len(stages), pp), busy[busiest]
-        simulate = pipeline_seconds if simulated else functools.partial(_estimated_seconds, busy=busy[busiest])
-        self.length = simulate(config, self.costs)
-        self.parts = functools.reduce(Parts.__add__, (stages[number].sum for number in self.on_busiest)).times(m)
+        run = _run(config, cut, speed, simulated=simulated)
+        self.stages, self.costs, self.on_busiest, self.busiest_seconds, self.parts, self.length = run
         self.slowest = self.parts.compute * _lag_of_slowest(config, speed)
-        self.end = max(step_ends(config, cut, stages, speed), key=lambda one: one.seconds)
+        self.end = max(step_ends(config, cut, self.stages, speed), key=lambda one: one.seconds)
         tied = tied_gradients(config)
         self.tied = 0.0 if tied is None else speed.transfers([tied])
 

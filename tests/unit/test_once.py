@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megacore.config import ResolvedConfig
-from megacore.plan.once import SharedResults, once_per_layers, once_per_state
+from megacore.plan.once import SharedResults, once_per_layers, once_per_microbatches, once_per_state
 from tests.unit.refusals import parse
 
 calls = list[str]()
@@ -21,6 +21,28 @@ def _of_layers(config: ResolvedConfig, number: float, thing: list[int]) -> int:
 def _of_state(config: ResolvedConfig) -> int:
     calls.append("state")
     return len(calls)
+
+
+@once_per_microbatches
+def _of_microbatches(config: ResolvedConfig) -> int:
+    calls.append("microbatches")
+    return len(calls)
+
+
+def test_stages_0_and_1_of_zero_have_microbatches_in_common() -> None:
+    calls.clear()
+    base = parse("--mock-data", "--vocab-size", "64", "--train-iters", "1", "--global-batch-size", "16", planned=True)
+    results = SharedResults()
+
+    def found(*, batch: int = 16, **of_parallel: object) -> int:
+        training = dataclasses.replace(base.training, global_batch_size=batch)
+        parallel = dataclasses.replace(base.parallel, **of_parallel)  # type: ignore[arg-type]
+        config = dataclasses.replace(base, training=training, parallel=parallel)
+        results.share_with(config)
+        return _of_microbatches(config)
+
+    assert [found(zero_stage=stage) for stage in (0, 1, 2, 3)] == [1, 1, 2, 3]
+    assert found(batch=32) == 4 and found(schedule="gpipe") == 5 and found(virtual_stages=2) == 6
 
 
 def test_layouts_compute_once_what_they_have_in_common() -> None:
