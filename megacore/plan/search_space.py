@@ -238,6 +238,8 @@ def variants(
         for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
     }
     for size, kind, stage, sequence, number in itertools.product(sizes, kinds, stages, split, range(len(shapes))):
+        if kind == "full" and shapes[number]["schedule"] == "zero-bubble":
+            continue  # 1F1B (Config.has_whole_backwards)
         yield Choice(parallel=parallels[stage, sequence, number], training=trainings[size, kind])
 
 
