@@ -64,7 +64,7 @@ def _head(plan: Plan) -> Iterator[str]:
         every.append(("etp", parallel.expert_split))
     degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
     extras = [
-        f"schedule {parallel.schedule_csv or parallel.schedule_name}" if parallel.pp > 1 else "",
+        "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",

@@ -183,6 +183,10 @@ DOES_NOT_FIT = {
     f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": (
         "--schedule 1f1b --virtual-stages 1"
     ),
+    "llama-3-8b --tp 8 --global-batch-size 64 --cluster a100-40g --schedule gpipe": "--schedule 1f1b",
+    "llama-3-8b --pp 4 --dp 2 --global-batch-size 64 --cluster a100-40g --schedule gpipe": (
+        "--schedule 1f1b --zero-stage 1 --recompute full"
+    ),
     f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --pp 1 --dp 4",
     "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
@@ -225,6 +229,28 @@ def test_the_ways_out_fit_when_they_are_planned(
         assert again["fits"], way
         peak = again["peak_bytes"] / GIB
         assert f": {peak:,.1f} GiB" in way, (peak, way)
+
+
+def test_the_schedule_of_one_pipeline_rank_is_named_where_it_is_not_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer keeps all its microbatches too."""
+    flags = "pretrain_gpt.py --preset gpt2-small --tp 2 --global-batch-size 8 --cluster h100"
+    plain, all_forwards = planned(capsys, flags), planned(capsys, f"{flags} --schedule gpipe")
+    assert (plain["memory"][0]["in_flight"], all_forwards["memory"][0]["in_flight"]) == (1, 8)
+    assert "--schedule" not in plain["flags"]
+    assert "--schedule gpipe" in all_forwards["flags"]
+    assert main(f"{flags} --schedule gpipe".split()) == 0
+    assert "schedule gpipe" in capsys.readouterr().out
+
+
+def test_no_way_out_cuts_sequences_to_less_than_a_quarter_before_others(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset llama-3-8b --pp 4 --dp 2 --global-batch-size 8 --cluster a100-40g"
+    lengths = [
+        int(found.group(1))
+        for micro_batch in (1, 4)
+        for way in planned(capsys, f"{flags} --micro-batch-size {micro_batch} --recompute full")["ways_out"]
+        if (found := re.search(r"--seq-length (\d+), the longest", way))
+    ]
+    assert all(length >= 8192 // 4 for length in lengths)
 
 
 def test_torch_is_not_loaded() -> None:
