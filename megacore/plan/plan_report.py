@@ -12,6 +12,7 @@ from megacore.plan.flops import Attention
 from megacore.plan.memory import GIB
 from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import (
+    LOW_CONFIDENCE,
     Figure,
     Plan,
     exact,
@@ -152,7 +153,7 @@ def _time(plan: Plan) -> Iterator[str]:
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
-        yield "- low confidence: the model is small for this device; kernel launches can take as long as the kernels"
+        yield f"- low confidence: {LOW_CONFIDENCE}"
 
 
 def throughput(plan: Plan) -> dict[str, Figure]:

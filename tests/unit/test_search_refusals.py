@@ -175,7 +175,10 @@ def test_every_contradiction_of_a_search_is_reported_at_once(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
-        ("--schedule zero-bubble --max-pp 1", ["--schedule zero-bubble has no effect with --max-pp 1"]),
+        (
+            "--schedule zero-bubble --max-pp 1",
+            ["--search tries --schedule zero-bubble only in pipelines, and --max-pp 1 leaves none"],
+        ),
         (
             "--schedule interleaved --pipeline-balance time --pp 1",
             [
