@@ -196,7 +196,11 @@ def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
         return ""
     if limits.on_cpu and change.config.parallel.ranks < limits.local_ranks:
         return f", with {counted(change.config.parallel.ranks, 'rank')} on the machine"
-    return f", on {counted(number, 'machine')} with as much memory" if limits.on_cpu else f", on {number} devices"
+    if not limits.on_cpu:
+        return f", on {number} devices"
+    fewer = limits.cluster is not None and limits.local_ranks < limits.cluster.device.node_ranks
+    shared = f" (gpus_per_node = {limits.local_ranks})" if fewer else ""  # with more ranks each would have less
+    return f", on {counted(number, 'machine')} with as much memory{shared}"
 
 
 def _fewer_in_flight(start: Change) -> Iterator[Change]:

@@ -272,6 +272,11 @@ def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(result
             "many_ranks.py --tp x --pp 0 --dp z --steps 0 --timeout 0",
             ["--tp 'x' is not a", "--pp 0 must be at least 1", "--dp 'z'", "--steps 0 must", "--timeout 0 must"],
         ),
+        (
+            "many_ranks.py --tp 3 --pp 0 --dp 2 --schedule interleaved --virtual-stages 2",
+            ["3 problems\n", "--pp 0 must be", "--tp 3 must divide --num-attention-heads 4", "--ffn-hidden-size 128"],
+        ),
+        ("many_ranks.py --tp 1 --pp 1 --dp 1 --pq 3", ["--help and pretrain_gpt.py --help all list them"]),
         ("many_ranks.py --tp 2 --pp 1", ["--tp 1 time, --pp 1 time, --dp 0 times: give each once per layout"]),
         (
             "many_ranks.py --tp 64 --pp 64 --dp 64 --bogus 4 --step 2",

@@ -192,7 +192,9 @@ DOES_NOT_FIT = {
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
     ),
     "bloom-176b --cluster laptop --micro-batch-size 1": "--preset gpt2-large --recompute full, a smaller model",
-    "llama-3-8b --cluster laptop": "--recompute full --tp 8 --pp 2, on 16 machines with as much memory",
+    "llama-3-8b --cluster laptop": (
+        "--recompute full --tp 8 --pp 2, on 16 machines with as much memory (gpus_per_node = 1)"
+    ),
     "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --cluster h100": "--tp 8 --pp 2, on 32 devices",
 }
 
