@@ -182,7 +182,9 @@ class _Parser(PlanParser):
                 setattr(options, name, self.get_default(name))
         columns = ([value for (value,) in getattr(options, name)] for name in counts)
         found = list(zip(*columns, strict=False))
-        unread = [f"--{name} " for name, column in zip(counts, zip(*found, strict=True), strict=False) if None in column]
+        unread = [
+            f"--{name} " for name, column in zip(counts, zip(*found, strict=True), strict=False) if None in column
+        ]
         layouts = [(tp or 1, pp or 1, dp or 1) for tp, pp, dp in found]
         problems += [_too_many(degrees) for degrees in layouts if math.prod(degrees) > MOST_RANKS]
         options.layouts = [degrees for degrees in layouts if math.prod(degrees) <= MOST_RANKS]

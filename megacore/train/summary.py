@@ -56,7 +56,7 @@ def launch_summary(
     virtual = f", of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
     bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the step"
-    one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_name}; "
+    one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_csv or parallel.schedule_name}; "
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
