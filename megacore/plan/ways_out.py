@@ -151,7 +151,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     add(_savings(start, on_cpu=limits.on_cpu))
     add(_other_divisions(lean))
     if not ways:
-        add(_longest(lean, limits), ", the longest sequences that fit")
+        add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
     if len(ways) < _WAYS:
         add(_fewer_replicas(lean, limits))
     further: list[tuple[Callable[[], Iterator[Change]], str]] = [
@@ -159,6 +159,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
         (lambda: _more_stages(lean, limits), ""),
         (lambda: _smaller_models(lean), ", a smaller model"),
         (lambda: _more_of_all(lean, limits), ""),
+        (lambda: iter(()) if ways else _longest(lean, limits), ", the longest sequences that fit"),
         (lambda: _shorter(lean), ", shorter sequences"),
         (lambda: _fewer_layers(lean), ", a smaller model"),
         (lambda: _smallest(lean), ", a smaller model"),
@@ -444,15 +445,15 @@ def _fewer_layers(start: Change) -> Iterator[Change]:
             yield from _thrifty(start.and_("model", f"--num-layers {fewer}", num_layers=fewer))
 
 
-def _longest(start: Change, limits: Limits) -> Iterator[Change]:
+def _longest(start: Change, limits: Limits, *, most_cut: float = math.inf) -> Iterator[Change]:
     """The longest sequences that fit with the same other flags, to a multiple of 16 that the ranks can split; none
-    where they are much shorter."""
+    where they are more than `most_cut` times shorter."""
     parallel = start.config.parallel
     unit = math.lcm(16 * ranks_of_role("layer", parallel), parallel.sequence_unit(sequence_parallel=True))
     fits = functools.partial(_fits_with_length, start, limits)
     length = start.config.data.seq_length
     units = bisect.bisect_left(range(1, length // unit), True, key=lambda n: not fits(n * unit))
-    if units * unit * _MOST_CUT >= length:
+    if units and length <= most_cut * units * unit:
         yield _with_length(start, units * unit)
 
 

@@ -182,7 +182,7 @@ def test_every_contradiction_of_a_search_is_reported_at_once(capsys: pytest.Capt
         (
             "--schedule interleaved --pipeline-balance time --pp 1",
             [
-                "--search tries --schedule interleaved only in pipelines, and --pp 1 leaves none: leave one of them out",
+                "--search tries --schedule interleaved only in pipelines, and --pp 1 leaves none: leave one",
                 "--search tries --pipeline-balance time only in pipelines",
             ],
         ),
