@@ -47,8 +47,8 @@ def _lines(fit: Calibration) -> Iterator[str]:
     yield f"predicted with it: {after.expected:.4g} s{gap}, range {after.fast:.4g} to {after.slow:.4g} s"
     if fit.is_traced:
         yield (
-            f"unexplained: {fit.unexplained:+.3g} s ({fit.unexplained / after.expected:+.1%} of the prediction): waits, "
-            "uneven stages, host overhead, other programs; it widens the range"
+            f"unexplained: {fit.unexplained:+.3g} s ({fit.unexplained / after.expected:+.1%} of the prediction): "
+            "waits, uneven stages, host overhead, other programs; it widens the range"
         )
     if fit.doubts:
         yield f"low confidence: {'; '.join(fit.doubts)}. Predictions of other layouts may be far off"
