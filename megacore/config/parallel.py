@@ -111,6 +111,11 @@ class ParallelConfig(Section):
         return "1f1b" if self.schedule == AUTO_SCHEDULE else self.schedule
 
     @property
+    def is_one_by_one(self) -> bool:
+        """Whether each microbatch goes forward and backward before the next one: one pipeline rank by 1F1B."""
+        return self.pp == 1 and self.schedule_csv is None and self.schedule_name == "1f1b"
+
+    @property
     def may_split_backward(self) -> bool:
         """Whether the schedule may compute the gradients of inputs and of weights separately."""
         return self.schedule == "zero-bubble" or self.schedule_csv is not None
