@@ -163,14 +163,14 @@ class Comparison:
             rounds: of each framework.
             steps: of a round; one more after each change is not timed.
         """
-        self._say(f"{layout.kind} on {layout.ranks} ranks")
+        self._say(layout.name)
         begin = time.monotonic()
         try:
             if unfit := misfits(self.results.sizes, [layout]):
                 raise ValueError(next(iter(unfit.values())))
             stages = cut(self.results.sizes, layout)
         except ValueError as error:
-            self.results.missing[f"{layout.kind} on {layout.ranks} ranks"] = str(error).splitlines()[0]
+            self.results.missing[layout.name] = str(error).splitlines()[0]
             return
         with ExitStack() as stack:
             sides: dict[str, Side] = {}
@@ -226,12 +226,12 @@ class Comparison:
         self.results.largest_sizes = LARGEST_SIZES
         for layout in layouts(kinds, ranks):
             if unfit := misfits(dataclasses.replace(LARGEST_SIZES, layers=layout.pp), [layout]):
-                self.results.missing[f"largest model, {layout.kind} on {layout.ranks} ranks"] = (
+                self.results.missing[f"largest model, {layout.name}"] = (
                     "its size is fixed, and " + next(iter(unfit.values())).split(":")[0]
                 )
                 continue
             for name, python in self._pythons.items():
-                if name == PRODUCTS or f"{name}, {layout.kind} on {layout.ranks} ranks" in self.results.missing:
+                if name == PRODUCTS or f"{name}, {layout.name}" in self.results.missing:
                     continue
                 self._say(f"largest model: {name}, {layout.kind}")
                 try:
@@ -281,7 +281,7 @@ class Comparison:
 
     def _miss(self, name: str, layout: Layout, error: SideFailed) -> None:
         reason = str(error).splitlines()[0].removeprefix("Unsupported: ")
-        self.results.missing[f"{name}, {layout.kind} on {layout.ranks} ranks"] = reason
+        self.results.missing[f"{name}, {layout.name}"] = reason
         self._say(f"  {name}: {reason}")
 
     @staticmethod

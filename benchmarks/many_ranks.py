@@ -181,16 +181,22 @@ class _Parser(PlanParser):
             if getattr(options, name) is None:  # which is a problem by now
                 setattr(options, name, self.get_default(name))
         columns = ([value for (value,) in getattr(options, name)] for name in counts)
-        layouts = [degrees for degrees in zip(*columns, strict=False) if None not in degrees]
+        found = list(zip(*columns, strict=False))
+        unread = [
+            f"--{name} " for name, column in zip(counts, zip(*found, strict=True), strict=False) if None in column
+        ]
+        layouts = [(tp or 1, pp or 1, dp or 1) for tp, pp, dp in found]
         problems += [_too_many(degrees) for degrees in layouts if math.prod(degrees) > MOST_RANKS]
         options.layouts = [degrees for degrees in layouts if math.prod(degrees) <= MOST_RANKS]
         flags = tiny_model(options.layouts or [ONE], options)
         of_layouts = [problem for degrees in options.layouts for problem in _refused(degrees, flags)]
         where = " (in one process, with which layouts are compared)" if options.layouts else ""
         of_one = [problem + where for problem in _refused(ONE, of_one_process(flags)) if problem not in of_layouts]
-        problems += [*of_layouts, *of_one]
+        # What is said of a degree that could not be read is said of 1.
+        problems += [said for said in [*of_layouts, *of_one] if not any(flag in said for flag in unread)]
         if problems:
-            raise ConfigError(list(dict.fromkeys(problems)))
+            listed = "--help and pretrain_gpt.py --help all list them"
+            raise ConfigError([said.replace("--help all lists them", listed) for said in dict.fromkeys(problems)])
         return options
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.fit import misfits
-from benchmarks.comparison.job import KINDS, PEERS, Sizes, layouts, rank_counts
+from benchmarks.comparison.job import KINDS, PEERS, Layout, Sizes, is_combination, layouts, rank_counts
 from megacore.commands.plan_parser import PlanParser
 from megacore.config.messages import nearest_name
 from megacore.config.numbers import parse_int
@@ -38,6 +38,7 @@ class _Parser(PlanParser):
             problems += _unknown_names(flag, getattr(arguments, flag), known)
         if (why := _why_no_directory(arguments.output)) is not None:
             problems.append(f"--output {arguments.output} {why}: choose another directory")
+        problems += _no_mode(arguments)
         problems += _wrong_sizes(arguments)
         if problems:
             raise ConfigError(problems)
@@ -60,6 +61,27 @@ def _unknown_names(flag: str, names: Sequence[str], known: Sequence[str]) -> Ite
             yield f"--{flag} {name} is not known: {way_out}"
 
 
+def _no_mode(arguments: argparse.Namespace) -> Iterator[str]:
+    """That none of the given modes can run."""
+    known = [kind for kind in arguments.modes if kind in KINDS]
+    if "--modes" not in arguments.given or arguments.ranks is None or len(known) < len(arguments.modes):
+        return
+    if not known:
+        yield f"--modes names none: use one of {', '.join(KINDS)}, or leave it out"
+    elif not any(layout.kind in known for layout in _asked(arguments)):
+        least = min(4 if is_combination(kind) else 2 for kind in known)
+        yield (
+            f"--modes {','.join(known)} needs {least} ranks or more, and --ranks is {arguments.ranks}: use --ranks "
+            f"{least} or more, or other modes"
+        )
+
+
+def _asked(arguments: argparse.Namespace) -> list[Layout]:
+    """The layouts that are measured, if the sizes fit."""
+    modes = [kind for kind in arguments.modes if kind in KINDS]
+    return [layout for count in rank_counts(arguments.ranks or 1) for layout in layouts(modes, count)]
+
+
 def _why_no_directory(path: Path) -> str | None:
     """Why results cannot be written into a directory, which need not exist; None where they can."""
     if os.path.lexists(path):
@@ -72,18 +94,21 @@ def _why_no_directory(path: Path) -> str | None:
 
 def _wrong_sizes(arguments: argparse.Namespace) -> list[str]:
     """Sizes that a layout cannot divide, where they or the layouts were chosen: of all layouts with the default sizes,
-    those that cannot be are left out. Adds `sizes` to the arguments."""
+    those that cannot be are left out. With a chosen number of ranks, the replicas of data parallelism must divide the
+    batch. Adds `sizes` to the arguments."""
     fields = [field.name for field in dataclasses.fields(Sizes)]
     unread = {name for name in fields if getattr(arguments, name) is None}
     arguments.sizes = Sizes(**{name: getattr(arguments, name) for name in fields if name not in unread})
-    modes = [kind for kind in arguments.modes if kind in KINDS]
-    asked = [layout for count in rank_counts(arguments.ranks or 1) for layout in layouts(modes, count)]
+    asked = _asked(arguments)
     is_megatron = "--peers" in arguments.given and "megatron-core" in arguments.peers
     found = misfits(arguments.sizes, asked, is_megatron=is_megatron)
     if unread & {"hidden", "heads"}:
         found.pop("hidden", None)
-    chosen = {name for name in found if {"--modes", f"--{name}"} & {*arguments.given}} - unread
-    return [problem for name, problem in found.items() if name == "hidden" or name in chosen]
+    chosen = {name for name in found if {"--modes", f"--{name}"} & {*arguments.given}}
+    of_replicas = [layout for layout in asked if layout.dp == layout.ranks]
+    if "--ranks" in arguments.given and "batch" in misfits(arguments.sizes, of_replicas):
+        chosen.add("batch")
+    return [problem for name, problem in found.items() if name == "hidden" or name in chosen - unread]
 
 
 def parser(description: str = "") -> PlanParser:
@@ -127,5 +152,5 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def _names(text: str) -> list[str]:
-    """For argparse: names separated by commas."""
-    return [name for name in text.split(",") if name]
+    """For argparse: names separated by commas, each once."""
+    return list(dict.fromkeys(name for name in text.split(",") if name))

@@ -66,6 +66,6 @@ def _stages(layout: Layout) -> int:
 
 
 def _for(layouts: Sequence[Layout]) -> str:
-    names = [f"{layout.kind} on {layout.ranks} ranks" for layout in layouts[:_MOST_NAMES]]
+    names = [layout.name for layout in layouts[:_MOST_NAMES]]
     more = f" and {len(layouts) - _MOST_NAMES} more" if len(layouts) > _MOST_NAMES else ""
     return f"for {', '.join(names)}{more}"

@@ -80,6 +80,11 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     @property
+    def name(self) -> str:
+        """In words: `tp on 2 ranks`."""
+        return f"{self.kind} on {self.ranks} rank" + "s" * (self.ranks > 1)
+
+    @property
     def virtual_stages(self) -> int:
         """Stages per rank."""
         return 2 if self.schedule == "interleaved" else 1

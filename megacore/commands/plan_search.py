@@ -115,7 +115,7 @@ def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]
         for name in ("schedule", "pipeline_balance"):
             if name in args.fixed:
                 flag = flag_and_value(name, given[name])
-                yield f"{flag} has no effect with {only}, which leaves no pipeline: leave one of them out"
+                yield f"--search tries {flag} only in pipelines, and {only} leaves none: leave one of them out"
     if (only := _only_one("tp", args, given)) is not None and given.get("sequence_parallel"):
         yield f"--sequence-parallel has no effect with {only}: leave one of them out"
     schedule, most = args.fixed.get("schedule", "interleaved"), args.max_virtual_stages

@@ -285,6 +285,11 @@ def _read(
     meeting = _unknown_address(process)
     local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
     notes += _overridden_preset(kind, flags, file, path)
+    if config.has_whole_backwards:
+        notes.append(
+            "--schedule zero-bubble: --recompute full would compute a block again for each of its operators, so that "
+            "backward is not split; the schedule is 1F1B"
+        )
     if not problems and not local_problems:
         notes += _kept_although_derived(kind, flags, file, path)
         usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))

@@ -53,7 +53,7 @@ class ParallelConfig(Section):
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
     stages per rank, which divides the bubble by that number. zero-bubble: weight gradients fill the bubble, which
-    shrinks to about a third (ZB-H1)."""
+    shrinks to about a third (ZB-H1); with --recompute full it is 1f1b."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
     """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
@@ -109,6 +109,11 @@ class ParallelConfig(Section):
     def schedule_name(self) -> ScheduleName:
         """The schedule; 1F1B, which needs the least memory, until one is chosen."""
         return "1f1b" if self.schedule == AUTO_SCHEDULE else self.schedule
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Whether each microbatch goes forward and backward before the next one: one pipeline rank by 1F1B."""
+        return self.pp == 1 and self.schedule_csv is None and self.schedule_name == "1f1b"
 
     @property
     def may_split_backward(self) -> bool:

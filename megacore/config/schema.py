@@ -182,9 +182,20 @@ class Config:
         """
         return with_registered(ResolvedConfig)(**self.resolved_sections(world_size, vocab_size))
 
+    @property
+    def has_whole_backwards(self) -> bool:
+        """Whether --schedule zero-bubble does not split backward: with whole backwards it is 1F1B.
+
+        A block that is computed again would be so in the first half, and in the second once for each of its operators
+        with weights (pipeline/backward.py).
+        """
+        return self.parallel.schedule == "zero-bubble" and self.training.recompute == "full"
+
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
         """The sections of the resolved configuration by name: the arguments of its constructor."""
         parallel, training = self.parallel, self.training
+        if self.has_whole_backwards:
+            parallel = dataclasses.replace(parallel, schedule="1f1b")
         degrees = fill_degrees(parallel, world_size)
         filled = {d.degree: degrees[d.name] for d in DIMENSIONS if isinstance(d.degree, str)}
         replicas = size_of_role("batch", degrees)

@@ -43,14 +43,12 @@ def _lines(fit: Calibration) -> Iterator[str]:
     elif fit.run.transfers is not None and not fit.run.transfers.sums:
         yield "not measured: all-reduces over --tp ranks; assumed as fast as pipeline messages"
     after = fit.seconds
-    yield (
-        f"predicted with it: {after.expected:.4g} s ({after.expected / steps.median - 1:+.1%}), "
-        f"range {after.fast:.4g} to {after.slow:.4g} s"
-    )
+    gap = "" if fit.is_traced else f" ({after.expected / steps.median - 1:+.1%})"  # below it is what is unexplained
+    yield f"predicted with it: {after.expected:.4g} s{gap}, range {after.fast:.4g} to {after.slow:.4g} s"
     if fit.is_traced:
         yield (
-            f"unexplained: {fit.unexplained:+.3g} s ({fit.unexplained / after.expected:+.1%}): waits, uneven stages, "
-            "host overhead, other programs; it widens the range"
+            f"unexplained: {fit.unexplained:+.3g} s ({fit.unexplained / after.expected:+.1%} of the prediction): "
+            "waits, uneven stages, host overhead, other programs; it widens the range"
         )
     if fit.doubts:
         yield f"low confidence: {'; '.join(fit.doubts)}. Predictions of other layouts may be far off"

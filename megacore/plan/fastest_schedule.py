@@ -61,7 +61,7 @@ def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cl
     config = config.for_device(on_cpu=cluster.on_cpu)
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
         return [_ONE_BY_ONE]
-    others = [ScheduleChoice("zero-bubble")]
+    others = [] if config.training.recompute == "full" else [ScheduleChoice("zero-bubble")]
     if config.parallel.pipeline_layout is None:
         possible = (v for v in VIRTUAL_STAGES if config.parallel.pp * v <= config.model.num_layers)
         others += (ScheduleChoice("interleaved", v) for v in possible)

@@ -82,7 +82,7 @@ def layout_flags(config: ResolvedConfig) -> str:
         parts.append(f"--ep {parallel.ep}" + ("" if is_default else f" --etp {parallel.expert_split}"))
     if parallel.schedule_csv is not None:
         parts.append(f"--schedule-csv {shlex.quote(str(parallel.schedule_csv))}")
-    elif parallel.pp > 1:
+    elif not parallel.is_one_by_one:
         parts.append(f"--schedule {parallel.schedule_name}")
     if parallel.virtual_stages > 1:
         parts.append(f"--virtual-stages {parallel.virtual_stages}")

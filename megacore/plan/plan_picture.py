@@ -43,7 +43,7 @@ class _Drawn(NamedTuple):
         timeline: of a step with fewer microbatches, in milliseconds.
         microbatches: their number.
         transfer: time of a transfer between two stages, in milliseconds.
-        bubble: as a share of the time line, as the plan has it of the step.
+        bubble: of the busiest rank, as a share of the time line, as the plan has it of the step.
     """
 
     timeline: Timeline
@@ -86,12 +86,13 @@ def timeline_picture(plan: Plan) -> Drawing:
     said = f"step {_digits(plan.time.seconds)} s"
     is_pipeline = config.parallel.pp > 1
     if is_pipeline:
-        said = f"{said}, bubble {whole:.1%} of it; a transfer takes {_digits(transfer, 3)} ms"
+        said = f"{said}, bubble of the busiest rank {whole:.1%} of it; a transfer takes {_digits(transfer, 3)} ms"
     if count < config.microbatches:
         said = f"with {config.microbatches:,} microbatches: {said}"
-        said = f"bubble {bubble:.1%} of what is drawn; {said}" if is_pipeline else said
+        said = f"bubble of the busiest rank {bubble:.1%} of what is drawn; {said}" if is_pipeline else said
     schedule = "own schedule" if config.parallel.schedule_csv is not None else config.parallel.schedule_name
-    ranks = f"{schedule}, {config.parallel.pp} ranks" if is_pipeline else "one pipeline rank"
+    ranks = f"{config.parallel.pp} ranks" if is_pipeline else "one pipeline rank"
+    ranks = ranks if config.parallel.is_one_by_one else f"{schedule}, {ranks}"
     panel = Panel(
         title=f"predicted: {ranks}, {plan.cluster.name}: {_microbatches(plan, count)}",
         bubble=said,

@@ -12,6 +12,7 @@ from megacore.plan.flops import Attention
 from megacore.plan.memory import GIB
 from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import (
+    LOW_CONFIDENCE,
     Figure,
     Plan,
     exact,
@@ -64,7 +65,7 @@ def _head(plan: Plan) -> Iterator[str]:
         every.append(("etp", parallel.expert_split))
     degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
     extras = [
-        f"schedule {parallel.schedule_csv or parallel.schedule_name}" if parallel.pp > 1 else "",
+        "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",
@@ -152,7 +153,7 @@ def _time(plan: Plan) -> Iterator[str]:
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
-        yield "- low confidence: the model is small for this device; kernel launches can take as long as the kernels"
+        yield f"- low confidence: {LOW_CONFIDENCE}"
 
 
 def throughput(plan: Plan) -> dict[str, Figure]:

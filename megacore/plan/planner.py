@@ -33,6 +33,7 @@ CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 _USABLE = 0.97
 # Below these widths, of a model and of a rank's share, launches take as long as operators.
 _SMALL_HIDDEN, _NARROW = 2048, 256
+LOW_CONFIDENCE = "the model is small for this device; kernel launches can take as long as the kernels"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +109,8 @@ class Plan:
 
     @property
     def is_small(self) -> bool:
-        """Whether launches may take as long as operators do, so that the time is of low confidence."""
-        hidden = self.config.model.hidden_size
-        return not self.cluster.on_cpu and (hidden < _SMALL_HIDDEN or hidden / self.config.parallel.tp < _NARROW)
+        """As `is_small` has it."""
+        return is_small(self.config, self.cluster)
 
     def timed(self, value: float, unit: str, *, of: str = "seconds") -> Figure:
         """A figure in proportion to the step's time (`seconds`), or inversely (`rate`)."""
@@ -178,6 +178,12 @@ class Plan:
         """Days and USD of training on this number of tokens, if a share of the time makes progress."""
         ranks = self.config.parallel.ranks
         return self.cluster.cost(tokens, tokens_per_second=self.tokens_per_second, goodput=goodput, ranks=ranks)
+
+
+def is_small(config: ResolvedConfig, cluster: Cluster) -> bool:
+    """Whether launches may take as long as operators do, so that the time of a step is of low confidence."""
+    hidden = config.model.hidden_size
+    return not cluster.on_cpu and (hidden < _SMALL_HIDDEN or hidden / config.parallel.tp < _NARROW)
 
 
 def usable_bytes(cluster: Cluster, ranks: int) -> float:

@@ -11,7 +11,7 @@ from megacore.config.messages import counted
 from megacore.plan.memory import GIB
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_json, run_json, training_json
-from megacore.plan.planner import Figure, Origin
+from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small
 from megacore.plan.search import Found, Layout
 from megacore.plan.state import whole_parameters
 
@@ -32,6 +32,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
     ]
+    has_small = False
     for number, (layout, *others) in enumerate(found.divisions[:top], start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
@@ -40,6 +41,8 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         if others:
             slowest = max(other.seconds for other in others)
             mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {slowest:.4g} s"
+        if is_small(layout.config, found.cluster):
+            mark, has_small = f"{mark}; low confidence", True
         row = (
             f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {layout.memory_bytes / GIB:.1f} | "
             f"`{layout.flags}`{mark} |"
@@ -49,6 +52,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
             days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             row += f" {days:,.2f} | {price:,.0f} |"
         lines.append(row)
+    lines += ["", f"Low confidence: {LOW_CONFIDENCE}."] if has_small else []
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
 
@@ -83,6 +87,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
             "simulated": layout.is_simulated,
+            "low_confidence": is_small(layout.config, cluster),
         }
         if tokens is not None:
             days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)

@@ -238,13 +238,15 @@ def variants(
         for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
     }
     for size, kind, stage, sequence, number in itertools.product(sizes, kinds, stages, split, range(len(shapes))):
+        if kind == "full" and shapes[number]["schedule"] == "zero-bubble":
+            continue  # 1F1B (Config.has_whole_backwards)
         yield Choice(parallel=parallels[stage, sequence, number], training=trainings[size, kind])
 
 
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
     """Schedules, stages per rank and partitions."""
     given = constraints.fixed.get("virtual_stages")
-    if pp == 1:  # without a pipeline there is no schedule
+    if pp == 1:  # any other schedule computes the same, and keeps as much or more
         return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}] if given in (None, 1) else []
     names = ("1f1b", "zero-bubble", "interleaved") if given in (None, 1) else ("interleaved",)
     balances = constraints.among("pipeline_balance", ("time", "parameters"))

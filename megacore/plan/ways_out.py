@@ -28,9 +28,11 @@ from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096
 _WAYS = 3
+_MOST_CUT = 4  # times, of sequences that come before larger changes
 _MOST_TP = 8  # neighbours with fast links, in most machines
 # What saves memory, the cheapest first: nothing more is sent, then a little is computed again, then much moves.
 _BY_PRICE = (
+    "--schedule 1f1b",
     "--no-offload-optimizer",
     "--zero-stage 1",
     "--sequence-parallel",
@@ -44,6 +46,10 @@ _BY_PRICE = (
     "--offload-optimizer",
     "--offload-params",
 )
+
+
+_Option = tuple[str, str, dict[str, Any]]
+"""A section, the flag that changes it, and the values that it sets."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +146,23 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
                 return
 
     add(_fewer_in_flight(start))
+    lean = start if ways else _by_1f1b(start)  # where that is not enough, it comes before what changes more
     add(_even_state(start))
     add(_savings(start, on_cpu=limits.on_cpu))
-    add(_other_divisions(start))
+    add(_other_divisions(lean))
     if not ways:
-        add(_longest(start, limits), ", the longest sequences that fit")
+        add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
     if len(ways) < _WAYS:
-        add(_fewer_replicas(start, limits))
+        add(_fewer_replicas(lean, limits))
     further: list[tuple[Callable[[], Iterator[Change]], str]] = [
-        (lambda: _more_replicas(config, limits), ""),
-        (lambda: _more_stages(config, limits), ""),
-        (lambda: _smaller_models(start), ", a smaller model"),
-        (lambda: _more_of_all(config, limits), ""),
-        (lambda: _shorter(start), ", shorter sequences"),
-        (lambda: _fewer_layers(start), ", a smaller model"),
-        (lambda: _smallest(start), ", a smaller model"),
+        (lambda: _more_replicas(lean, limits), ""),
+        (lambda: _more_stages(lean, limits), ""),
+        (lambda: _smaller_models(lean), ", a smaller model"),
+        (lambda: _more_of_all(lean, limits), ""),
+        (lambda: iter(()) if ways else _longest(lean, limits), ", the longest sequences that fit"),
+        (lambda: _shorter(lean), ", shorter sequences"),
+        (lambda: _fewer_layers(lean), ", a smaller model"),
+        (lambda: _smallest(lean), ", a smaller model"),
     ]
     for family, note in further:
         if len(ways) < _WAYS:
@@ -189,19 +197,38 @@ def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
         return ""
     if limits.on_cpu and change.config.parallel.ranks < limits.local_ranks:
         return f", with {counted(change.config.parallel.ranks, 'rank')} on the machine"
-    return f", on {counted(number, 'machine')} with as much memory" if limits.on_cpu else f", on {number} devices"
+    if not limits.on_cpu:
+        return f", on {number} devices"
+    fewer = limits.cluster is not None and limits.local_ranks < limits.cluster.device.node_ranks
+    shared = f" (gpus_per_node = {limits.local_ranks})" if fewer else ""  # with more ranks each would have less
+    return f", on {counted(number, 'machine')} with as much memory{shared}"
 
 
 def _fewer_in_flight(start: Change) -> Iterator[Change]:
-    """The same ranks by 1F1B, which keeps the fewest microbatches, alone and with stages of as much state each."""
-    parallel = start.config.parallel
-    if parallel.pp == 1 or parallel.schedule_name == "1f1b" or parallel.schedule_csv is not None:
-        return
-    flags = "--schedule 1f1b" + (" --virtual-stages 1" if parallel.virtual_stages > 1 else "")
-    if parallel.virtual_stages == 1 or parallel.pipeline_layout is None:
-        change = start.and_("parallel", flags, schedule="1f1b", virtual_stages=1)
+    """The same ranks by 1F1B, alone and with stages of as much state each."""
+    change = _by_1f1b(start)
+    if change is not start:
         yield change
         yield from _even_state(change)
+
+
+def _by_1f1b(start: Change) -> Change:
+    """The same by 1F1B; as it is where that is no change or not possible."""
+    for section, flag, values in _schedules(start.config):
+        return start.and_(section, flag, **values)
+    return start
+
+
+def _schedules(config: ResolvedConfig) -> list[_Option]:
+    """1F1B, which keeps the fewest microbatches, where the schedule is another."""
+    parallel = config.parallel
+    if parallel.schedule_name == "1f1b" or parallel.schedule_csv is not None:
+        return []
+    if parallel.virtual_stages == 1:
+        return [("parallel", "--schedule 1f1b", {"schedule": "1f1b"})]
+    if parallel.pipeline_layout is not None:
+        return []
+    return [("parallel", "--schedule 1f1b --virtual-stages 1", {"schedule": "1f1b", "virtual_stages": 1})]
 
 
 def _other_divisions(start: Change) -> Iterator[Change]:
@@ -247,7 +274,8 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     kinds = ("none", "selective", "light", "full")
     batch = training.global_batch_size // dp
     smaller = [m for m in (training.micro_batch_size // n for n in (2, 4, 8)) if m] + [1]
-    groups: list[list[tuple[str, str, dict[str, Any]]]] = [
+    groups: list[list[_Option]] = [
+        _schedules(start.config),
         [
             ("parallel", f"--zero-stage {stage}", {"zero_stage": stage})
             for stage in range(parallel.zero_stage + 1, 4 if dp > 1 else 0)
@@ -264,7 +292,7 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     ]
     if parallel.tp > 1 and not parallel.sequence_parallel:
         groups.append([("parallel", "--sequence-parallel", {"sequence_parallel": True})])
-    offloads: list[tuple[str, str, dict[str, Any]]] = []
+    offloads: list[_Option] = []
     if on_cpu == parallel.offload_optimizer:  # on a CPU it takes copies of the gradients, and saves nothing
         switch = "--no-offload-optimizer" if on_cpu else "--offload-optimizer"
         offloads.append(("parallel", switch, {"offload_optimizer": not on_cpu}))
@@ -301,35 +329,35 @@ def _thrifty(change: Change) -> Iterator[Change]:
         yield change.and_("training", "--micro-batch-size 1", micro_batch_size=1)
 
 
-def _more_replicas(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
+def _more_replicas(start: Change, limits: Limits) -> Iterator[Change]:
     """ZeRO stage 3 over more and more data-parallel ranks."""
-    parallel, dp = config.parallel, config.parallel.dp
+    parallel, dp = start.config.parallel, start.config.parallel.dp
     while (ranks := parallel.ranks // parallel.dp * (dp := dp * 2)) <= _MOST_RANKS:
         if ranks % limits.local_ranks == 0:
-            for start in _thrifty(Change(config)):
-                change = _with_batch(start, dp)
+            for thrifty in _thrifty(start):
+                change = _with_batch(thrifty, dp)
                 yield change.and_("parallel", f"--dp {dp} --zero-stage 3", dp=dp, zero_stage=3)
 
 
-def _more_stages(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
+def _more_stages(start: Change, limits: Limits) -> Iterator[Change]:
     """The layers split over more and more ranks, by tp up to eight neighbours, and beyond by pp."""
-    parallel = config.parallel
+    parallel = start.config.parallel
     if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
         return
     for ranks in (2**n for n in range(1, 9)):
-        for start in _thrifty(Change(config)):
+        for thrifty in _thrifty(start):
             for tp in (t for t in (8, 4, 2, 1) if ranks % t == 0):
                 pp = ranks // tp
                 grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
                 others = parallel.ranks // (parallel.tp * parallel.pp)
                 if grown and tp * pp * others % limits.local_ranks == 0:
                     degrees = [f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > 1]
-                    yield start.and_("parallel", " ".join(degrees), tp=tp, pp=pp)
+                    yield thrifty.and_("parallel", " ".join(degrees), tp=tp, pp=pp)
 
 
-def _more_of_all(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
+def _more_of_all(start: Change, limits: Limits) -> Iterator[Change]:
     """More ranks in every dimension together, with every flag that saves memory."""
-    parallel = config.parallel
+    parallel = start.config.parallel
     if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
         return
     for factor in (2**n for n in range(1, 13)):
@@ -344,7 +372,7 @@ def _more_of_all(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
             degrees = [
                 f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > getattr(parallel, name)
             ]
-            change = Change(config).and_("parallel", " ".join(degrees), tp=tp, pp=pp) if degrees else Change(config)
+            change = start.and_("parallel", " ".join(degrees), tp=tp, pp=pp) if degrees else start
             if rest > 1:
                 change = _with_batch(change, dp).and_("parallel", f"--dp {dp}", dp=dp)
             yield _thriftiest(change)
@@ -352,7 +380,7 @@ def _more_of_all(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
 
 def _thriftiest(change: Change) -> Change:
     """Every flag that saves device memory and changes neither the model nor the ranks."""
-    *_, change = _thrifty(change)
+    *_, change = _thrifty(_by_1f1b(change))
     parallel = change.config.parallel
     if change.config.precision.precision == "fp32":
         change = change.and_("precision", "--precision bf16", precision="bf16")
@@ -402,7 +430,8 @@ def _smaller_presets(start: Change) -> list[Change]:
     if not _may_change_model(config):
         return []
     candidates = [_as_preset(config, other) for other in config.presets if other != name]
-    sized = [(whole_parameters(c.config, outline(c.config)), c) for c in candidates if c is not None]
+    changes = [Change(c.config, (*start.flags, *c.flags)) for c in candidates if c is not None]
+    sized = [(whole_parameters(change.config, outline(change.config)), change) for change in changes]
     current = whole_parameters(config, outline(config))
     return [change for size, change in sorted(sized, key=lambda item: item[0], reverse=True) if size < current]
 
@@ -416,13 +445,15 @@ def _fewer_layers(start: Change) -> Iterator[Change]:
             yield from _thrifty(start.and_("model", f"--num-layers {fewer}", num_layers=fewer))
 
 
-def _longest(start: Change, limits: Limits) -> Iterator[Change]:
-    """The longest sequences that fit with the same other flags, to a multiple of 16 that the ranks can split."""
+def _longest(start: Change, limits: Limits, *, most_cut: float = math.inf) -> Iterator[Change]:
+    """The longest sequences that fit with the same other flags, to a multiple of 16 that the ranks can split; none
+    where they are more than `most_cut` times shorter."""
     parallel = start.config.parallel
     unit = math.lcm(16 * ranks_of_role("layer", parallel), parallel.sequence_unit(sequence_parallel=True))
     fits = functools.partial(_fits_with_length, start, limits)
-    units = bisect.bisect_left(range(1, start.config.data.seq_length // unit), True, key=lambda n: not fits(n * unit))
-    if units:
+    length = start.config.data.seq_length
+    units = bisect.bisect_left(range(1, length // unit), True, key=lambda n: not fits(n * unit))
+    if units and length <= most_cut * units * unit:
         yield _with_length(start, units * unit)
 
 
@@ -471,8 +502,8 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
     smallest = next((change for change in map(_thriftiest, reversed(_much_smaller(start))) if _is_valid(change)), None)
     further = itertools.chain(
         _savings(start, on_cpu=limits.on_cpu),
-        _more_replicas(start.config, limits),
-        _more_stages(start.config, limits),
+        _more_replicas(start, limits),
+        _more_stages(start, limits),
     )
     candidates = itertools.chain([_thriftiest(start), start], [] if smallest is None else [smallest], further)
     seen: set[tuple[str, ...]] = set()

@@ -56,6 +56,7 @@ def launch_summary(
     virtual = f", of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
     bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the step"
+    one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_csv or parallel.schedule_name}; "
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
@@ -79,7 +80,7 @@ def launch_summary(
             f"{batch * config.data.seq_length:,} tokens per step; "
             f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica",
         ),
-        ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
+        ("schedule", bubble if parallel.pp > 1 else f"{one_by_one}one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
         *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
         *([("weights", _on_host(mesh.device))] if parallel.offload_params else []),

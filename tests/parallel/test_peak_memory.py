@@ -190,7 +190,7 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (2, 2, 1),
         {"precision": "bf16", "schedule": "zero-bubble", "sequence_parallel": True, "vocab_size": 512},
     ),
-    "zero-bubble, recomputed": (
+    "zero-bubble, recomputed, which is 1F1B": (
         (1, 2, 1),
         {"precision": "bf16", "schedule": "zero-bubble", "recompute": "full", "micro_batch_size": 4}
         | {"vocab_size": 4096, "global_batch_size": 16},

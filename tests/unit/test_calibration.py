@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,9 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
     found = calibrated(tmp_path, [end] * 8, costs)
     assert found.cluster.device.node_link.bandwidth == pytest.approx(CPU.device.node_link.bandwidth, rel=0.02)
-    assert any(line.startswith("unexplained: +") for line in lines_of(found))
+    lines = lines_of(found)
+    assert any(re.match(r"unexplained: \+.* s \(\+.*% of the prediction\)", line) for line in lines)
+    assert not any(line.startswith("predicted with it") and "%" in line for line in lines)
     assert "of the step are unexplained" in found.doubts[-1]
     assert lines_of(found)[-1].startswith("low confidence")
     assert "low confidence" in found.cluster.source

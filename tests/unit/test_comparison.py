@@ -132,7 +132,7 @@ def test_rounds_alternate_and_no_side_always_follows_the_same_one(results: Resul
     turns = Comparison(results, {}, tmp_path, tmp_path / "log")._turns(sides, ONE, rounds=3, steps=2)
     assert said == ["first", "fails", "last", "last", "fails", "first", "first", "last"]
     assert {name: len(taken) for name, taken in turns.items()} == {"first": 6, "last": 6}
-    assert results.missing["fails, one on 1 ranks"] == "it fails"
+    assert results.missing["fails, one on 1 rank"] == "it fails"
 
 
 def test_a_run_that_is_ended_early_leaves_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,28 @@ def test_sizes_that_a_layout_cannot_divide_are_refused_with_sizes_that_it_can(
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--ranks 1 --modes tp", "--modes tp needs 2 ranks or more, and --ranks is 1: use --ranks 2 or more"),
+        ("--ranks 2 --modes tp-pp", "--modes tp-pp needs 4 ranks or more, and --ranks is 2: use --ranks 4 or more"),
+        ("--ranks 3 --modes pp-dp", "--modes pp-dp needs 4 ranks or more"),
+        ("--modes ,", "--modes names none: use one of dp, "),
+        ("--ranks 3 --modes dp", "--batch 8 must be a multiple of 6 "),
+        ("--ranks 3", "--batch 8 must be a multiple of 12 "),
+    ],
+)
+def test_a_comparison_without_a_layout_that_can_run_is_refused(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(flags, capsys)
+
+
+def test_a_mode_that_is_given_twice_counts_once() -> None:
+    arguments = parser().parse_args(["--modes", "dp,tp,dp", "--peers", "torch,torch"])
+    assert arguments.modes == ["dp", "tp"] and arguments.peers == ["torch"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_sizes_that_fit_are_cut(ranks: int) -> None:
     """What is advised of the layers is what megacore's partition takes."""
@@ -250,6 +272,11 @@ def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(result
             "many_ranks.py --tp x --pp 0 --dp z --steps 0 --timeout 0",
             ["--tp 'x' is not a", "--pp 0 must be at least 1", "--dp 'z'", "--steps 0 must", "--timeout 0 must"],
         ),
+        (
+            "many_ranks.py --tp 3 --pp 0 --dp 2 --schedule interleaved --virtual-stages 2",
+            ["3 problems\n", "--pp 0 must be", "--tp 3 must divide --num-attention-heads 4", "--ffn-hidden-size 128"],
+        ),
+        ("many_ranks.py --tp 1 --pp 1 --dp 1 --pq 3", ["--help and pretrain_gpt.py --help all list them"]),
         ("many_ranks.py --tp 2 --pp 1", ["--tp 1 time, --pp 1 time, --dp 0 times: give each once per layout"]),
         (
             "many_ranks.py --tp 64 --pp 64 --dp 64 --bogus 4 --step 2",

@@ -79,6 +79,17 @@ def test_on_a_cpu_w1_is_fastest_with_zero_bubble() -> None:
     assert schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))[0] == ("zero-bubble", 1)
 
 
+def test_backward_of_blocks_that_are_computed_again_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """In two halves each of their operators would compute the block again."""
+    recomputed = planned(f"{W1} --pp 2 --recompute full --schedule zero-bubble")
+    assert shape(recomputed) == ("1f1b", 1) and not recomputed.parallel.may_split_backward
+    assert "the schedule is 1F1B" in capsys.readouterr().err
+    assert shape(planned(f"{W1} --pp 2 --recompute light --schedule zero-bubble")) == ("zero-bubble", 1)
+    open_config = planned(f"{W1} --pp 2 --recompute full")
+    choices = schedules_by_time(open_config, outline(open_config), LAPTOP)
+    assert "zero-bubble" not in {name for name, _ in choices}
+
+
 def test_a_schedule_is_chosen_for_experts(capsys: pytest.CaptureFixture[str]) -> None:
     """By a step that is shorter than that of 1F1B, and the report names it."""
     flags = "--preset mixtral-8x7b --tp 2 --pp 4 --dp 4 --ep 4 --precision bf16 --global-batch-size 64"

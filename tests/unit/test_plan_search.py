@@ -33,6 +33,19 @@ def test_a_search_is_for_the_software(capsys: pytest.CaptureFixture[str]) -> Non
     assert "software megatron-lm" in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.parametrize(("preset", "is_small"), [("gpt2-small", True), ("llama-3.2-1b", False)])
+def test_a_search_marks_low_confidence_as_a_plan_does(
+    preset: str, is_small: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"pretrain_gpt.py --preset {preset} --global-batch-size 8 --cluster h100"
+    found = planned(capsys, f"{model} --world-size 2 --search")
+    assert {row["low_confidence"] for row in [*found["layouts"], *found["frontier"]]} == {is_small}
+    assert planned(capsys, f"{model} --dp 2")["low_confidence"] == is_small
+    assert main([*f"{model} --world-size 2 --search".split()]) == 0
+    text = capsys.readouterr().out
+    assert ("; low confidence |" in text) == ("\nLow confidence: " in text) == is_small
+
+
 def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cluster = tmp_path / "large.toml"
     cluster.write_text('based_on = "h100"\nmemory_gb = 1000', encoding="utf-8")

@@ -195,12 +195,18 @@ DOES_NOT_FIT = {
     f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": (
         "--schedule 1f1b --virtual-stages 1"
     ),
+    "llama-3-8b --tp 8 --global-batch-size 64 --cluster a100-40g --schedule gpipe": "--schedule 1f1b",
+    "llama-3-8b --pp 4 --dp 2 --global-batch-size 64 --cluster a100-40g --schedule gpipe": (
+        "--schedule 1f1b --zero-stage 1 --recompute full"
+    ),
     f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --pp 1 --dp 4",
     "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
     ),
     "bloom-176b --cluster laptop --micro-batch-size 1": "--preset gpt2-large --recompute full, a smaller model",
-    "llama-3-8b --cluster laptop": "--recompute full --tp 8 --pp 2, on 16 machines with as much memory",
+    "llama-3-8b --cluster laptop": (
+        "--recompute full --tp 8 --pp 2, on 16 machines with as much memory (gpus_per_node = 1)"
+    ),
     "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --cluster h100": "--tp 8 --pp 2, on 32 devices",
 }
 
@@ -237,6 +243,28 @@ def test_the_ways_out_fit_when_they_are_planned(
         assert again["fits"], way
         peak = again["peak_bytes"] / GIB
         assert f": {peak:,.1f} GiB" in way, (peak, way)
+
+
+def test_the_schedule_of_one_pipeline_rank_is_named_where_it_is_not_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer keeps all its microbatches too."""
+    flags = "pretrain_gpt.py --preset gpt2-small --tp 2 --global-batch-size 8 --cluster h100"
+    plain, all_forwards = planned(capsys, flags), planned(capsys, f"{flags} --schedule gpipe")
+    assert (plain["memory"][0]["in_flight"], all_forwards["memory"][0]["in_flight"]) == (1, 8)
+    assert "--schedule" not in plain["flags"]
+    assert "--schedule gpipe" in all_forwards["flags"]
+    assert main(f"{flags} --schedule gpipe".split()) == 0
+    assert "schedule gpipe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("length", "is_first"), [(262_144, True), (1_048_576, False)])
+def test_much_shorter_sequences_do_not_come_before_other_ways_out(
+    length: int, is_first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """About 240,000 positions fit."""
+    saving = "--recompute full --offload-optimizer --offload-params --zero-stage 3 --global-batch-size 1"
+    long = f"--preset llama-3.2-1b --seq-length {length} --max-position-embeddings {length}"
+    first, *_ = planned(capsys, f"pretrain_gpt.py {long} {saving} --cluster a100-40g")["ways_out"]
+    assert first.startswith("--seq-length ") == is_first
 
 
 def test_torch_is_not_loaded() -> None:

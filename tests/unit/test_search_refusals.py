@@ -175,12 +175,15 @@ def test_every_contradiction_of_a_search_is_reported_at_once(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
-        ("--schedule zero-bubble --max-pp 1", ["--schedule zero-bubble has no effect with --max-pp 1"]),
+        (
+            "--schedule zero-bubble --max-pp 1",
+            ["--search tries --schedule zero-bubble only in pipelines, and --max-pp 1 leaves none"],
+        ),
         (
             "--schedule interleaved --pipeline-balance time --pp 1",
             [
-                "--schedule interleaved has no effect with --pp 1, which leaves no pipeline: leave one of them out",
-                "--pipeline-balance time has no effect with --pp 1",
+                "--search tries --schedule interleaved only in pipelines, and --pp 1 leaves none: leave one",
+                "--search tries --pipeline-balance time only in pipelines",
             ],
         ),
         ("--sequence-parallel --max-tp 1", ["--sequence-parallel has no effect with --max-tp 1: leave one of them"]),
