@@ -302,7 +302,7 @@ def _at_pieces(
     """What exists beside activations and their gradients, less what is freed by then, at the piece of a layer where it
     is most: buckets and first shards; and the shard that is added to an earlier one."""
     term = term_bytes(config)
-    of_shard = term * (3 if config.parallel.offload_params else 1)
+    of_shard = term * (3 if config.parallel.offload_params and shard_ranks(config.parallel) > 1 else 1)
     freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
     early = _freed_by_piece(config, layer, filled.pieces, freed_first, on_cpu=on_cpu)
     found = []
