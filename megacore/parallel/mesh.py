@@ -36,11 +36,9 @@ from megacore.config.dimensions import (
 from megacore.config.messages import counted, ranks_in_words
 from megacore.config.nodes import torchrun_flags
 from megacore.errors import ConfigError
+from megacore.parallel import gloo
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase, post
-
-# By which the size of torch's record of operations is set: its name, and the one of older releases.
-_RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,14 +254,12 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
         device = select_device(config.device)
     else:
         timeout, rank = _timeout(config), int(os.environ["RANK"])
-        # gloo connects two ranks when they first communicate, not every rank with every other one.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         with phase(Phase.CONNECT):
             store = _job_store(timeout)
         with post(Phase.MEET, tuple(range(world_size())), 0):
             device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
             if device.type == "cpu":
-                _record_no_operations()
+                gloo.prepare()
             dist.init_process_group(
                 dist.get_default_backend_for_device(device),
                 timeout=timeout,
@@ -275,14 +271,6 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     if world_size() == 1:
         return device, ALONE
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
-
-
-def _record_no_operations() -> None:
-    """Turn off torch's record of the last 2,000 operations of gloo, unless the user has set its size. Each entry holds
-    the call stack: many small blocks that outlive a step, in holes of the heap that the next tensor of the same size
-    then does not fit. The heap of a rank grows for as long as the record does. megacore's watchdog has a record too."""
-    if not any(name in os.environ for name in _RECORD_SIZES):
-        os.environ[_RECORD_SIZES[0]] = "0"
 
 
 def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
@@ -419,7 +407,8 @@ def _join(groups: Sequence[tuple[int, ...]], world: Group, device: torch.device,
     if _splits(device):
         handle = dist.split_group(split_ranks=[list(group) for group in groups], timeout=timeout)
     else:  # only its members call: what a rank does is independent of how many groups there are
-        handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        with gloo.few_threads(len(ranks)):
+            handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return _group(handle, world.rank, ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
-from megacore.parallel import direct, mesh
-from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
+from megacore.parallel import direct, gloo, mesh
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
 from megacore.parallel.mesh import Group, Holders, agree_on_devices, build_mesh, join_job, select_device
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
@@ -33,6 +34,25 @@ def timeouts(rank: int, world_size: int) -> list[timedelta]:
 
 def test_every_subgroup_waits_as_long_as_configured() -> None:
     assert run_distributed(timeouts, 4, init=False) == [[timedelta(minutes=3.5)] * 2] * 4  # tp and pp
+
+
+def sums_on_a_crowded_machine(rank: int, world_size: int, ranks_per_core: int) -> tuple[list[float], int]:
+    """Sums of the ranks over every group of this rank, and how many threads of gloo serve them."""
+    with mock.patch.object(gloo, "_CROWD", ranks_per_core):
+        built = build_mesh(make_config((2, 2, 2), "unused").parallel)
+    groups = (built.layer, built.pipeline, built.replicas, built.world)
+    sums = [all_reduce_(torch.tensor([float(rank)]), group).item() for group in groups]
+    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sums, sum(name.startswith("gloo") for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads as Linux shows them")
+def test_the_groups_of_a_rank_share_a_thread_where_many_ranks_share_a_core() -> None:
+    crowded = run_distributed(sums_on_a_crowded_machine, 8, 0, init=False)
+    apart = run_distributed(sums_on_a_crowded_machine, 8, 1000, init=False)
+    assert [sums for sums, _ in crowded] == [sums for sums, _ in apart]
+    assert [sums[-1] for sums, _ in apart] == [28.0] * 8
+    assert ({threads for _, threads in crowded}, {threads for _, threads in apart}) == ({2}, {4})  # one for the world
 
 
 def communicators_of_a_tied_model(rank: int, world_size: int, directory: str) -> int:

@@ -47,6 +47,7 @@ TORCH_IN_DATA = {"megacore/data/loading/loader.py"}
 DISTRIBUTED = {
     "megacore/parallel/collectives.py": "collectives",
     "megacore/parallel/mesh.py": "groups",
+    "megacore/parallel/gloo.py": "groups",  # on which threads they run
     "megacore/pipeline/transport.py": "point-to-point",
     "megacore/watch/nodes.py": "store",
     "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
