@@ -6,6 +6,7 @@ computed for all.
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import dataclasses
 import gc
@@ -17,7 +18,6 @@ import os
 import sys
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -329,7 +329,7 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
         found = [evaluation(group) for group in work]
     else:
         fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
+        with concurrent.futures.ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
             found = list(pool.map(_evaluate, work))
     results = zip(itertools.chain(*numbered), itertools.chain(*found), strict=True)
     return [result for _, result in sorted(results, key=operator.itemgetter(0))]
