@@ -16,7 +16,7 @@ from megacore.config.compression import COMPRESSION_RULES
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
-from megacore.config.messages import at_most, counted, divisors, number, one_of
+from megacore.config.messages import at_most, counted, divisors, number
 from megacore.config.mup import mup_problems
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.parallel import ParallelConfig
@@ -63,7 +63,7 @@ def validate(
         return found_in(changed, ranks)
 
     found = found_in(config, world_size)
-    return with_tried_ways(found, recheck) if found else []
+    return with_tried_ways(found, recheck, processes=None if follows_degrees else world_size) if found else []
 
 
 def degrees_product(config: Config) -> int:
@@ -461,20 +461,17 @@ def _processes(config: Config, world_size: int) -> Iterator[str]:
         if world_size % (product // degree) == 0
     }
     last = names[-1]
-    last, flags = names[-1], " x ".join(fields[name].flag for name in given)
     if last in given and product != world_size:
         yield Problem(
             f"{equation}, but {processes}",
             *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items()),
             Change(f"leave {fields[last].flag} out", {last: None}) if last in left else None,
             Values(name=WORLD_SIZE, among=[product], near=world_size),
-            None if left else Change(f"choose degrees whose product is {world_size}"),
         )
     if last not in given and world_size % product:
         yield Problem(
             f"{equation} must divide the number of processes, but {processes}",
             *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items() if degree > 1),
-            None if left else Change(f"choose {flags} among {one_of(divisors(world_size))}"),
             multiples_of(WORLD_SIZE, world_size, product),
             about=(last,),
         )

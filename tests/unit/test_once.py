@@ -94,5 +94,5 @@ def test_stages_that_are_alike_compute_once_what_exists_for_a_moment(monkeypatch
 
     monkeypatch.setattr(rank_activations, "passing_bytes", counted)
     plan_memory(config, outline(config), on_cpu=False)
-    # Of 24 stages the first, those of two and of three blocks, the last; and those of two on the rank that has the head.
+    # Of 24 stages the first, those of two or three blocks, the last; and those of two on the rank that has the head.
     assert len(computed) == 5
