@@ -7,13 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacore.config.checkpoint import AUTO
-from megacore.config.fields import field_infos, flag_and_value
-from megacore.config.messages import at_most, counted
-from megacore.config.problem import Change, Problem, Values
+from megacore.config.fields import field_infos, flag, flag_and_value
+from megacore.config.messages import counted
+from megacore.config.problem import Change, Problem, Values, up_to
 from megacore.config.rules import Rules
 from megacore.config.schema import Config
 
 DURATION_RULES = Rules()
+
+
+def _larger(name: str, above: int) -> Change:
+    """A larger number of steps, tried with one that is far above a bound."""
+    return Change(f"a larger {flag(name)}", {name: 64 * (above + 1)})
 
 
 @DURATION_RULES.about(
@@ -28,19 +33,22 @@ def schedule_problems(config: Config) -> Iterator[str]:
     """What is wrong with the lengths of the parts of the learning-rate schedule beside each other."""
     optimizer, end = config.optimizer, config.lr_decay_iters
     warmup, final = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
-    name = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"
-    length, iters = f"{name} {end}", config.training.train_iters
+    name = "lr_decay_iters" if optimizer.lr_decay_iters else "train_iters"
+    length, iters = f"{flag(name)} {end}", config.training.train_iters
     if not optimizer.lr_decay_iters and end != iters:  # a schedule in full batches
         ramp = " ".join(config.rampup.rampup_batch_size)
         length = f"the {end} full batches of --train-iters {iters} with --rampup-batch-size {ramp}"
     if warmup >= end:
         rises = optimizer.lr_decay_style == "1cycle"  # whose warm-up has a step at least
-        smaller = "" if rises and end == 1 else f"{at_most(end - 1)}, or "
-        yield f"--lr-warmup-iters {warmup} must be below {length}: use {smaller}a larger {name}"
+        yield Problem(
+            f"--lr-warmup-iters {warmup} must be below {length}",
+            up_to("lr_warmup_iters", warmup, end - 1, low=1 if rises else 0),
+            _larger(name, warmup),
+        )
     elif optimizer.lr_decay_style == "WSD" and final is not None and warmup + final > end:
-        yield (
-            f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "
-            f"{length}: use --lr-wsd-decay-iters {end - warmup} or less"
+        yield Problem(
+            f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most {length}",
+            Values(name="lr_wsd_decay_iters", among=range(end - warmup, 0, -1), near=final, bound="or less"),
         )
 
 
@@ -49,9 +57,15 @@ def _range_test(config: Config, world_size: int) -> Iterator[str]:
     if not config.optimizer.lr_range_test:
         return
     if config.checkpoint.load not in (None, AUTO):
-        yield f"--lr-range-test begins with the first step, but --load {config.checkpoint.load} continues: leave it out"
+        yield Problem(
+            f"--lr-range-test begins with the first step, but --load {config.checkpoint.load} continues",
+            Change("leave it out", {"lr_range_test": False}),
+        )
     if config.training.train_iters < 10:
-        yield f"--lr-range-test needs 10 steps or more: use --train-iters 100 instead of {config.training.train_iters}"
+        yield Problem(
+            "--lr-range-test needs 10 steps or more",
+            Change(f"--train-iters 100 instead of {config.training.train_iters}", {"train_iters": 100}),
+        )
 
 
 @DURATION_RULES.about("trace_steps", "train_iters")
@@ -63,7 +77,7 @@ def _traced(config: Config, world_size: int) -> Iterator[str]:
             f"--trace-steps {steps} must be at most {most} with --train-iters {last}, because the trace begins after "
             "the first step",
             Values(name="trace_steps", among=range(most, 0, -1), near=steps, bound="or less"),
-            Change("use a larger --train-iters"),
+            _larger("train_iters", steps),
         )
 
 
@@ -74,9 +88,11 @@ def _profiled(config: Config, world_size: int) -> Iterator[str]:
     except ValueError:  # the section reports it
         return
     if profiled and profiled[-1] > last:
-        yield (
-            f"--profile-steps {config.logging.profile_steps} must end within --train-iters {last}: use "
-            f"--profile-steps {min(profiled[0], last)}:{last}, or a larger --train-iters"
+        within = f"{min(profiled[0], last)}:{last}"
+        yield Problem(
+            f"--profile-steps {config.logging.profile_steps} must end within --train-iters {last}",
+            Change(f"--profile-steps {within}", {"profile_steps": within}),
+            _larger("train_iters", profiled[-1]),
         )
 
 
@@ -85,23 +101,28 @@ def _check_intervals(config: Config, world_size: int) -> Iterator[str]:
     watch, last = config.watch, config.training.train_iters
     default = field_infos(type(watch))["check_replicas_interval"].default
     if watch.replay_interval > last:
-        yield (
+        yield Problem(
             f"--replay-interval {watch.replay_interval} must be at most --train-iters {last}, because no step would be "
-            f"replayed: use {last} or less, or leave it out"
+            "replayed",
+            up_to("replay_interval", watch.replay_interval, last),
+            Change("leave it out", {"replay_interval": 0}),
         )
     if watch.check_replicas_interval > last and watch.check_replicas_interval != default:
-        yield (
+        yield Problem(
             f"--check-replicas-interval {watch.check_replicas_interval} must be at most --train-iters {last}, because "
-            f"only saves would be checked: use {last} or less, or leave it out"
+            "only saves would be checked",
+            up_to("check_replicas_interval", watch.check_replicas_interval, last),
+            Change("leave it out", {"check_replicas_interval": default}),
         )
 
 
 @DURATION_RULES.about("on_spike", "save_interval")
 def _rollback(config: Config, world_size: int) -> Iterator[str]:
     if config.spikes.on_spike == "rollback" and config.checkpoint.save_interval is None:
-        yield (
-            "--on-spike rollback needs checkpoints to return to: use --save-interval, for example with 100, or "
-            "--on-spike skip"
+        yield Problem(
+            "--on-spike rollback needs checkpoints to return to",
+            Change("--save-interval, for example with 100", {"save_interval": 100}),
+            Change("--on-spike skip", {"on_spike": "skip"}),
         )
 
 
@@ -123,15 +144,18 @@ def _idle_guard(config: Config, world_size: int) -> Iterator[str]:
     half, given = spikes.spike_window // 2, f"--on-spike {spikes.on_spike}"
     if half >= last:
         most = 2 * last - 1
-        smaller = f"use --spike-window {most} or less, or " if most >= 4 else "use "
-        yield (
+        yield Problem(
             f"{given} has no effect in {counted(last, 'step')} (--train-iters): the guard needs {half} accepted steps, "
-            f"half of --spike-window {spikes.spike_window}: {smaller}a larger --train-iters"
+            f"half of --spike-window {spikes.spike_window}",
+            Values(name="spike_window", among=range(most, 3, -1), near=spikes.spike_window, bound="or less"),
+            _larger("train_iters", half),
         )
     elif warmup >= last:
-        yield (
+        yield Problem(
             f"{given} has no effect in {counted(last, 'step')} (--train-iters): the guard begins after "
-            f"--lr-warmup-iters {warmup}: use a smaller one, or a larger --train-iters"
+            f"--lr-warmup-iters {warmup}",
+            Change("a smaller one", {"lr_warmup_iters": 0}),
+            _larger("train_iters", warmup),
         )
 
 
@@ -141,15 +165,17 @@ def _rollbacks_beyond(config: Config, world_size: int) -> Iterator[str]:
     if spikes.on_spike != "rollback":
         return
     if interval is not None and interval >= last and config.checkpoint.load is None:
-        below = f"use {last - 1} or less, or " if last > 1 else "use "
-        yield (
+        yield Problem(
             f"--save-interval {interval} must be below --train-iters {last} with --on-spike rollback, because there "
-            f"would be no checkpoint to return to: {below}a larger --train-iters"
+            "would be no checkpoint to return to",
+            up_to("save_interval", interval, last - 1),
+            _larger("train_iters", interval),
         )
     for name in ("spike_skip_batches", "max_rollbacks"):
         value, default = getattr(spikes, name), field_infos(type(spikes))[name].default
         if value > last and value != default:
-            yield f"{flag_and_value(name, value)} must be at most --train-iters {last}: use {last} or less"
+            said = f"{flag_and_value(name, value)} must be at most --train-iters {last}"
+            yield Problem(said, up_to(name, value, last))
 
 
 @DURATION_RULES.about("skip_train", "lr_range_test")

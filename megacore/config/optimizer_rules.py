@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megacore.config.fields import field_infos
 from megacore.config.mup import mup_problems
 from megacore.config.optimizers import OptimizerSettings
+from megacore.config.problem import Change, Problem
 from megacore.config.rules import Rules
 from megacore.config.schema import Config, sections_of
 
@@ -27,17 +28,21 @@ def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
 def _moments(config: Config, world_size: int) -> Iterator[str]:
     chosen, dtype = config.optimizer.optimizer, config.adamw.moments_dtype
     if dtype != "fp32" and "adamw" in config.optimizer_settings.shares:  # others have no use for [adamw] at all
-        given = f"--moments-dtype {dtype}"
-        yield f"{given} is not possible with --optimizer {chosen}: leave it out, or use --optimizer adamw"
+        yield Problem(
+            f"--moments-dtype {dtype} is not possible with --optimizer {chosen}",
+            Change("leave it out", {"moments_dtype": "fp32"}),
+            Change("--optimizer adamw", {"optimizer": "adamw"}),
+        )
 
 
 @OPTIMIZER_RULES.about("reproducible", "grad_reduce_dtype")
 def _reproducible(config: Config, world_size: int) -> Iterator[str]:
     if config.training.reproducible and config.precision.grad_reduce_dtype != "fp32":
-        yield (
+        yield Problem(
             f"--reproducible needs exact sums of gradients, but --grad-reduce-dtype "
-            f"{config.precision.grad_reduce_dtype} rounds them: use --grad-reduce-dtype fp32, or leave --reproducible "
-            "out"
+            f"{config.precision.grad_reduce_dtype} rounds them",
+            Change("--grad-reduce-dtype fp32", {"grad_reduce_dtype": "fp32"}),
+            Change("leave --reproducible out", {"reproducible": False}),
         )
 
 
