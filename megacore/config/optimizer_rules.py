@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacore.config.fields import field_infos
+from megacore.config.fields import field_infos, use
 from megacore.config.mup import mup_problems
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.problem import Change, Problem
@@ -21,7 +21,7 @@ def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
         section = getattr(config, name)
         if isinstance(section, OptimizerSettings) and name not in (chosen_name, *settings.shares):
             wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
-            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", f"--optimizer {name}")
+            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", use("optimizer", name))
 
 
 @OPTIMIZER_RULES.about("optimizer", "moments_dtype")

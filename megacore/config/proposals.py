@@ -169,8 +169,9 @@ class _Group:
 
     @cached_property
     def _combination(self) -> dict[str, Any]:
-        """The same, or where there is none other processes, with or without values of fields."""
-        if self._of_flags or self.processes is None:
+        """The same; or, where there is none and no way out in prose, other processes, with or without other values."""
+        in_prose = any(isinstance(way, Change) and not way.values for one in self.problems for way in _ways(one))
+        if self._of_flags or in_prose or self.processes is None:
             return self._of_flags
         near = self.processes
         beside = sorted(range(max(near - _NEAR, 1), near + _NEAR), key=lambda number: abs(number - near))
