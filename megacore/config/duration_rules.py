@@ -17,8 +17,8 @@ DURATION_RULES = Rules()
 
 
 def _larger(name: str, above: int) -> Change:
-    """A larger number of steps, tried with one that is far above a bound."""
-    return Change(f"a larger {flag(name)}", {name: 64 * (above + 1)})
+    """A larger number of steps, tried with one that is well above a bound."""
+    return Change(f"a larger {flag(name)}", {name: 2 * (above + 1)})
 
 
 @DURATION_RULES.about(

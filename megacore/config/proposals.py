@@ -258,4 +258,4 @@ def _groups(found: Sequence[str]) -> list[list[int]]:
             fields, places = fields | group[0], group[1] + places
             groups.remove(group)
         groups.append((fields, places))
-    return [places for _, places in groups]
+    return [sorted(places) for _, places in groups]
