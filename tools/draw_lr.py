@@ -25,12 +25,12 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
+from megacore.config.duration_rules import schedule_problems
 from megacore.config.fields import Section, field_infos
 from megacore.config.flags import Given, read_flags, translate_foreign
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
 from megacore.config.toml import read_toml
-from megacore.config.validation import schedule_problems
 from megacore.errors import ConfigError
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 from megacore.plan.canvas import require_writable, save

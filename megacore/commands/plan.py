@@ -10,12 +10,11 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megacore.commands.plan_calibration import run_calibration
 from megacore.commands.plan_parser import (
     ENTRIES,
     PlanParser,
@@ -47,8 +46,6 @@ from megacore.config.flags import Given, read_flags, without_fields
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
-from megacore.convert.start import shape_from_hf
-from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.canvas import require_writable, save
@@ -193,6 +190,8 @@ class _Request:
 
 def _plan(args: argparse.Namespace) -> None:
     if args.calibrate is not None:
+        from megacore.commands.plan_calibration import run_calibration
+
         run_calibration(args)
         return
     if "--calibrate" in args.misspelled:
@@ -271,8 +270,8 @@ def _read(args: argparse.Namespace) -> _Request:
         prog=args.help_of,
         description="Plan a run.",
         kind=kind,
-        shape=None if entry == "pretrain_bert.py" else shape_from_hf,
-        vocabulary=vocabulary_size,
+        shape=_shape_for(kind),
+        vocabulary=_vocabulary_size,
         checks=[
             check_schedule,
             lambda resolved: _require_peak(resolved, cluster),
@@ -285,6 +284,28 @@ def _read(args: argparse.Namespace) -> _Request:
     )
     assert cluster is not None
     return _Request(config, cluster)
+
+
+def _shape_for(kind: type[Config]) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
+    """`shape_from_hf` for models that a directory of Hugging Face's may describe."""
+    return None if kind is BertConfig else _shape_from_hf
+
+
+def _shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("init_from_hf") is None:
+        return {}
+    from megacore.convert.start import shape_from_hf
+
+    return shape_from_hf(given)
+
+
+def _vocabulary_size(config: Config) -> int:
+    """As `vocabulary_size` of the data has it."""
+    if config.data.tokenizer is None and config.model.vocab_size:
+        return config.model.vocab_size
+    from megacore.data.gpt.build import vocabulary_size
+
+    return vocabulary_size(config)
 
 
 def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
@@ -319,7 +340,7 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
 def _take_foreign(args: argparse.Namespace, reading: Given, kind: type[Config]) -> Iterator[str]:
     """Take what other trainers' flags say of a layout for given, as a search keeps it; what is wrong with those that
     the run does not begin from."""
-    values, problems = given_values(args.flags, kind, None if kind is BertConfig else shape_from_hf)
+    values, problems = given_values(args.flags, kind, _shape_for(kind))
     reading.values |= {name: values[name] for name in SEARCHED if name in args.foreign and name in values}
     left_out = [setting.source for setting in reading.foreign if set(setting.fields) & set(OF_DEGREES)]
     yield from (problem for problem in problems if problem.startswith(tuple(left_out)))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -72,12 +72,12 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         return _say(f"{parser.prog}: error: {error}", EXIT_REFUSED)
     except KeyboardInterrupt:
         return _say(f"{parser.prog}: error: interrupted; nothing was written", EXIT_INTERRUPTED)
-    except BrokenProcessPool:
+    except BrokenExecutor:
         # None of a parser without the flag.
         way_out = "fewer --workers" if parser.get_default("workers") is not None else "a machine with more free memory"
         why = "a worker process died, perhaps for lack of memory"
         return _say(f"{parser.prog}: error: {why}: use {way_out}", EXIT_FAILED)
-    except BrokenPipeError:  # dead workers are a BrokenProcessPool
+    except BrokenPipeError:  # dead workers are a BrokenExecutor
         output_is_closed()
         return EXIT_OUTPUT_CLOSED
     except OSError as error:

@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -24,10 +24,16 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 import megacore
 from megacore.config import megatron_script
 from megacore.config.deepspeed import read_deepspeed
-from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.flags import FILES, Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
-from megacore.config.messages import counted, number
+from megacore.config.launch_notes import (
+    defaults_of_megatron,
+    kept_although_derived,
+    kept_from_checkpoint,
+    overridden_preset,
+)
+from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
@@ -253,6 +259,9 @@ def _read(
     def build(given: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
 
+    def build_alone(values: Mapping[str, Any]) -> C:
+        return _build(kind, _with_defaults(kind, values))
+
     config = build(given)
     if megatron_script.names_of(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
         del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
@@ -284,18 +293,18 @@ def _read(
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
     meeting = _unknown_address(process)
     local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
-    notes += _overridden_preset(kind, flags, file, path)
+    notes += overridden_preset(kind, flags, file, path)
     if config.has_whole_backwards:
         notes.append(
             "--schedule zero-bubble: --recompute full would compute a block again for each of its operators, so that "
             "backward is not split; the schedule is 1F1B"
         )
     if not problems and not local_problems:
-        notes += _kept_although_derived(kind, flags, file, path)
-        usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))
+        notes += kept_although_derived(build_alone, flags, file, path)
+        usual = build_alone({**shape_values, **given})
         notes += flags.translation_notes()
-        notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
-        notes += _kept_from_checkpoint(former, config, usual)
+        notes += defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
+        notes += kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
     return _Reading(config, problems, local_problems, notes, source, flags.translated, given)
 
@@ -384,44 +393,6 @@ def _idle_flags(flags: Given, config: Config) -> list[str]:
     return []
 
 
-def _overridden_preset(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:
-    """A note where the file overrides parts of a preset that a flag asks for."""
-    preset = kind.presets.get(flags.values.get("preset") or "", {})
-    changed = [f"{k} {file.values[k]} (preset: {v})" for k, v in preset.items() if file.values.get(k, v) != v]
-    changed = [text for text in changed if text.split()[0] not in flags.values]
-    if not changed:
-        return []
-    return [f"--config {path} overrides --preset {flags.values['preset']}: {', '.join(changed)}"]
-
-
-# Fields that a resolved file contains although they follow from others, and what they follow to.
-_DERIVED: Mapping[str, Callable[[Config], Any]] = {
-    "num_query_groups": lambda config: config.model.query_groups,
-    "kv_channels": lambda config: config.model.head_size,
-    "ffn_hidden_size": lambda config: config.model.inner_size,
-    "max_position_embeddings": lambda config: config.model.max_position_embeddings or config.data.seq_length,
-    "min_lr": lambda config: config.optimizer.end_lr,
-    "lr_decay_iters": lambda config: config.lr_decay_iters,
-}
-
-
-def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:
-    """A note for each field that followed from others in the run that wrote the file, and that flags would change."""
-    notes = []
-    for name, derived in _DERIVED.items():
-        if name not in file.values or name in flags.values:
-            continue
-        kept, others = file.values[name], {k: v for k, v in file.values.items() if k != name}
-        with_flags = {**others, **flags.values, name: None}  # given, so that no preset sets it
-        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, with_flags))
-        if not there.model.problems() and kept == derived(there) != derived(here):
-            notes.append(
-                f"--config {path} sets {flag_and_value(name, kept)}: {flag_and_value(name, None)} derives it from the "
-                f"other flags, which gives {derived(here)}"
-            )
-    return notes
-
-
 def _save_in_directory(given: Given) -> None:
     """Takes `--save DIR` for `--output-dir`: only a URL is another place than that of all else that a run writes."""
     save, output = given.values.get("save"), given.values.get("output_dir")
@@ -435,54 +406,6 @@ def _save_in_directory(given: Given) -> None:
             f"--save {save} and --output-dir {output} contradict each other, as a directory of checkpoints is the "
             "output directory: give one of them, or --save URL for checkpoints in an object store"
         )
-
-
-def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:
-    """A note with the flags whose default is Megatron-LM's.
-
-    Args:
-        flags: the command line.
-        names: fields that have a default of Megatron-LM.
-        config: the configuration.
-        usual: what it would be with the defaults of megacore.
-    """
-    changed = _changes(sorted(names), config, usual)
-    if not changed:
-        return []
-    name = megatron_script.names_of(flags)[0]
-    return [
-        f"these are the flags of a Megatron-LM script ({name}); what it leaves out is as there: "
-        f"{_in_words(changed)} (docs/guides/coming-from-megatron.md)"
-    ]
-
-
-def _kept_from_checkpoint(former: Mapping[str, Any], config: Config, usual: Config) -> list[str]:
-    """A note with the settings that a continued run keeps, where the defaults are others by now."""
-    changed = _changes(former, config, usual)
-    return [f"--load keeps settings of the run that it continues: {_in_words(changed)}"] if changed else []
-
-
-def _changes(names: Iterable[str], config: Config, usual: Config) -> dict[str, tuple[Any, Any]]:
-    """Values by field in two configurations, where they differ once both are resolved. A precision is not among them:
-    it depends on the device, and the launch summary shows it."""
-    values = {name: (_resolved_value(name, config), _resolved_value(name, usual)) for name in names}
-    return {name: both for name, both in values.items() if both[0] != both[1] and name != "precision"}
-
-
-def _resolved_value(name: str, config: Config) -> Any:
-    if name == "eval_iters":
-        return config.eval_iters
-    if name in _DERIVED:
-        return _DERIVED[name](config)
-    sections = (getattr(config, section) for section in sections_of(type(config)))
-    return next(getattr(section, name) for section in sections if hasattr(section, name))
-
-
-def _in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(
-        f"{flag_and_value(name, here)} instead of {number(usual) if isinstance(usual, int | float) else usual}"
-        for name, (here, usual) in changes.items()
-    )
 
 
 def _build(kind: type[C], values: Mapping[str, Any]) -> C:

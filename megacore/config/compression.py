@@ -6,15 +6,16 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import LARGEST_INT
+from megacore.config.rules import Rules
 from megacore.config.schema import Config, ResolvedConfig
 
-Rule = Callable[[Config, int], Iterator[str]]
+COMPRESSION_RULES = Rules()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,10 @@ def error_bytes(config: ResolvedConfig, parameters: float) -> float:
     return parameters * (4 * (1 + passed_on) + mask)
 
 
+@COMPRESSION_RULES.about(
+    "optimizer", "zero_stage", "offload_optimizer", "grad_reduce_compression", "reproducible", "onebit_freeze_step",
+    "train_iters", "gradient_noise_interval",
+)  # fmt: skip
 def _one_bit(config: Config, world_size: int) -> Iterator[str]:
     """What 1-bit optimizers do not work with."""
     if config.optimizer_settings.momentum_format is None:
@@ -108,6 +113,7 @@ def _one_bit(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@COMPRESSION_RULES.about("grad_reduce_compression", "reproducible", "zero_shard_size")
 def _gradients(config: Config, world_size: int) -> Iterator[str]:
     """What compressed gradients do not work with."""
     if config.precision.grad_reduce_compression == "none":
@@ -120,17 +126,3 @@ def _gradients(config: Config, world_size: int) -> Iterator[str]:
             f"{given} is not possible with --zero-shard-size {config.parallel.zero_shard_size}, whose sums over shards "
             "are not compressed: leave one of them out"
         )
-
-
-COMPRESSION_RULES: list[tuple[frozenset[str], Rule]] = [
-    (
-        frozenset(
-            {
-                *("optimizer", "zero_stage", "offload_optimizer", "grad_reduce_compression", "reproducible"),
-                *("onebit_freeze_step", "train_iters", "gradient_noise_interval"),
-            }
-        ),
-        _one_bit,
-    ),
-    (frozenset({"grad_reduce_compression", "reproducible", "zero_shard_size"}), _gradients),
-]

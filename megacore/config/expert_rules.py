@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megacore.config.dimensions import fill_degrees
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, multiples_of, up_to
+from megacore.config.rules import Rules
 from megacore.config.schema import Config
 
-Rule = Callable[[Config, int], Iterator[str]]
+EXPERT_RULES = Rules()
 
 
+@EXPERT_RULES.about("num_experts", "ep", "etp", "tp", "dp", "cp", "pp", "sequence_parallel")
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
     parallel, experts, tp = config.parallel, config.experts.num_experts, config.parallel.tp
     ep, etp = parallel.ep, parallel.expert_split
@@ -56,6 +58,10 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@EXPERT_RULES.about(
+    "num_experts", "etp", "tp", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_size",
+    "moe_first_dense_layers", "num_layers",
+)  # fmt: skip
 def _widths(config: Config, world_size: int) -> Iterator[str]:
     experts, split, tp = config.experts, config.parallel.expert_split, config.parallel.tp
     if experts.num_experts is None:
@@ -85,6 +91,7 @@ def _widths(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@EXPERT_RULES.about("num_experts", "disable_bias_linear")
 def _biases(config: Config, world_size: int) -> Iterator[str]:
     if config.experts.num_experts is not None and not config.model.disable_bias_linear:
         yield (
@@ -93,6 +100,7 @@ def _biases(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@EXPERT_RULES.about("moe_router_enable_expert_bias", "compile", "recompute")
 def _compiled(config: Config, world_size: int) -> Iterator[str]:
     training, given = config.training, "--moe-router-enable-expert-bias"
     if config.experts.moe_router_enable_expert_bias and training.compile and training.recompute == "full":
@@ -100,20 +108,3 @@ def _compiled(config: Config, world_size: int) -> Iterator[str]:
             f"--compile with --recompute full is not available with {given}, because compiled code keeps other tensors "
             f"in its second pass: use --recompute light, leave --compile out, or use --moe-aux-loss-coeff for {given}"
         )
-
-
-EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
-    (frozenset({"num_experts", "ep", "etp", "tp", "dp", "cp", "pp", "sequence_parallel"}), _ranks),
-    (
-        frozenset(
-            {
-                "num_experts", "etp", "tp", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size",
-                "moe_shared_expert_size", "moe_first_dense_layers", "num_layers",
-            }
-        ),
-        _widths,
-    ),
-    (frozenset({"num_experts", "disable_bias_linear"}), _biases),
-    (frozenset({"moe_router_enable_expert_bias", "compile", "recompute"}), _compiled),
-)  # fmt: skip
-"""Each with the fields whose values must be valid by themselves."""

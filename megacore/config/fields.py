@@ -114,6 +114,11 @@ def flag_and_value(name: str, value: Any) -> str:
     return " ".join([flag(name), *(number(word) if isinstance(word, int | float) else str(word) for word in words)])
 
 
+def use(name: str, value: Any) -> Change:
+    """The way out that gives a field a value."""
+    return Change(f"use {flag_and_value(name, value)}", {name: value})
+
+
 def field_infos(section: type) -> dict[str, FieldInfo]:
     """Describes every field of a section class, in the order of its definition."""
     return _field_infos(section)
@@ -206,7 +211,9 @@ class Section:
         """
         yield from ()
 
-    def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str) -> Iterator[str]:
+    def without_effect(
+        self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str | Change
+    ) -> Iterator[str]:
         """Yields a message for each of the fields that is set although it has no effect.
 
         A field counts as set if its value is neither the default nor that of an earlier version. Presets and styles
@@ -216,7 +223,8 @@ class Section:
             names: the fields.
             wrong: fields to skip.
             given: the flag and value that disable them.
-            needs: the flag and value that they need.
+            needs: the flag and value that they need; in words that are not tried before they are proposed, or as `use`
+                has them.
         """
         infos = field_infos(type(self))
         for name in names:
@@ -228,7 +236,7 @@ class Section:
                 yield Problem(
                     f"{flag_and_value(name, value)} has no effect with {given}",
                     Change("leave it out", {name: default}),
-                    Change(f"use {needs}"),
+                    needs if isinstance(needs, Change) else Change(f"use {needs}"),
                 )
 
     def problems(self) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos, flag_and_value
+from megacore.config.problem import Change, Problem
 
 _TRACED_STEPS = 3
 
@@ -54,7 +55,11 @@ class LoggingConfig(Section):
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
-            yield f"--trace-steps {self.trace_steps} has no effect without --trace: leave it out, or use --trace"
+            yield Problem(
+                f"--trace-steps {self.trace_steps} has no effect without --trace",
+                Change("leave it out", {"trace_steps": None}),
+                Change("use --trace", {"trace": True}),
+            )
         if self.wandb_project is None and "wandb_project" not in wrong:
             infos = field_infos(type(self))
             for name in ("wandb_entity", "wandb_name", "wandb_group", "wandb_mode"):

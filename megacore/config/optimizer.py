@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from megacore.config.fields import Choices, Flag, Range, Section, flag
+from megacore.config.fields import Choices, Flag, Range, Section, flag, use
 from megacore.config.lr_styles import LR_DECAY_STYLES
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
@@ -167,10 +167,8 @@ class OptimizerConfig(Section):
                 "use --lr-wsd-decay-iters, for example with a tenth of --train-iters"
             )
         if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
-            yield (
-                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
-                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
-            )
+            given = f"--lr-decay-style {self.lr_decay_style}"
+            yield from self.without_effect(("lr_wsd_decay_iters",), wrong, given, use("lr_decay_style", "WSD"))
 
     def _decoupled_constraints(self) -> Iterator[str]:
         peak, least = self.decoupled_lr, self.decoupled_min_lr
@@ -223,7 +221,7 @@ class OptimizerConfig(Section):
         }
         for style, names in only.items():
             if style != self.lr_decay_style:
-                yield from self.without_effect(names, wrong, given, f"--lr-decay-style {style}")
+                yield from self.without_effect(names, wrong, given, use("lr_decay_style", style))
         if self.lr_decay_style == "1cycle":
             yield from self.without_effect(("lr_warmup_style",), wrong, given, "another style")
         restarts = self.lr_decay_style == "cosine-restarts"

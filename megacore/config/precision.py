@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 from typing import Annotated, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.fields import Flag, Range, Section, use
 from megacore.config.messages import number
 
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
@@ -46,7 +46,7 @@ class PrecisionConfig(Section):
             return
         if self.precision != "fp16":
             scale = ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
-            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
+            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", use("precision", "fp16"))
         elif self.loss_scale is not None and "loss_scale" not in wrong:
             dynamic = ("min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
             fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"

@@ -2,8 +2,9 @@
 
 Constraints that share a flag are one group: a value that keeps one of them may violate another. What is offered keeps
 all of a group and violates nothing new. First come values of one flag. Where no flag alone is a way out, the nearest
-combination of flags is: a best-first search over the values that the violated constraints themselves state. This runs
-only after something is refused, and takes about a second at most.
+combination of flags is, and where there is none, other numbers of processes, with other flags if need be: a best-first
+search over the values that the violated constraints themselves state. The first constraint of a group names it for all
+of them. This runs only after something is refused, and takes a second or two at most.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 _MOST_TRIED = 400  # combinations of a group
 _MOST_CHANGED = 4  # flags of a combination
 _BRANCHES = 8  # values of a flag that a combination tries
+_NEAR = 64  # processes more or fewer that are tried
+_SAME = "the same values solve this"
 
 
-def with_tried_ways(found: Sequence[str], recheck: Recheck) -> list[str]:
+def with_tried_ways(found: Sequence[str], recheck: Recheck, *, processes: int | None = None) -> list[str]:
     """The messages, each with the ways out of which nothing else is refused.
 
     Args:
         found: all violated constraints; those that are no `Problem` stay as they are.
         recheck: what is violated with other values.
+        processes: of the run; None: as many as its degrees say.
     """
     said: dict[int, str] = {}
     for places in _groups(found):
-        group = _Group([found[place] for place in places], frozenset(map(_key, found)), recheck)
+        group = _Group([found[place] for place in places], frozenset(map(_key, found)), recheck, processes)
         said |= {place: group.in_words(found[place]) for place in places}
     return [said[place] for place in range(len(found))]
 
@@ -53,17 +57,21 @@ class _Group:
         problems: of the group.
         known: every violated constraint.
         recheck: what is violated with other values.
+        processes: of the run; None: as many as its degrees say.
     """
 
     problems: Sequence[str]
     known: frozenset[str]
     recheck: Recheck
+    processes: int | None
 
     def in_words(self, problem: str) -> str:
         """A message of the group with its ways out."""
         if not isinstance(problem, Problem):
             return problem
-        words, in_prose, is_solved = list[str](), list[str](), any(self._values.values())
+        words, in_prose = list[str](), list[str]()
+        solving = {name for name, values in self._values.items() if values}
+        is_first = problem is next(other for other in self.problems if isinstance(other, Problem))
         for way in problem.ways:
             if isinstance(way, Values):
                 if values := self._values[way.name]:
@@ -72,15 +80,17 @@ class _Group:
                 in_prose.append(way.text)
             elif self._solves(way.values):
                 words.append(way.text)
-                is_solved = True
+                solving |= way.values.keys()
         named = {way.name for way in problem.ways if isinstance(way, Values)}
         for name, values in self._values.items():
             if values and name not in named:
                 words.append(self._by_name[name][0].in_words(values, is_first=False))
-        if not is_solved and self._combination:
-            return message(problem.said, [_combined(self._combination)])
-        if not is_solved:
+        if not solving and self._combination:
+            return message(problem.said, [self._combined()]) if is_first else f"{problem.said}: {_SAME}"
+        if not solving:
             words = self._weaker(problem)
+        elif solving == {WORLD_SIZE} and is_first and self._of_flags:
+            words.append(_combined(self._of_flags))
         if not words and not in_prose:
             names = [flag(name) for name in self._by_name if name != WORLD_SIZE]
             together = f"choose other values of {' and '.join(names)} together"
@@ -138,9 +148,44 @@ class _Group:
     def _solves(self, changes: Changes) -> bool:
         return not self._left(changes)
 
+    def _combined(self) -> str:
+        """The combination in words."""
+        changes = {name: value for name, value in self._combination.items() if name != WORLD_SIZE}
+        if len(changes) == len(self._combination):
+            return _combined(changes)
+        near, found = self.processes or 0, self._combination[WORLD_SIZE]
+        numbers = [
+            next((n for n in side if self._solves({**changes, WORLD_SIZE: n})), None)
+            for side in (range(near - 1, max(near - _NEAR, 0), -1), range(near + 1, near + _NEAR))
+        ]
+        named = [number for number in numbers if number is not None] or [found]
+        start = Values(name=WORLD_SIZE, among=named, near=near).in_words(named)
+        return f"{_combined(changes)}, and {start}" if changes else start
+
+    @cached_property
+    def _of_flags(self) -> dict[str, Any]:
+        """The nearest values of several fields that are a way out together; empty, if there is none near."""
+        return self._nearest(processes=())
+
     @cached_property
     def _combination(self) -> dict[str, Any]:
-        """The nearest values of several fields that are a way out together; empty, if there is none near."""
+        """The same; or, where there is none and no way out in prose, other processes, with or without other values."""
+        in_prose = any(isinstance(way, Change) and not way.values for one in self.problems for way in _ways(one))
+        if self._of_flags or in_prose or self.processes is None:
+            return self._of_flags
+        near = self.processes
+        beside = sorted(range(max(near - _NEAR, 1), near + _NEAR), key=lambda number: abs(number - near))
+        return self._nearest(processes=beside)
+
+    def _nearest(self, *, processes: Sequence[int]) -> dict[str, Any]:
+        """A combination, found by a best-first search.
+
+        Args:
+            processes: numbers of processes that are tried, nearest first.
+        """
+        alone = next((number for number in processes if self._solves({WORLD_SIZE: number})), None)
+        if alone is not None:
+            return {WORLD_SIZE: alone}
         order = itertools.count()
         # What is left to be refused, changes and their distances; first what is nearest to a way out.
         queue: list[tuple[float, int, Sequence[str], dict[str, Any], float]] = [(0, next(order), self.problems, {}, 0)]
@@ -149,7 +194,8 @@ class _Group:
             _, _, left, changes, distance = heapq.heappop(queue)
             if not left:
                 return changes
-            for further, length in _steps(left, changes) if len(changes) < _MOST_CHANGED else ():
+            steps = _steps(left, changes, processes=bool(processes)) if len(changes) < _MOST_CHANGED else ()
+            for further, length in steps:
                 changed = {**changes, **further}
                 if (key := frozenset(changed.items())) in tried:
                     continue
@@ -159,13 +205,14 @@ class _Group:
         return next((changes for _, _, left, changes, _ in sorted(queue) if not left), {})
 
 
-def _steps(left: Sequence[str], changes: Changes) -> Iterator[tuple[Changes, float]]:
-    """Changes of fields that are as they were given, each with its distance in powers of two."""
+def _steps(left: Sequence[str], changes: Changes, *, processes: bool) -> Iterator[tuple[Changes, float]]:
+    """Changes of fields that are as they were given, and of the number of processes if that may change, each with its
+    distance in powers of two."""
     for way in itertools.chain.from_iterable(map(_ways, left)):
         if isinstance(way, Change):
             if way.values and not way.values.keys() & changes.keys():
                 yield way.values, 1.0
-        elif way.name not in changes and way.name != WORLD_SIZE:
+        elif way.name not in changes and (processes or way.name != WORLD_SIZE):
             for value in way.tried()[:_BRANCHES]:
                 if value != way.near:
                     yield {way.name: value}, abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
@@ -184,8 +231,8 @@ def _combined(changes: Changes) -> str:
     """Values of several fields in words."""
     left_out = [flag(name) for name, value in changes.items() if value is None]
     given = [flag_and_value(name, value) for name, value in changes.items() if value is not None]
-    words = [*given, *(f"no {name}" for name in left_out)]
-    return f"{words[0]} with {' and '.join(words[1:])}" if len(words) > 1 else words[0]
+    words = [" with ".join([*given[:1], " and ".join(given[1:])])] if len(given) > 1 else given
+    return " and ".join([*words, *([f"leave {' and '.join(left_out)} out"] if left_out else [])])
 
 
 def _fields(problem: str) -> frozenset[str]:
@@ -211,4 +258,4 @@ def _groups(found: Sequence[str]) -> list[list[int]]:
             fields, places = fields | group[0], group[1] + places
             groups.remove(group)
         groups.append((fields, places))
-    return [places for _, places in groups]
+    return [sorted(places) for _, places in groups]

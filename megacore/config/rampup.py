@@ -8,13 +8,16 @@ with half of --global-batch-size advances its schedule by half a step.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from megacore.config.dimensions import degree_fields
 from megacore.config.fields import LARGEST_INT, Flag, Section
-from megacore.config.messages import number
+from megacore.config.messages import divisors, multiples
 from megacore.config.numbers import parse_int
+from megacore.config.problem import Change, Problem
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,16 @@ class Ramp:
     start: int
     increment: int
     samples: int
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The value of the field."""
+        return str(self.start), str(self.increment), str(self.samples)
+
+    @property
+    def flag(self) -> str:
+        """The flag with its value."""
+        return f"--rampup-batch-size {' '.join(self.words)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,21 +142,36 @@ def ramp_problems(ramp: Ramp, full: int | None, replica_samples: int) -> Iterato
         full: --global-batch-size, where it is given.
         replica_samples: samples of one microbatch on all replicas together.
     """
-    given = f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}"
+    given = ramp.flag
     if full is None:
         yield f"{given} needs the batch size that it grows to: use --global-batch-size"
         return
+    nearest = _nearest(ramp, full, max(replica_samples, 1))
+    way = None if nearest is None else Change(nearest.flag, {"rampup_batch_size": nearest.words})
     if ramp.start > full:
-        yield f"{given} begins above --global-batch-size {full}: use a START of {full} or less"
+        yield Problem(f"{given} begins above --global-batch-size {full}", way)
     elif (full - ramp.start) % ramp.increment:
-        near = full - (full - ramp.start) // ramp.increment * ramp.increment
-        yield (
-            f"{given} does not reach --global-batch-size {full} in increments of {ramp.increment}: use, for example, a "
-            f"START of {near}"
-        )
+        yield Problem(f"{given} does not reach --global-batch-size {full} in increments of {ramp.increment}", way)
     for name, value in (("START", ramp.start), ("INCREMENT", ramp.increment)):
         if replica_samples and value % replica_samples:
-            yield (
-                f"{given}: {name} {value} must be a multiple of --micro-batch-size x the replicas = {replica_samples}: "
-                f"use {number(-(-value // replica_samples) * replica_samples)}"
+            yield Problem(
+                f"{given}: {name} {value} must be a multiple of --micro-batch-size x the replicas = {replica_samples}",
+                way,
+                about=("micro_batch_size", *degree_fields()),
             )
+
+
+def _nearest(ramp: Ramp, full: int, unit: int) -> Ramp | None:
+    """The ramp that is most like another one and grows to a batch size in multiples of a unit; None where there is none
+    near."""
+
+    def distance(other: Ramp) -> float:
+        return abs(math.log2(other.start / ramp.start)) + abs(math.log2(other.increment / ramp.increment))
+
+    starts = [start for start in multiples(min(ramp.start, full), unit) if start < full and (full - start) % unit == 0]
+    found = (
+        Ramp(start, unit * increment, ramp.samples)
+        for start in starts
+        for increment in divisors((full - start) // unit, most=None)
+    )
+    return min(found, key=distance, default=None)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megacore.config.messages import divisors
 from megacore.config.problem import Change, Problem, Values, divisors_of
+from megacore.config.rules import Rules
 from megacore.config.schema import Config
+
+REPRODUCIBLE_RULES = Rules()
+_MODEL = (
+    "reproducible_blocks", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "seq_length",
+    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size",
+)  # fmt: skip
 
 _MOST = 8  # blocks by default: one for each device of a usual node
 _ELEMENTS = 64  # of the vector registers that one iteration of an operator fills at most
@@ -64,6 +71,7 @@ def _indivisible_experts(config: Config, count: int) -> Iterator[str]:
         yield f"--seq-length x --moe-shared-expert-size / {_ELEMENTS}, which is {length * shared / _ELEMENTS:g}"
 
 
+@REPRODUCIBLE_RULES.about(*_MODEL, "tp", "etp", "ep", "cp")
 def _experts(config: Config, world_size: int) -> Iterator[str]:
     experts, parallel = getattr(config, "experts", None), config.parallel
     if experts is None or experts.num_experts is None or canonical_blocks(config) == 1:
@@ -83,6 +91,7 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@REPRODUCIBLE_RULES.about(*_MODEL)
 def _blocks(config: Config, world_size: int) -> Iterator[str]:
     given, reproducible = config.training.reproducible_blocks, config.training.reproducible
     if given is None:
@@ -103,6 +112,7 @@ def _blocks(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@REPRODUCIBLE_RULES.about(*_MODEL, "tp")
 def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     tp, count = config.parallel.tp, canonical_blocks(config)
     if config.training.reproducible and count > 1 and count & (count - 1) == 0 and count % tp:
@@ -110,6 +120,7 @@ def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         yield Problem(said, divisors_of("tp", tp, count), _ONE_BLOCK)
 
 
+@REPRODUCIBLE_RULES.about(*_MODEL, "tp", "cp", "cp_comm")
 def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
     parallel, count = config.parallel, canonical_blocks(config)
     tp, cp = parallel.tp, parallel.cp
@@ -148,6 +159,7 @@ def _fits(count: int, tp: int, cp: int) -> bool:
     return cp == 1 or (count % (2 * cp) == 0 and count % (tp * cp) == 0)
 
 
+@REPRODUCIBLE_RULES.about(*_MODEL, "compile")
 def _compiled(config: Config, world_size: int) -> Iterator[str]:
     if config.training.compile and canonical_blocks(config) > 1:
         yield (
@@ -157,15 +169,3 @@ def _compiled(config: Config, world_size: int) -> Iterator[str]:
 
 
 _ONE_BLOCK = Change("--reproducible-blocks 1, with which another --tp rounds differently", {"reproducible_blocks": 1})
-_MODEL = frozenset(
-    ("reproducible_blocks", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "seq_length",
-     "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size")
-)  # fmt: skip
-REPRODUCIBLE_RULES: list[tuple[frozenset[str], Callable[[Config, int], Iterator[str]]]] = [
-    (_MODEL, _blocks),
-    (_MODEL | {"tp"}, _tensor_parallel),
-    (_MODEL | {"tp", "cp", "cp_comm"}, _context_parallel),
-    (_MODEL | {"tp", "etp", "ep", "cp"}, _experts),
-    (_MODEL | {"compile"}, _compiled),
-]
-"""Constraints, each with the fields that it reads."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacore.config.fields import Range, Section
+from megacore.config.fields import Range, Section, use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,4 +37,6 @@ class SpikeConfig(Section):
                 ("spike_threshold", "spike_window"), wrong, given, "--on-spike warn, skip or rollback"
             )
         if self.on_spike != "rollback":
-            yield from self.without_effect(("spike_skip_batches", "max_rollbacks"), wrong, given, "--on-spike rollback")
+            yield from self.without_effect(
+                ("spike_skip_batches", "max_rollbacks"), wrong, given, use("on_spike", "rollback")
+            )

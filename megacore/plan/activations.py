@@ -152,6 +152,7 @@ def _kept_inside(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) 
     return kept["activation"] + kept["product of the activation"]
 
 
+@once_per_layers
 def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[float]:
     """Of what a block with experts keeps and of `activation_gradient_bytes`, that which does not exist when the
     gradient of each of their matrices is added, in the order of backward, and after them."""

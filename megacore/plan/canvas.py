@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape, quoteattr
 
 from megacore.errors import UserError
 from megacore.files import why_unwritable
@@ -121,7 +121,7 @@ def to_svg(drawing: Drawing) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" font-family="{_FONT}">',
-        f"<title>{escape(drawing.title)}</title>",
+        f"<title>{escape(drawing.title, quote=False)}</title>",
         '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="1.2" height="6" fill="{_HATCH}"/></pattern></defs>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
@@ -141,14 +141,14 @@ def _svg_mark(mark: Box | Line | Words) -> str:
     anchor = "" if mark.anchor == "start" else f' text-anchor="{mark.anchor}"'
     # The middle of the capitals, which no viewer's dominant-baseline agrees on, is 0.36 of the size above the baseline.
     attributes = f'x="{_number(mark.x)}" y="{_number(mark.y + 0.36 * mark.size)}" font-size="{_number(mark.size)}"'
-    return f'<text {attributes} fill="{mark.color}"{anchor}{weight}>{escape(mark.text)}</text>'
+    return f'<text {attributes} fill="{mark.color}"{anchor}{weight}>{escape(mark.text, quote=False)}</text>'
 
 
 def _svg_box(box: Box) -> str:
     sides = " ".join(f'{name}="{_number(getattr(box, name))}"' for name in ("x", "y", "width", "height"))
     edge = f' stroke="{box.edge}"' if box.edge else ""
-    note = f"<title>{escape(box.note)}</title>" if box.note else ""
-    text = f"<rect {sides} fill={quoteattr(box.fill)}{edge}>{note}</rect>"
+    note = f"<title>{escape(box.note, quote=False)}</title>" if box.note else ""
+    text = f'<rect {sides} fill="{escape(box.fill)}"{edge}>{note}</rect>'
     return text + (f'\n<rect {sides} fill="url(#hatch)"/>' if box.hatched else "")
 
 

@@ -15,7 +15,7 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.plan.experts import routed_parameters
 from megacore.plan.state import PlannedLayer, held_by_layer, shared_table
-from megacore.plan.whole_matrices import matrices_taken_whole
+from megacore.plan.whole_matrices import weights_taken_whole
 
 Chunk = Sequence[PlannedLayer]
 """The layers of one stage."""
@@ -29,11 +29,18 @@ class OnRank:
         chunks: the layers of each of its stages.
         experts: how many of its parameters are of experts, by stage.
         is_last: whether the last stage is among its stages.
+        apart: as `stages`; none where it has one stage.
     """
 
     chunks: Sequence[Chunk]
     experts_by_chunk: Sequence[int]
     is_last: bool
+    apart: Sequence[OnRank] = ()
+
+    @property
+    def stages(self) -> Sequence[OnRank]:
+        """Each of its stages as a rank that holds no other; those that are alike are one and the same."""
+        return self.apart or (self,)
 
     @cached_property
     def distinct_blocks(self) -> list[ResolvedModel]:
@@ -88,7 +95,9 @@ class Parts:
         key = (is_last, *map(id, chunks))
         if key not in self._ranks:
             experts = [self._experts_of(config, chunk) for chunk in chunks]
-            self._ranks[key] = OnRank(chunks=chunks, experts_by_chunk=experts, is_last=is_last)
+            several = chunks if len(chunks) > 1 else ()
+            apart = [self.on_rank(config, [chunk], is_last=False) for chunk in several]
+            self._ranks[key] = OnRank(chunks=chunks, experts_by_chunk=experts, is_last=is_last, apart=apart)
         return self._ranks[key]
 
     def _experts_of(self, config: ResolvedConfig, chunk: Chunk) -> int:
@@ -98,7 +107,7 @@ class Parts:
 
 
 def _kind(config: ResolvedConfig, layer: PlannedLayer) -> Hashable:
-    return layer_kind(layer), matrices_taken_whole(config, layer)
+    return layer_kind(layer), weights_taken_whole(config, layer)
 
 
 class Cut:

@@ -50,13 +50,20 @@ class ScheduleChoice(NamedTuple):
 _ONE_BY_ONE = ScheduleChoice("1f1b")
 
 
-def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> list[ScheduleChoice]:
+def schedules_by_time(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    cluster: Cluster,
+    *,
+    fits: Callable[[ResolvedConfig], bool] | None = None,
+) -> list[ScheduleChoice]:
     """The schedules that are faster than 1F1B, the fastest first, and last 1F1B.
 
     Args:
         config: a resolved configuration with several pipeline ranks.
         layers: the whole model.
         cluster: that computes.
+        fits: whether every rank has the memory for a configuration: others are left out. None: all are in.
     """
     config = config.for_device(on_cpu=cluster.on_cpu)
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
@@ -65,6 +72,11 @@ def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cl
     if config.parallel.pipeline_layout is None:
         possible = (v for v in VIRTUAL_STAGES if config.parallel.pp * v <= config.model.num_layers)
         others += (ScheduleChoice("interleaved", v) for v in possible)
+
+    if fits is not None:
+        others = [choice for choice in others if fits(_with_schedule(config, choice))]
+    if not others:
+        return [_ONE_BY_ONE]
 
     def seconds(choice: ScheduleChoice) -> float:
         return step_seconds(_with_schedule(config, choice), layers, cluster)
@@ -86,6 +98,20 @@ def choose_schedule(
     """
     *faster, last = (_with_schedule(config, choice) for choice in choices)
     return next((candidate for candidate in faster if fits(candidate)), last)
+
+
+def fastest_that_fits(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster, fits: Callable[[ResolvedConfig], bool]
+) -> ResolvedConfig:
+    """What `choose_schedule` chooses of all schedules by time. Times are computed only of those that fit.
+
+    Args:
+        config: a resolved configuration with several pipeline ranks.
+        layers: the whole model.
+        cluster: that computes.
+        fits: whether every rank has the memory for a configuration.
+    """
+    return _with_schedule(config, schedules_by_time(config, layers, cluster, fits=fits)[0])
 
 
 def _with_schedule(config: ResolvedConfig, choice: ScheduleChoice) -> ResolvedConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -152,8 +153,7 @@ def _holds(one: Moment, other: Moment) -> bool:
     """Whether `one`, of the same backward, keeps at least what `other` does."""
     if one.backward.follows_first and not other.backward.follows_first:
         return False
-    pairs = zip(one.held + one.waiting, other.held + other.waiting, strict=True)
-    return all(a >= b for a, b in pairs)
+    return all(map(operator.ge, one.held + one.waiting, other.held + other.waiting))
 
 
 def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:

@@ -19,7 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _LAYERS, _STATE, _SPLIT = "_planned_of_layers", "_planned_of_state", "_planned_of_split"
 _MICROBATCHES = "_planned_of_microbatches"
-_BY_VALUE = frozenset({bool, int, float, str, tuple})
 
 
 def once_per_layers(
@@ -28,7 +27,7 @@ def once_per_layers(
     """The function, which computes once for each configuration and its other arguments.
 
     Of the layout it may depend only on what `seen_by_layers` names. Results are kept by the configuration, which does
-    not change. Arguments other than numbers, texts and tuples of these are told apart by identity.
+    not change. Positional arguments are told apart by identity, and keyword arguments by value.
     """
     return _once(function, _LAYERS)
 
@@ -67,7 +66,7 @@ def _once(
             results = config.__dict__[part] = {}
         key: Any = name
         if args or kwargs:
-            key = (name, *[arg if arg.__class__ in _BY_VALUE else id(arg) for arg in (*args, *kwargs.values())])
+            key = (name, *map(id, args), *kwargs.values())
         found = results.get(key)
         if found is None:
             # The arguments live as long as their identity counts.

@@ -36,7 +36,7 @@ def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[Planned
     peak = speed.peak
     if (form := "fp32" if element == 4 else "bf16") != config.precision.precision:
         peak = speed.cluster.peak(form) or peak
-    return _on_busiest(config, chunks, speed.cluster, speed.case, peak, element)
+    return _on_busiest(config, chunks, speed.cluster, case=speed.case, peak=peak, element=element)
 
 
 @once_per_state
@@ -44,6 +44,7 @@ def _on_busiest(
     config: ResolvedConfig,
     chunks: Sequence[Sequence[PlannedLayer]],
     cluster: Cluster,
+    *,
     case: Case,
     peak: float,
     element: int,

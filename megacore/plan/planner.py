@@ -16,9 +16,9 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.devices import Case
-from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time
+from megacore.plan.fastest_schedule import fastest_that_fits, is_open
 from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
-from megacore.plan.memory import GIB, RankMemory, plan_memory
+from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
@@ -199,9 +199,9 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     layers, most = outline(config), usable_bytes(cluster, config.parallel.ranks)
 
     def fits(candidate: ResolvedConfig) -> bool:
-        return max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu)) <= most
+        return fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=most).expected <= most
 
-    return choose_schedule(config, schedules_by_time(config, layers, cluster), fits)
+    return fastest_that_fits(config, layers, cluster, fits)
 
 
 def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:

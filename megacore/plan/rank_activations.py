@@ -41,11 +41,27 @@ class RankLayers(NamedTuple):
     working: float
 
 
+class _StageLayers(NamedTuple):
+    """What the layers of a stage keep; attributes are those of `RankLayers`, of a stage that is not on the host."""
+
+    in_blocks: Sequence[float]
+    kept: float
+    kept_grads: float
+
+
+@once_per_layers
+def _layers_of_stage(config: ResolvedConfig, stage: OnRank, *, on_cpu: bool) -> _StageLayers:
+    (chunk,) = stage.chunks
+    in_blocks = kept_by_layer(chunk, config, on_cpu=on_cpu)
+    kept_grads = sum(kept_gradients(config, chunk)) if config.parallel.may_split_backward else 0.0
+    return _StageLayers(in_blocks, sum(in_blocks), kept_grads)
+
+
 @once_per_layers
 def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankLayers:
     """Of one pipeline rank; `on_cpu`: whether the ranks compute in host memory."""
     chunks, blocks = on_rank.chunks, on_rank.distinct_blocks
-    in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
+    stages = [_layers_of_stage(config, stage, on_cpu=on_cpu) for stage in on_rank.stages]
     offloads = config.training.offload_activations and not on_cpu
     has_head = on_rank.is_last and chunks[-1][-1].block is None and bool(blocks)
     # A microbatch's logits are kept until its backward; those of one are part of `working`.
@@ -56,14 +72,13 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
     if offloads:  # two blocks are on the device at a time
-        shared += 2 * max((size for sizes in in_blocks for size in sizes), default=0.0)
+        shared += 2 * max((size for stage in stages for size in stage.in_blocks), default=0.0)
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
-    splits = config.parallel.may_split_backward
     return RankLayers(
-        in_blocks=in_blocks,
-        kept=[0.0 if offloads else sum(sizes) for sizes in in_blocks],
+        in_blocks=[stage.in_blocks for stage in stages],
+        kept=[0.0 if offloads else stage.kept for stage in stages],
         head_kept=head_kept,
-        kept_grads=[sum(kept_gradients(config, chunk)) if splits else 0.0 for chunk in chunks],
+        kept_grads=[stage.kept_grads for stage in stages],
         head=head,
         again=again,
         shared=shared,
@@ -87,7 +102,6 @@ class Peaks(NamedTuple):
     by_backward: Mapping[StageBackward, float]
 
 
-@once_per_layers
 def peaks_of(
     config: ResolvedConfig,
     on_rank: OnRank,
@@ -117,28 +131,27 @@ def peaks_of(
         logits = products([max(n - 1, 0) for n in microbatches], layers.head_kept) if keeps_logits else 0.0
         return products(microbatches, layers.kept) + logits
 
-    def by_backward(*, computing: bool, split: bool) -> dict[StageBackward, float]:
-        found = dict[StageBackward, float]()
-        for moment in schedule:
-            if moment.computing is computing and moment.split is split:
-                waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
-                begun = products(moment.begun, grads)
-                size = lasting + begun + held_bytes(moment.held) + waiting + (layers.shared if computing else 0.0)
-                found[moment.backward] = max(found.get(moment.backward, lasting), size)
-        return found
+    most_held = held_bytes(flying)
+    found: dict[tuple[bool, bool], dict[StageBackward, float]] = {}  # by `computing` and `split` of the moments
+    for moment in schedule:
+        if moment.split and not splits:
+            continue
+        held, of_kind = held_bytes(moment.held), found.setdefault((moment.computing, moment.split), {})
+        if not moment.split:
+            most_held = max(most_held, held)
+        waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
+        size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
+        of_kind[moment.backward] = max(of_kind.get(moment.backward, lasting), size)
 
     def most(*, split: bool) -> tuple[float, float]:
-        found = (by_backward(computing=computing, split=split).values() for computing in (True, False))
-        computed, done = (max(sizes, default=lasting) for sizes in found)
-        return computed, done
+        computed, done = (found.get((computing, split), {}).values() for computing in (True, False))
+        return max(computed, default=lasting), max(done, default=lasting)
 
-    certain = most(split=False)
-    held = [held_bytes(flying), *(held_bytes(moment.held) for moment in schedule if not moment.split)]
     return Peaks(
-        activations=max(held) + layers.shared,
-        certain=certain,
-        expected=most(split=True) if splits else certain,
-        by_backward=by_backward(computing=True, split=splits),
+        activations=most_held + layers.shared,
+        certain=most(split=False),
+        expected=most(split=splits),
+        by_backward=found.get((True, splits), {}),
     )
 
 
@@ -157,8 +170,32 @@ def passing_of(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward,
     )
 
 
-passing_of_whole = once_per_layers(passing_of)
-"""The same where each rank holds its parameters and gradients whole, as on ZeRO's stages 0 and 1."""
+def passing_of_whole(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward, *, on_cpu: bool) -> Passing:
+    """The same where each rank holds its parameters and gradients whole, as on ZeRO's stages 0 and 1, and has them from
+    the beginning of a step. The other stages of the rank then make no difference."""
+    layers, stage = layers_of(config, on_rank, on_cpu=on_cpu), on_rank
+    if not on_rank.table:
+        stage, backward = on_rank.stages[backward.stage], _ONLY
+    extent = {"head": layers.head, "again": layers.again, "working": layers.working}
+    return _passing_of_stage(config, stage, backward, **extent, on_cpu=on_cpu)
+
+
+_ONLY = StageBackward(0)
+
+
+@once_per_layers
+def _passing_of_stage(
+    config: ResolvedConfig,
+    on_rank: OnRank,
+    backward: StageBackward,
+    *,
+    head: float,
+    again: float,
+    working: float,
+    on_cpu: bool,
+) -> Passing:
+    kept = [_layers_of_stage(config, stage, on_cpu=on_cpu).in_blocks for stage in on_rank.stages]
+    return passing_bytes(config, on_rank, backward, head=head, again=again, working=working, kept=kept, on_cpu=on_cpu)
 
 
 def products(counts: Iterable[int], sizes: Iterable[float]) -> float:

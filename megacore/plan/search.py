@@ -6,6 +6,8 @@ computed for all.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -16,8 +18,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +159,19 @@ def frontier_of(layouts: Iterable[Layout]) -> list[Layout]:
     return best
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """For what keeps much until its end, and has no cycles to find in it; processes that it starts inherit this."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, names_batch: bool = False) -> Found:
     """All layouts of a run.
 
@@ -329,7 +343,7 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
         found = [evaluation(group) for group in work]
     else:
         fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
+        with concurrent.futures.ProcessPoolExecutor(cores, fork, initializer=_share, initargs=(evaluation,)) as pool:
             found = list(pool.map(_evaluate, work))
     results = zip(itertools.chain(*numbered), itertools.chain(*found), strict=True)
     return [result for _, result in sorted(results, key=operator.itemgetter(0))]
@@ -338,7 +352,6 @@ def _evaluated(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]]) 
 def _share(evaluation: _Evaluation) -> None:
     global _evaluation
     _evaluation = evaluation
-    gc.disable()  # much is kept until the end, and there are no cycles to find in it
 
 
 def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:

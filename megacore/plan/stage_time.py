@@ -402,7 +402,7 @@ def _stage_alone(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: 
 
 
 @once_per_state
-def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
+def rank_replicas(config: ResolvedConfig, *, parameters: int, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
     """What replicas send of a rank's parameters, without those of experts and of those alone.
 
     Args:
@@ -416,7 +416,8 @@ def rank_replicas(config: ResolvedConfig, parameters: int, *, experts: int) -> t
 def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
     """With what ZeRO's stages 2 and 3 send in every microbatch."""
     whole = [range(len(layers))]
-    both = rank_replicas(config, held_parameters(layers, whole), experts=held_experts(config, layers, whole))
+    held, experts = held_parameters(layers, whole), held_experts(config, layers, whole)
+    both = rank_replicas(config, parameters=held, experts=experts)
     gather = 0.0
     if config.parallel.zero_stage == 3:
         gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)

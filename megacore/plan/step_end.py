@@ -77,7 +77,7 @@ class _Update(NamedTuple):
 @once_per_state
 def _update(config: ResolvedConfig, held: OnRank, speed: Speed) -> _Update:
     parallel, parameters = config.parallel, held.parameters
-    both = rank_replicas(config, parameters, experts=held.experts)
+    both = rank_replicas(config, parameters=parameters, experts=held.experts)
     sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
     gathered = [one.parameters for one in both if one.parameters is not None and parallel.zero_stage < 3]
     across = speed.transfers(one.across for one in both if one.across is not None)

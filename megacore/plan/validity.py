@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megacore.config import ResolvedConfig, violations
+from megacore.config.dimensions import ranks_of_role
 from megacore.plan.search_space import Choice, with_choice
 
 
 class Validity:
-    """Whether layouts are valid. The rules that bind them are about one of three: the degrees and the microbatch; the
-    schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated once."""
+    """Whether layouts are valid. The rules that bind them are about one of four: the degrees; the microbatch, for so
+    many replicas; the schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated
+    once."""
 
     def __init__(self, config: ResolvedConfig, world_size: int) -> None:
         self._config, self._world_size = config, world_size
@@ -21,19 +23,16 @@ class Validity:
     def __call__(self, choice: Choice) -> bool:
         parallel, training = choice.parallel, choice.training
         degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
-        shape = (*degrees, training.micro_batch_size, parallel.sequence_parallel)
+        shape = (*degrees, parallel.sequence_parallel)
+        batch = (ranks_of_role("batch", parallel), training.micro_batch_size)
         schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
         savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
 
-        def plain(**of_schedule: Any) -> Choice:
-            return Choice(
-                parallel=dataclasses.replace(parallel, zero_stage=0, **of_schedule),
-                training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
-            )
-
+        plain = {"schedule": "1f1b", "virtual_stages": 1}
         return (
-            self._is_valid(shape, lambda: plain(schedule="1f1b", virtual_stages=1))
-            and self._is_valid(schedule, plain)
+            self._is_valid(shape, lambda: _plain(choice, plain, micro_batch_size=1))
+            and self._is_valid(batch, lambda: _plain(choice, plain))
+            and self._is_valid(schedule, lambda: _plain(choice, {}))
             and self._is_valid(savings, lambda: choice)
         )
 
@@ -41,3 +40,11 @@ class Validity:
         if key not in self._known:
             self._known[key] = not violations(with_choice(self._config, choice()), self._world_size)
         return self._known[key]
+
+
+def _plain(choice: Choice, of_schedule: Mapping[str, Any], **of_training: Any) -> Choice:
+    """The choice without what saves memory."""
+    return Choice(
+        parallel=dataclasses.replace(choice.parallel, zero_stage=0, **of_schedule),
+        training=dataclasses.replace(choice.training, recompute="none", recompute_num_layers=None, **of_training),
+    )

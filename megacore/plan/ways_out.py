@@ -20,8 +20,8 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.plan.cluster import Cluster
-from megacore.plan.fastest_schedule import choose_schedule, is_auto, schedules_by_time
-from megacore.plan.memory import GIB, plan_memory
+from megacore.plan.fastest_schedule import fastest_that_fits, is_auto
+from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
@@ -92,12 +92,20 @@ class Limits:
 
     def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
         """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
-        local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
-        return demand.computing * (local if self.on_cpu else 1) <= self.room.available and self.host_allows(demand)
+        return demand.computing * self._sharing(ranks) <= self.room.available and self.host_allows(demand)
 
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether all ranks of a configuration have what they are expected to take."""
-        return self.allow(self.demand(config), ranks=config.parallel.ranks)
+        ranks = config.parallel.ranks
+        if self.host is not None or self.torch_is_loaded:
+            return self.allow(self.demand(config), ranks=ranks)
+        most = self.room.available / self._sharing(ranks)
+        return fullest_rank(config, outline(config), on_cpu=self.on_cpu, limit=most).expected <= most
+
+    def _sharing(self, ranks: int | None) -> int:
+        """The ranks that share the room, of all ranks of a machine, or of `ranks` if that is all."""
+        local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
+        return local if self.on_cpu else 1
 
     def host_allows(self, demand: Demand) -> bool:
         """Whether the host has as much as is offloaded."""
@@ -180,7 +188,7 @@ def _with_auto_schedule(change: Change, limits: Limits) -> ResolvedConfig:
     config, names_one = change.config, any(flag.startswith("--schedule ") for flag in change.flags)
     if limits.cluster is None or names_one or not (config.parallel.pp > 1 and is_auto(config)):
         return config
-    return choose_schedule(config, schedules_by_time(config, outline(config), limits.cluster), limits.fits)
+    return fastest_that_fits(config, outline(config), limits.cluster, limits.fits)
 
 
 def _number_of(change: Change, config: ResolvedConfig, limits: Limits) -> int | None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role, shard_ranks
+from megacore.config.optimizers import OptimizerSettings
 from megacore.plan.buckets import grown
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import attention_matrices, short_matrices
@@ -414,10 +415,18 @@ def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides:
 
 
 def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_Matrix, ...]:
-    """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
+    """The matrices of a layer that the optimizer takes whole."""
     if layer.block is None or not config.optimizer_settings.takes_some_whole:
         return ()
     return tuple(_matrices(config, layer.block, layer.name, on_cpu=False))
+
+
+def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bool, ...]:
+    """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
+    if layer.block is None or not config.optimizer_settings.takes_some_whole:
+        return ()
+    parts = tuple(one.part for one in _of_block(config, layer.block, on_cpu=False))
+    return _taken_whole(config.optimizer_settings, layer.name, parts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -446,17 +455,45 @@ def _aligned(matrix: _Matrix) -> int:
 @once_per_layers
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
+    found = _of_block(config, block, on_cpu=on_cpu)
+    taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
+    return [one.matrix for one, is_taken in zip(found, taken, strict=True) if is_taken]
+
+
+class _Part(NamedTuple):
+    """The name of a weight in its block, and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class _OfBlock(NamedTuple):
+    """A weight of a block, and what it is on one rank if the optimizer takes it whole."""
+
+    part: _Part
+    matrix: _Matrix
+
+
+@functools.lru_cache(maxsize=1024)  # of each block, for all layouts
+def _taken_whole(settings: OptimizerSettings, block: str, parts: tuple[_Part, ...]) -> tuple[bool, ...]:
+    """Which of its weights the optimizer takes whole."""
+    return tuple(settings.takes_whole(f"{block}.{part.name}.weight", part.shape) for part in parts)
+
+
+@once_per_layers
+def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[_OfBlock]:
+    """The weights of a block that an optimizer may take whole, the last used first."""
     ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings
     inner, h, share = block.inner_size, block.hidden_size, expert_share(config, block)
-    mlp, found = "mlp", list[_Matrix]()
+    mlp, found = "mlp", list[_OfBlock]()
     if share is not None:
         inner, mlp = share.experts.moe_shared_expert_size or 0, "mlp.shared"
     into = ["up", "gate"] if block.gated else ["up"]
     joins = block.activation == "swiglu" and not block.mlp_bias and share is None and not on_cpu
 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
-        if settings.takes_whole(f"{name}.{part}.weight", shape):
-            found.append(_Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how))
+        matrix = _Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how)
+        found.append(_OfBlock(_Part(part, shape), matrix))
 
     if inner:
         add(f"{mlp}.down", (h, inner), h * inner // ranks)

@@ -7,6 +7,9 @@ START_UP = "torch takes seconds to load; a wrong flag or input is refused before
 LATE_IMPORTS = {
     ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
     ("megacore/commands/plan.py", "megacore.commands.dry_run"): "loads torch, which only --dry-run=full needs",
+    ("megacore/commands/plan.py", "megacore.commands.plan_calibration"): "only --calibrate needs it",
+    ("megacore/commands/plan.py", "megacore.convert.start"): "slow to load, and only --init-from-hf needs it",
+    ("megacore/commands/plan.py", "megacore.data.gpt.build"): "slow to load, and only a tokenizer needs it",
     ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
     ("megacore/remote.py", "fsspec"): "only URLs need it",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.config.parallel import ChosenSchedule
+from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.fastest_schedule import (
     VIRTUAL_STAGES,
     choose_schedule,
+    fastest_that_fits,
     is_open,
     schedules_by_time,
     typical_cluster,
@@ -109,6 +113,24 @@ def test_the_choice_is_quick() -> None:
     began = time.process_time()
     scheduled(config, CLUSTERS["a100-80g"])
     assert time.process_time() - began < 3  # about 0.3 s
+
+
+def _is_among(choices: Collection[tuple[str, int]], config: ResolvedConfig) -> bool:
+    return shape(config) in choices
+
+
+def test_only_schedules_that_fit_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = planned("--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32")
+    layers, cluster = outline(config), CLUSTERS["h100"]
+    choices = schedules_by_time(config, layers, cluster)
+    for number in range(len(choices)):
+        fits = partial(_is_among, choices[number:])
+        chosen = fastest_that_fits(config, layers, cluster, fits)
+        assert shape(chosen) == choices[number]
+        assert chosen == choose_schedule(config, choices, fits)
+    timed = list[ResolvedConfig]()
+    monkeypatch.setattr(fastest_schedule, "step_seconds", lambda config, *_: timed.append(config))
+    assert shape(fastest_that_fits(config, layers, cluster, lambda one: False)) == ("1f1b", 1) and not timed
 
 
 def test_memory_decides() -> None:

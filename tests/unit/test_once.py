@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from megacore.config import ResolvedConfig
+from megacore.plan import rank_activations
+from megacore.plan.memory import plan_memory
 from megacore.plan.once import SharedResults, once_per_layers, once_per_microbatches, once_per_state
+from megacore.plan.outline import outline
 from tests.unit.refusals import parse
 
 calls = list[str]()
 
 
 @once_per_layers
-def _of_layers(config: ResolvedConfig, number: float, thing: list[int]) -> int:
+def _of_layers(config: ResolvedConfig, thing: list[int], *, number: float) -> int:
     calls.append("layers")
     return len(calls)
 
@@ -57,13 +62,37 @@ def test_layouts_compute_once_what_they_have_in_common() -> None:
         results.share_with(config)
         return config
 
-    first = _of_layers(layout(), 1.0, thing), _of_state(layout())
+    first = _of_layers(layout(), thing, number=1.0), _of_state(layout())
     assert first == (1, 2)
     # ZeRO changes the state and not the layers, and the microbatch the layers and not the state.
     sharded, larger = layout(zero_stage=1), layout(micro_batch_size=2)
-    assert _of_layers(sharded, 1.0, thing) == first[0] and _of_state(sharded) == 3
-    assert _of_state(larger) == first[1] and _of_layers(larger, 1.0, thing) == 4
-    # Other numbers and other objects are other arguments.
-    assert _of_layers(layout(), 2.0, thing) == 5 and _of_layers(layout(), 1.0, [1]) == 6
+    assert _of_layers(sharded, thing, number=1.0) == first[0] and _of_state(sharded) == 3
+    assert _of_state(larger) == first[1] and _of_layers(larger, thing, number=1.0) == 4
+    # Other objects are other arguments, and so are other values of keywords.
+    assert _of_layers(layout(), thing, number=2.0) == 5 and _of_layers(layout(), [1], number=1.0) == 6
     # Without a search each configuration has its own.
     assert _of_state(base) == 7 and _of_state(base) == 7
+
+
+def test_stages_that_are_alike_compute_once_what_exists_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--mock-data --preset gpt2-xl --train-iters 1 --global-batch-size 16 --pp 4 --dp 2"
+    config = parse(
+        *flags.split(),
+        "--schedule",
+        "interleaved",
+        "--virtual-stages",
+        "6",
+        "--pipeline-balance",
+        "uniform",
+        planned=True,
+    )
+    computed, passing_bytes = list[object](), rank_activations.passing_bytes
+
+    def counted(*args: object, **kwargs: object) -> object:
+        computed.append(args)
+        return passing_bytes(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank_activations, "passing_bytes", counted)
+    plan_memory(config, outline(config), on_cpu=False)
+    # Of 24 stages the first, those of two or three blocks, the last; and those of two on the rank that has the head.
+    assert len(computed) == 5

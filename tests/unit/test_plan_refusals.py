@@ -259,7 +259,7 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "--preset gpt2-small --tp 5",
             "--ffn-hidden-size 3072 (4 x --hidden-size): use --tp 1, 2, 3, 4, 6 or 12",
         ),
-        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "--num-layers 12: use --tp 4 with --pp 8"),
+        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "64 processes: use --tp 4 with --pp 8"),
         (
             "--preset gpt2-small --num-layers 6 --pp 4 --schedule interleaved --virtual-stages 2",
             "must be at most --num-layers 6: use --pp 2 or 3, or --num-layers 8 or more",

@@ -6,19 +6,21 @@ import dataclasses
 import itertools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.config import validate
+from megacore.config import validate, violations
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.planner import make_plan
 from megacore.plan.search import Layout, search
-from megacore.plan.search_space import Constraints
+from megacore.plan.search_space import Constraints, divisions_of, variants, with_choice
 from megacore.plan.step_time import step_time
+from megacore.plan.validity import Validity
 from tests.unit.planning import planned
 from tests.unit.refusals import parse
 from tools.plan import main
@@ -150,6 +152,18 @@ def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[
     assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"]["value"])
     limited = planned(capsys, f"{flags} --search --top 100000 --max-pp 1 --max-cp 1")
     assert {row["layout"]["cp"] for row in limited["layouts"]} <= {1}
+
+
+def test_a_search_validates_each_rule_once_and_all_layouts() -> None:
+    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 6 --hidden-size 96 --num-attention-heads 6"
+    config = parse(*flags.split(), "--gradient-noise-interval", "1", "--global-batch-size", "24")
+    cluster, constraints = CLUSTERS["h100"], Constraints(world_size=6)
+    is_valid, found = Validity(config, 6), Counter[bool]()
+    for degrees in divisions_of(config, cluster, constraints):
+        for choice in variants(config, constraints, degrees, ("none", "full")):
+            found[is_valid(choice)] += 1
+            assert is_valid(choice) == (not violations(with_choice(config, choice), 6)), choice
+    assert found[True] > 50 and found[False] > 10
 
 
 def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:

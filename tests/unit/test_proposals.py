@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 
 from megacore.config import Config, validate, violations
 from megacore.config.cli import save_toml
+from megacore.config.problem import Problem, Values, Way
+from megacore.config.proposals import with_tried_ways
 from megacore.config.validation import degrees_product
 from megacore.errors import ConfigError
 from tests.unit.test_config import make
@@ -42,32 +44,74 @@ _EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "etp": (None, None, 1, 2),
     "moe_ffn_hidden_size": (None, 33, 48),
 }
+_DURATIONS: Mapping[str, tuple[Any, ...]] = {
+    "train_iters": (1, 2, 9, 12, 40),
+    "lr_warmup_iters": (0, 1, 4, 12, 50),
+    "lr_decay_iters": (None, None, 8, 20),
+    "lr_decay_style": ("cosine", "WSD", "1cycle"),
+    "lr_wsd_decay_iters": (None, 3, 30),
+    "rampup_batch_size": ((), ("2", "2", "24"), ("3", "5", "24"), ("12", "4", "9"), ("30", "6", "9")),
+    "global_batch_size": (None, 8, 12, 24),
+    "micro_batch_size": (1, 2, 3),
+    "replay_interval": (0, 0, 5, 20),
+    "check_replicas_interval": (100, 30),
+    "on_spike": ("none", "warn", "skip", "rollback"),
+    "save_interval": (None, 5, 12),
+    "spike_window": (100, 8),
+    "max_rollbacks": (3, 20),
+    "trace": (None, True),
+    "trace_steps": (None, 2, 30),
+    "profile_steps": (None, "3:5", "8:30"),
+    "reproducible": (None, True),
+    "grad_reduce_dtype": ("fp32", "bf16"),
+    "optimizer": ("adamw", "lion"),
+    "moments_dtype": ("fp32", "bf16"),
+}
 _OR = re.compile(r", or (?:use )?(?=--|start |leave |add |choose |\d)")
-_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less)?((?: (?:with|and) --[a-z-]+ \d+)*)")
+_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less)?")
+_COMBINED = re.compile(
+    r"((?:--[a-z-]+ (?:\d+ \d+ \d+|[\w.:-]+)(?: with | and |$))*)(?:leave ((?:--[a-z-]+(?: and )?)+) out)?"
+)
+_START = re.compile(r"(?:, and )?start (\d+)(?: or (\d+))? process.*")
+
+
+_Runs = Iterator[tuple[dict[str, Any], int | None]]
 
 
 def _field(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def _value(text: str) -> Any:
+    words = tuple(text.split())
+    return int(text) if text.isdecimal() else text if len(words) == 1 else words
+
+
 def _proposals(problem: str) -> Iterator[dict[str, Any]]:
     """Every change of values that a message proposes in numbers; `world_size` stands for the processes."""
     said, _, ways = problem.partition(": ")
     for way in _OR.split(ways.removeprefix("use ")):
-        if (found := re.match(r"start (\d+)(?: or (\d+))? process", way)) is not None:
-            yield from ({"world_size": int(count)} for count in found.groups() if count)
-        elif (found := _WAY.fullmatch(way)) is not None:
-            flag, values, bound, others = found.groups()
+        way, start = _START.sub("", way), _START.search(way)
+        processes: list[dict[str, Any]] = [{"world_size": int(n)} for n in start.groups() if n] if start else [{}]
+        if (found := _WAY.fullmatch(way)) is not None:
+            flag, values, bound = found.groups()
             numbers = [int(value) for value in re.findall(r"\d+", values)]
             if bound:
                 step = 1 if bound == " or more" else -1
                 numbers = [number for number in (numbers[0], numbers[0] + step) if number > 0]
             name = _field(flag or re.findall(r"--[a-z-]+", said)[0])
-            further = {_field(other): int(value) for other, value in re.findall(r"(--[a-z-]+) (\d+)", others)}
-            yield from ({name: number, **further} for number in numbers)
+            changed: list[dict[str, Any]] = [{name: number} for number in numbers]
+        elif (found := _COMBINED.fullmatch(way)) is not None:
+            given, left_out = (text or "" for text in found.groups())
+            pairs = re.findall(r"(--[a-z-]+) (\d+ \d+ \d+|[\w.:-]+)", given)
+            values_of = {_field(flag): _value(text) for flag, text in pairs}
+            changed = [{**values_of, **dict.fromkeys(map(_field, re.findall(r"--[a-z-]+", left_out)))}]
+        else:
+            continue
+        yield from ({**one, **other} for one in changed for other in processes if one or other)
 
 
-def _layouts() -> Iterator[tuple[dict[str, Any], int | None]]:
+def _layouts() -> _Runs:
     """Values by field, most of them wrong, and the number of processes; None: as many as the degrees say."""
     draw = random.Random(7)
     while True:
@@ -83,9 +127,18 @@ def _layouts() -> Iterator[tuple[dict[str, Any], int | None]]:
         yield {**usual, **experts, **{name: values[name] for name in kept}}, draw.choice((None, 1, 6, 8, 12))
 
 
+def _runs() -> _Runs:
+    """The same of what depends on the number of steps and on the batch."""
+    draw = random.Random(11)
+    while True:
+        values = {name: draw.choice(among) for name, among in _DURATIONS.items()}
+        kept = draw.sample(sorted(values), k=draw.randint(3, 8))
+        yield {"train_iters": 12, **{name: values[name] for name in kept}}, draw.choice((None, 1, 2))
+
+
 def _made(values: Mapping[str, Any], world_size: int | None) -> tuple[Config, int]:
     """A configuration, and the number of its processes."""
-    config = make(**{name: value for name, value in values.items() if name != "world_size"})
+    config = make(**{name: value for name, value in values.items() if name != "world_size" and value is not None})
     ranks = values.get("world_size", world_size)
     return config, degrees_product(config) if ranks is None else ranks
 
@@ -94,17 +147,18 @@ def _is_about(problem: str, names: set[str]) -> bool:
     return bool(names & {_field(flag) for flag in re.findall(r"--[a-z-]+", problem.partition(": ")[0])})
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_every_proposal_of_a_random_layout_is_valid(part: int) -> None:
-    layouts, tried, proposed = _layouts(), 0, 0
+@pytest.mark.parametrize(("kind", "part"), [(_layouts, 0), (_layouts, 1), (_layouts, 2), (_runs, 0)])
+def test_every_proposal_of_a_random_layout_is_valid(kind: Callable[[], _Runs], part: int) -> None:
+    layouts, tried, proposed = kind(), 0, 0
     for _ in range(part * 100):
         next(layouts)
-    while tried < 70:
+    while tried < 70 or proposed <= 100:
         values, world_size = next(layouts)
         config, ranks = _made(values, world_size)
         if not (problems := validate(config, ranks, follows_degrees=world_size is None)):
             continue
         tried += 1
+        assert not problems[0].endswith(": the same values solve this")  # which a line above names
         for problem in problems:
             for changes in _proposals(problem):
                 proposed += 1
@@ -112,9 +166,45 @@ def test_every_proposal_of_a_random_layout_is_valid(part: int) -> None:
                 given = f"{values} on {world_size}: {changes} of {problem!r} leaves {left}"
                 assert len(problems) > 1 or not left, given
                 assert not [other for other in left if _is_about(other, set(changes))], given
-    assert proposed > 100
 
 
 def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output-dir 'run.udcff' is not valid UTF-8"):
         save_toml(make(output_dir="run\udcff"), tmp_path / "config.toml")
+
+
+def _refused_unless(is_valid: Callable[[Mapping[str, Any]], bool], *ways: Way) -> list[str]:
+    """Two messages about one constraint that some values keep, with what is proposed on 7 processes with --tp 3."""
+    found = [Problem("--tp 3 is not possible", *ways), Problem("--tp 3 is wrong", *ways)]
+    given = {"tp": 3, "pp": 1, "world_size": 7}
+    return with_tried_ways(found, lambda changes: [] if is_valid({**given, **changes}) else found, processes=7)
+
+
+def test_a_combination_is_named_once() -> None:
+    ways = Values(name="tp", among=range(1, 9), near=3), Values(name="pp", among=range(1, 9), near=1)
+    first, second = _refused_unless(lambda one: one["tp"] == 4 and one["pp"] == 2, *ways)
+    assert first == "--tp 3 is not possible: use --tp 4 with --pp 2"
+    assert second == "--tp 3 is wrong: the same values solve this"
+
+
+def test_other_processes_are_named_where_flags_are_no_way_out() -> None:
+    ways = (Values(name="tp", among=range(1, 9), near=3),)
+    start = r"start 4 or 8 processes \(torchrun --nproc-per-node 4 or 8; for a plan --world-size\)"
+    first, second = _refused_unless(lambda one: one["world_size"] % 4 == 0, *ways)
+    assert re.fullmatch(f"--tp 3 is not possible: {start}", first)
+    processes = Values(name="world_size", among=range(1, 20), near=7, around=True)
+    first, second = _refused_unless(lambda one: one["world_size"] % 4 == 0 and one["tp"] == 4, *ways, processes)
+    assert re.fullmatch(f"--tp 3 is not possible: use --tp 4, and {start}", first)
+    assert second.endswith(": the same values solve this")
+
+
+def test_flags_are_named_beside_other_processes() -> None:
+    ways = Values(name="tp", among=range(1, 9), near=3), Values(name="pp", among=range(1, 9), near=1)
+    processes = Values(name="world_size", among=[6, 8], near=7, around=True)
+
+    def is_valid(one: Mapping[str, Any]) -> bool:
+        return one["world_size"] == 8 or (one["tp"], one["pp"]) == (7, 2)
+
+    first, second = _refused_unless(is_valid, *ways, processes)
+    assert first.endswith("for a plan --world-size), or use --pp 2 with --tp 7")
+    assert second.endswith("for a plan --world-size)")

@@ -72,8 +72,8 @@ def test_samples_of_a_script_become_steps_of_the_ramp() -> None:
     [
         (["2", "2"], "must be three whole numbers of 1 or more"),
         (["2", "0", "12"], "must be three whole numbers of 1 or more"),
-        (["2", "4", "12"], "does not reach --global-batch-size 8 in increments of 4: use, for example, a START of 4"),
-        (["16", "2", "12"], "begins above --global-batch-size 8: use a START of 8 or less"),
+        (["2", "4", "12"], "does not reach --global-batch-size 8 in increments of 4: use --rampup-batch-size 2 3 12"),
+        (["16", "2", "12"], "begins above --global-batch-size 8: use --rampup-batch-size 6 2 12"),
     ],
     ids=str,
 )
@@ -88,7 +88,9 @@ def test_a_ramp_needs_whole_microbatches_and_a_full_size(refuse: Refuse) -> None
     (problem,) = problems(refuse(*GOOD, *ramp))
     assert "needs the batch size that it grows to: use --global-batch-size" in problem
     start, increment = problems(refuse(*GOOD, *ramp, "--global-batch-size", "8", "--micro-batch-size", "4"))
-    assert "START 2 must be a multiple of --micro-batch-size x the replicas = 4: use 4" in start
+    assert (
+        "START 2 must be a multiple of --micro-batch-size x the replicas = 4: use --rampup-batch-size 4 4 12" in start
+    )
     assert "INCREMENT 2 must be" in increment
 
 
