@@ -9,15 +9,16 @@ from typing import Any
 
 from megacore.config.messages import counted
 from megacore.plan.flops import Attention
-from megacore.plan.memory import GIB
-from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
+from megacore.plan.plan_json import described, layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import (
     LOW_CONFIDENCE,
     Figure,
     Plan,
+    by_formula,
     exact,
     host_terms,
     largest_term,
+    memory_figures,
     memory_terms,
     rank_kinds,
     terms_apart,
@@ -116,7 +117,8 @@ def _memory(plan: Plan) -> Iterator[str]:
             "does not include them."
         )
         yield ""
-    low, high = unit.number(fullest.certain), unit.number(fullest.expected * 1.1)
+    peak = by_formula(fullest.expected, low=fullest.certain)
+    low, high = unit.number(peak.low), unit.number(peak.high)
     term, size = largest_term(fullest)
     largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
     if plan.fits:
@@ -233,10 +235,12 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         **({} if active is None else {"active_parameters": asdict(exact(active, "parameters"))}),
         "fits": plan.fits,
         "peak_bytes": plan.fullest.expected,
+        "peak": asdict(by_formula(plan.fullest.expected, low=plan.fullest.certain)),
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
         "hidden_seconds": plan.time.hidden,
+        "hidden": {role: asdict(figure) for role, figure in plan.hidden().items()},
         "throughput": {name: asdict(figure) for name, figure in throughput(plan).items()},
         "bytes_per_rank_and_step": {
             f"{kind}, {LINKS[link]}": asdict(exact(size, "bytes")) for (kind, link), size in plan.link_bytes().items()
@@ -248,20 +252,19 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
         report["training"] = training_json(tokens, goodput, days=days, price=price)
-    return report
+    return described(report, plan.timed_origin)
 
 
 def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
     rank = plan.memory[number]
-    peak = Figure(
-        value=rank.expected, unit="bytes", origin="formula", low=rank.certain, high=max(rank.expected * 1.1, GIB / 1024)
-    )
     return {
         "pp_rank": number,
         "parameters": asdict(exact(rank.parameters, "parameters")),
         "bytes": memory_terms(rank),
+        "terms": {name: asdict(figure) for name, figure in memory_figures(rank).items()},
         "host_bytes": host_terms(rank),
+        "host_terms": {name: asdict(by_formula(size, low=size)) for name, size in host_terms(rank).items()},
         "in_flight": rank.in_flight,
-        "peak": asdict(peak),
+        "peak": asdict(by_formula(rank.expected, low=rank.certain)),
         "largest_term": largest_term(rank)[0],
     }

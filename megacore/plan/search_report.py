@@ -8,10 +8,10 @@ from typing import Any
 
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
-from megacore.plan.memory import GIB
+from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.outline import outline
-from megacore.plan.plan_json import layout_json, run_json, training_json
-from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small
+from megacore.plan.plan_json import described, layout_json, run_json, training_json
+from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, by_formula, is_small
 from megacore.plan.search import Found, Layout
 from megacore.plan.state import whole_parameters
 
@@ -72,6 +72,9 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
     ranks = config.parallel.ranks
     origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 
+    def certain(layout: Layout) -> float:
+        return fullest_rank(layout.config, outline(layout.config), on_cpu=cluster.on_cpu).certain
+
     def row(layout: Layout) -> dict[str, Any]:
         def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
             ratios = [seconds / layout.seconds for seconds in layout.range or (layout.seconds, layout.seconds)]
@@ -84,6 +87,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "layout": layout_json(layout.config),
             "fits": True,
             "peak_bytes": layout.memory_bytes,
+            "peak": asdict(by_formula(layout.memory_bytes, low=certain(layout))),
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
             "simulated": layout.is_simulated,
@@ -92,9 +96,9 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         if tokens is not None:
             days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
-        return fields if layout.is_simulated else _without_ranges(fields)
+        return fields if layout.is_simulated else {**_without_ranges(fields), "peak": fields["peak"]}
 
-    return {
+    report = {
         **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
         "fixed": dict(found.fixed),
         "valid": found.tried,
@@ -104,6 +108,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],
     }
+    return described(report, origin)
 
 
 def _without_ranges(fields: dict[str, Any]) -> dict[str, Any]:
