@@ -61,7 +61,7 @@ def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:
     "flags",
     [
         f"{BLOOM} --tokens 366e9",
-        f"{EXPERTS} --tp 2 --dp 4 --ep 4 --etp 1",
+        f"{EXPERTS} --tp 2 --sequence-parallel --dp 4 --ep 4 --etp 1",
         f"{EXPERTS} --search --top 3 --recompute full --recompute-num-layers 1",
         "pretrain_gpt.py --preset gpt2-small --cluster a100-40g --offload-optimizer --dp 2 --zero-stage 1",
         "pretrain_gpt.py --preset gpt2-small --cluster laptop --world-size 2 --search --max-tp 1",
