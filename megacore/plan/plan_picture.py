@@ -15,12 +15,12 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.pipeline.schedule import Op
 from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
-from megacore.plan.memory import GIB, RankMemory
+from megacore.plan.memory import RankMemory
 from megacore.plan.picture import LeftOut, Panel, Scale, axis, diagram, heading
 from megacore.plan.planner import Plan
 from megacore.plan.search import Found, Layout
 from megacore.plan.simulator import Timeline
-from megacore.plan.size_unit import memory_unit, size_unit
+from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
@@ -313,7 +313,8 @@ def frontier_picture(found: Found) -> Drawing:
     """Time by memory of the layouts that fit; the frontier is marked, and its fastest layouts are named."""
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
-    sizes = [layout.memory_bytes / GIB for layout in shown]
+    unit = size_unit(layout.memory_bytes for layout in shown)
+    sizes = [layout.memory_bytes / unit.bytes for layout in shown]
     least, most = min(sizes), max(sizes)
     room = max(0.04 * (most - least), 0.02 * most)
     left_end = least - room if least > most / 3 else 0.0  # else the layouts are crowded at the right
@@ -323,12 +324,13 @@ def frontier_picture(found: Found) -> Drawing:
         top=76.0,
         width=820.0,
         height=420.0,
+        unit=unit,
         sizes=(left_end, most + room),
         times=(fastest * 0.95, slowest),
     )
     layouts = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
     verb = "fit" if len(found.layouts) > 1 else "fits"
-    title = f"{layouts} that {verb} into {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    title = f"{layouts} that {verb} into {size_unit([found.capacity]).text(found.capacity)} of {found.cluster.name}"
     drawing = Drawing(title=title, width=area.left + area.width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=area.left, y=22, text=title, size=15, bold=True))
@@ -353,7 +355,7 @@ def frontier_picture(found: Found) -> Drawing:
     y = area.bottom + 52
     for number, layout in enumerate(marked[:_NUMBERED], start=1):
         marks.append(Words(x=area.left + _INDENT - 8, y=y, text=f"{number}.", size=11.5, anchor="end"))
-        text = f"{_digits(layout.seconds)} s, {layout.memory_bytes / GIB:#.3g} GiB: {layout.flags}"
+        text = f"{_digits(layout.seconds)} s, {layout.memory_bytes / unit.bytes:#.3g} {unit.name}: {layout.flags}"
         for line in wrapped(text, area.width - _INDENT, size=11.5):
             marks.append(Words(x=area.left + _INDENT, y=y, text=line, size=11.5))
             y += 16
@@ -364,7 +366,7 @@ def frontier_picture(found: Found) -> Drawing:
 
 def _legend(found: Found, *, drawn: int) -> list[str]:
     """What the picture of a search shows, and what it leaves out."""
-    first = "seconds per step by GiB per rank; red: the frontier"
+    first = "step time by memory per rank; red: the frontier"
     if len(found.frontier) > _NUMBERED:
         first += f" of {len(found.frontier)} layouts, the {_NUMBERED} fastest with a number"
     second = []
@@ -381,7 +383,8 @@ class _Plot:
 
     Attributes:
         left, top, width, height: in pixels.
-        sizes: GiB at the left and at the right end.
+        unit: of memory.
+        sizes: in this unit, at the left and at the right end.
         times: seconds at the lower and at the upper end.
     """
 
@@ -389,6 +392,7 @@ class _Plot:
     top: float
     width: float
     height: float
+    unit: SizeUnit
     sizes: tuple[float, float]
     times: tuple[float, float]
 
@@ -396,16 +400,16 @@ class _Plot:
     def bottom(self) -> float:
         return self.top + self.height
 
-    def x_of(self, gib: float) -> float:
+    def x_of(self, size: float) -> float:
         low, high = self.sizes
-        return self.left + self.width * (gib - low) / (high - low)
+        return self.left + self.width * (size - low) / (high - low)
 
     def y_of(self, seconds: float) -> float:
         low, high = map(math.log, self.times)
         return self.top + self.height * (high - math.log(seconds)) / (high - low)
 
     def point(self, layout: Layout) -> tuple[float, float]:
-        return self.x_of(layout.memory_bytes / GIB), self.y_of(layout.seconds)
+        return self.x_of(layout.memory_bytes / self.unit.bytes), self.y_of(layout.seconds)
 
 
 def _numbers(drawing: Drawing, area: _Plot, points: Sequence[tuple[float, float]]) -> None:
@@ -460,7 +464,9 @@ def _axes(drawing: Drawing, area: _Plot) -> None:
         x = area.x_of(size)
         drawing.marks.append(Line(x1=x, y1=bottom, x2=x, y2=bottom + 4, color=_GREY))
         drawing.marks.append(Words(x=x, y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
-    drawing.marks.append(Words(x=right, y=bottom + 30, text="GiB per rank", size=11, anchor="end", color=_GREY))
+    drawing.marks.append(
+        Words(x=right, y=bottom + 30, text=f"{area.unit.name} per rank", size=11, anchor="end", color=_GREY)
+    )
     for seconds, text in zip(times, _labels(times), strict=True):
         y = area.y_of(seconds)
         drawing.marks.append(Line(x1=left - 4, y1=y, x2=left, y2=y, color=_GREY))

@@ -8,11 +8,12 @@ from typing import Any
 
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
-from megacore.plan.memory import GIB, fullest_rank
+from megacore.plan.memory import RankMemory, fullest_rank
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import described, layout_json, run_json, training_json
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, by_formula, is_small
 from megacore.plan.search import Found, Layout
+from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.state import whole_parameters
 
 
@@ -21,19 +22,23 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
     left_out = f"; {found.left_out:,} with larger, slower microbatches are left out" if found.left_out else ""
+    capacity = size_unit([found.capacity]).text(found.capacity)
+    rows = found.divisions[:top]
+    sizes = [layout.memory_bytes for layout, *_ in rows]
+    unit = memory_unit(_fullest(found, layout) for layout, *_ in rows)
     lines = [
-        f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
+        f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {capacity} per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
         f"(searched in {found.wall_seconds:.1f} s{left_out})",
         "",
         *_run(found),
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
-        f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
+        f"| # | s/step | range | tokens/s | {unit.name} | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
     ]
     has_small = False
-    for number, (layout, *others) in enumerate(found.divisions[:top], start=1):
+    for number, ((layout, *others), size) in enumerate(zip(rows, unit.column(sizes), strict=True), start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
         spread = "estimated" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
@@ -43,10 +48,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
             mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {slowest:.4g} s"
         if is_small(layout.config, found.cluster):
             mark, has_small = f"{mark}; low confidence", True
-        row = (
-            f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {layout.memory_bytes / GIB:.1f} | "
-            f"`{layout.flags}`{mark} |"
-        )
+        row = f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {size} | `{layout.flags}`{mark} |"
         if tokens:
             ranks = layout.config.parallel.ranks
             days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
@@ -55,6 +57,11 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     lines += ["", f"Low confidence: {LOW_CONFIDENCE}."] if has_small else []
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
+
+
+def _fullest(found: Found, layout: Layout) -> RankMemory:
+    """Its rank that takes most."""
+    return fullest_rank(layout.config, outline(layout.config), on_cpu=found.cluster.on_cpu)
 
 
 def _run(found: Found) -> Iterator[str]:
@@ -72,9 +79,6 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
     ranks = config.parallel.ranks
     origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 
-    def certain(layout: Layout) -> float:
-        return fullest_rank(layout.config, outline(layout.config), on_cpu=cluster.on_cpu).certain
-
     def row(layout: Layout) -> dict[str, Any]:
         def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
             ratios = [seconds / layout.seconds for seconds in layout.range or (layout.seconds, layout.seconds)]
@@ -87,7 +91,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "layout": layout_json(layout.config),
             "fits": True,
             "peak_bytes": layout.memory_bytes,
-            "peak": asdict(by_formula(layout.memory_bytes, low=certain(layout))),
+            "peak": asdict(by_formula(layout.memory_bytes, low=_fullest(found, layout).certain)),
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
             "simulated": layout.is_simulated,

@@ -85,7 +85,7 @@ def test_the_picture_of_a_search_says_what_it_leaves_out() -> None:
     assert len(numbers_of(drawing)) == 12
     assert len([mark for mark in drawing.marks if isinstance(mark, Box) and mark.width == 8]) == 15
     few = [mark.text for mark in frontier_picture(found_of([(1.0, 9.0), (1.2, 5.0)])).marks if isinstance(mark, Words)]
-    assert "seconds per step by GiB per rank; red: the frontier" in few
+    assert "step time by memory per rank; red: the frontier" in few
     assert not any("not drawn" in text or "of 2 layouts" in text for text in few)
 
 
