@@ -369,3 +369,20 @@ def test_a_plan_shows_what_is_sent_of_tied_gradients(capsys: pytest.CaptureFixtu
         assert sent["tied gradients, between nodes"]["value"] == table / shards
     assert main([*flags.split(), "--zero-stage", "0"]) == 0
     assert f"| tied gradients | between nodes | {table / 1e6:,.3f} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        ("--zero-stage 1", ["--zero-stage 1 changes nothing with one data-parallel rank (--dp 1)"]),
+        ("--zero-stage 1 --dp 2", []),
+        ("--software megatron-lm", []),  # whose usual flags nobody has typed
+        ("--software megatron-lm --schedule 1f1b", ["--schedule 1f1b changes nothing without a pipeline (--pp 1)"]),
+        ("--zero-stage 1 --pipeline-balance time --search --world-size 2", []),  # which has layouts with more ranks
+    ],
+)
+def test_a_flag_that_changes_nothing_is_noted_if_it_is_given(
+    flags: str, noted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"pretrain_gpt.py --preset gpt2-small --global-batch-size 8 --cluster h100 {flags}".split()) == 0
+    assert capsys.readouterr().err.splitlines() == [f"megacore: note: {note}" for note in noted]
