@@ -17,6 +17,7 @@ from megacore.pipeline.schedule import Op
 from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.plan.memory import RankMemory
 from megacore.plan.picture import LeftOut, Panel, Scale, axis, diagram, heading
+from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import Plan
 from megacore.plan.search import Found, Layout
 from megacore.plan.simulator import Timeline
@@ -125,20 +126,16 @@ def _at_the_break(plan: Plan, left_out: LeftOut) -> str:
     return f"{left_out.microbatches:,} of {plan.config.microbatches:,} microbatches left out at the break"
 
 
-def _digits(value: float, digits: int = 4) -> str:
-    """A number with as many digits, or more where it is large: `0.01441`, `6.373`, `733,042`."""
-    return f"{value:,.0f}" if value >= 10.0 ** (digits - 1) else f"{value:.{digits}g}"
-
-
 def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
     drawn = _drawn(plan)
     line, count, transfer, bubble, left_out = drawn
     config, whole = plan.config, plan.time.bubble / plan.time.seconds
-    said = f"step {_digits(plan.time.seconds)} s"
+    said = f"step {four_digits(plan.time.seconds)} s"
     is_pipeline = config.parallel.pp > 1
     if is_pipeline:
-        said = f"{said}, bubble of the busiest rank {whole:.1%} of it; a transfer takes {_digits(transfer, 3)} ms"
+        three_digits = f"{transfer:,.0f}" if transfer >= 100 else f"{transfer:#.3g}"
+        said = f"{said}, bubble of the busiest rank {whole:.1%} of it; a transfer takes {three_digits} ms"
     if left_out is not None:
         said = f"{said}; {_at_the_break(plan, left_out)}"
     elif count < config.microbatches:
@@ -340,7 +337,7 @@ def frontier_picture(found: Found) -> Drawing:
     for layout in shown:
         x, y = area.point(layout)
         fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
-        note = f"{_digits(layout.seconds)} s{origin}: {layout.flags}"
+        note = f"{four_digits(layout.seconds)} s{origin}: {layout.flags}"
         marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
     marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
     points = [area.point(layout) for layout in marked]
@@ -348,14 +345,14 @@ def frontier_picture(found: Found) -> Drawing:
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
         marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
     for (x, y), layout in zip(points, marked, strict=True):
-        note = f"{_digits(layout.seconds)} s: {layout.flags}"
+        note = f"{four_digits(layout.seconds)} s: {layout.flags}"
         marks.append(Box(x=x - _MARKER, y=y - _MARKER, width=2 * _MARKER, height=2 * _MARKER, fill=_LIMIT, note=note))
     _axes(drawing, area)
     _numbers(drawing, area, points)
     y = area.bottom + 52
     for number, layout in enumerate(marked[:_NUMBERED], start=1):
         marks.append(Words(x=area.left + _INDENT - 8, y=y, text=f"{number}.", size=11.5, anchor="end"))
-        text = f"{_digits(layout.seconds)} s, {layout.memory_bytes / unit.bytes:#.3g} {unit.name}: {layout.flags}"
+        text = f"{four_digits(layout.seconds)} s, {layout.memory_bytes / unit.bytes:#.3g} {unit.name}: {layout.flags}"
         for line in wrapped(text, area.width - _INDENT, size=11.5):
             marks.append(Words(x=area.left + _INDENT, y=y, text=line, size=11.5))
             y += 16

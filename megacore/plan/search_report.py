@@ -11,6 +11,7 @@ from megacore.config.messages import counted
 from megacore.plan.memory import RankMemory, fullest_rank
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import described, layout_json, run_json, training_json
+from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, by_formula, is_small
 from megacore.plan.search import Found, Layout
 from megacore.plan.size_unit import memory_unit, size_unit
@@ -41,14 +42,14 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     for number, ((layout, *others), size) in enumerate(zip(rows, unit.column(sizes), strict=True), start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
-        spread = "estimated" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
+        spread = "estimated" if layout.range is None else " to ".join(map(four_digits, layout.range))
         mark = " (frontier)" if id(layout) in frontier else ""
         if others:
             slowest = max(other.seconds for other in others)
-            mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {slowest:.4g} s"
+            mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {four_digits(slowest)} s"
         if is_small(layout.config, found.cluster):
             mark, has_small = f"{mark}; low confidence", True
-        row = f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {size} | `{layout.flags}`{mark} |"
+        row = f"| {number} | {four_digits(layout.seconds)} | {spread} | {rate:,.0f} | {size} | `{layout.flags}`{mark} |"
         if tokens:
             ranks = layout.config.parallel.ranks
             days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)

@@ -15,6 +15,7 @@ from megacore.config import validate
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
+from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import make_plan
 from megacore.plan.search import Layout, search
 from megacore.plan.search_space import Constraints
@@ -112,7 +113,7 @@ def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[s
     assert len(rows) == 1
     assert layouts[0]["flags"] in rows[0]
     slowest = max(layout["step_seconds"]["value"] for layout in layouts)
-    assert f"; {len(layouts) - 1} other schedules, up to {slowest:.4g} s" in rows[0]
+    assert f"; {len(layouts) - 1} other schedules, up to {four_digits(slowest)} s" in rows[0]
 
 
 def test_a_search_tries_every_microbatch_that_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
