@@ -12,11 +12,13 @@ from megacore.config.dimensions import coordinates_of, describe_degrees, describ
 from megacore.config.messages import counted
 from megacore.errors import UserError
 from megacore.parallel.processors import available_cores
-from megacore.plan.memory import GIB
+from megacore.plan.memory import plan_memory
+from megacore.plan.outline import outline
+from megacore.plan.size_unit import SizeUnit, memory_unit
 from megacore.train.dry_run import RankReport, run_ranks
 
 _HEADER = """\
-State after a step and memory peak during it, in GiB: counted, and by the formulas of docs/guides/memory.md for this
+State after a step and memory peak during it, in {unit}: counted, and by the formulas of docs/guides/memory.md for this
 number of microbatches. The first and the last rank along tp and dp of each pipeline stage run. Stages that hold equal
 layers and take the same actions share a row, which names the ranks of the first of these stages.
 """
@@ -40,7 +42,7 @@ def report_ranks(config: ResolvedConfig, *, on_cpu: bool, as_json: bool) -> None
         done = list(reports)
         print(json.dumps([_figures(config, report) for report in done], indent=1))
     else:
-        done = _print_table(config, reports, device="CPU" if on_cpu else "accelerator")
+        done = _print_table(config, reports, on_cpu=on_cpu)
     if failed := [report for report in done if report.problem is not None]:
         raise UserError(
             f"{len(failed)} of {counted(len(done), 'kind of rank', 'kinds of rank')} cannot take a train step; the "
@@ -48,16 +50,17 @@ def report_ranks(config: ResolvedConfig, *, on_cpu: bool, as_json: bool) -> None
         )
 
 
-def _print_table(config: ResolvedConfig, reports: Iterable[RankReport], *, device: str) -> list[RankReport]:
+def _print_table(config: ResolvedConfig, reports: Iterable[RankReport], *, on_cpu: bool) -> list[RankReport]:
     """Print a stage as soon as its ranks are done, then all problems and differences; returns all reports."""
-    ranks = counted(config.parallel.ranks, device)
+    ranks = counted(config.parallel.ranks, "CPU" if on_cpu else "accelerator")
     print(f"# Dry run: {config.model.preset or 'model'} on {ranks}, {describe_degrees(config.parallel.degrees)}\n")
-    print(_HEADER)
+    unit = memory_unit(plan_memory(config, outline(config), on_cpu=on_cpu))
+    print(_HEADER.format(unit=unit.name))
     print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|", flush=True)
     done = []
     for _, of_stage in groupby(reports, lambda report: report.planned.pp_rank):
         members = list(of_stage)
-        for (stages, row), equal in groupby(members, lambda report: (_stages(config, report), _row(report))):
+        for (stages, row), equal in groupby(members, lambda report: (_stages(config, report), _row(report, unit))):
             numbers = ", ".join(str(report.rank) for report in equal)
             print(f"| {stages} | {numbers} | {' | '.join(row)} |", flush=True)
         done += members
@@ -75,18 +78,16 @@ def _stages(config: ResolvedConfig, report: RankReport) -> str:
     return f"{stages[0]} to {stages[-1]}" if is_run else ", ".join(map(str, stages))
 
 
-def _row(report: RankReport) -> tuple[str, ...]:
+def _row(report: RankReport, unit: SizeUnit) -> tuple[str, ...]:
     """What the table says of a rank, but for its number."""
     if report.problem is not None:
         return ("",) * (len(_COLUMNS) - 3) + (report.result,)
     planned = report.planned
-    peak = (_gib(report.peak), _gib(planned.expected_tensors)) if report.is_filled else ("", "")
-    state = _gib(sum(report.state.values())), _gib(sum(report.planned_state.values()))
-    return f"{report.parameters:,}", *state, *peak, str(report.microbatches[-1]), report.result
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.4g}"
+    sizes = [sum(report.state.values()), sum(report.planned_state.values())]
+    if report.is_filled:
+        sizes += [report.peak, planned.expected_tensors]
+    cells = [unit.number(size, 3) for size in sizes] + [""] * (4 - len(sizes))
+    return f"{report.parameters:,}", *cells, str(report.microbatches[-1]), report.result
 
 
 def _in_words(config: ResolvedConfig, report: RankReport) -> str:

@@ -253,6 +253,7 @@ def _read(args: argparse.Namespace) -> _Request:
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
+    typed = dict(given)
     args.foreign = {name for setting in reading.foreign for name in setting.fields}
     if args.search and args.foreign & set(SEARCHED):
         problems += _take_foreign(args, reading, kind)
@@ -281,6 +282,7 @@ def _read(args: argparse.Namespace) -> _Request:
         planned=True,
         world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
+        typed={} if args.search else typed,
     )
     assert cluster is not None
     return _Request(config, cluster)

@@ -36,6 +36,7 @@ from megacore.config.launch_notes import (
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
+from megacore.config.no_effect import without_effect
 from megacore.config.numbers import parse_int
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
@@ -83,6 +84,7 @@ def parse_config(
     planned: bool = False,
     world_size: int | None = None,
     problems: Sequence[str] = (),
+    typed: Mapping[str, Any] | None = None,
 ) -> R:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
@@ -102,6 +104,7 @@ def parse_config(
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
         world_size: of a planned run, the number of its processes, where it is given.
         problems: what the caller has found wrong; reported with the others.
+        typed: values by field that the user has given, if the caller has added to `argv`.
 
     Raises:
         SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
@@ -125,7 +128,7 @@ def parse_config(
     if reading.local_problems:
         _refuse(prog, process, reading)
     if process.rank == 0:
-        for note in reading.notes:
+        for note in [*reading.notes, *without_effect(config, reading.typed if typed is None else typed)]:
             print(f"megacore: note: {note}", file=sys.stderr)
     return config
 
@@ -219,6 +222,7 @@ class _Reading(Generic[C]):
         source: path of the configuration file; None if none is given, or there is no such file.
         translated: settings of other trainers and the flags that they became, by where they come from.
         given: values by field that flags and files set, with the translated ones.
+        typed: values by field that flags of this program set.
     """
 
     config: C
@@ -228,6 +232,7 @@ class _Reading(Generic[C]):
     source: str | None
     translated: dict[str, dict[str, str]]
     given: Mapping[str, Any]
+    typed: Mapping[str, Any]
 
 
 def _read(
@@ -240,6 +245,7 @@ def _read(
     is_planned: bool = False,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
+    typed = dict(flags.values)
     _save_in_directory(flags)
     notes = megatron_script.adjust(flags)
     path, deepspeed = (flags.values.pop(name, None) for name in FILES)
@@ -306,7 +312,7 @@ def _read(
         notes += defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
-    return _Reading(config, problems, local_problems, notes, source, flags.translated, given)
+    return _Reading(config, problems, local_problems, notes, source, flags.translated, given, typed)
 
 
 def _wrong_whichever_is_kept(

@@ -8,6 +8,7 @@ go, and the one thing that matplotlib is needed for.
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -74,6 +75,19 @@ class Drawing:
     width: float
     height: float
     marks: list[Box | Line | Words] = field(default_factory=list)
+
+
+def wrapped(text: str, width: float, *, size: float, bold: bool = False) -> list[str]:
+    """Lines of a text that are no wider than so many pixels, in any viewer's font.
+
+    Args:
+        text: with spaces, at which it is divided.
+        width: in pixels.
+        size: of the font.
+        bold: whether it is bold, and wider.
+    """
+    letters = max(int(width / (size * (0.64 if bold else 0.56))), 20)
+    return textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
 
 
 def save(drawing: Drawing, path: Path) -> None:

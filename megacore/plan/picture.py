@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from megacore.pipeline.schedule import Op, transfers_of
-from megacore.plan.canvas import Box, Drawing, Line, Words
+from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.plan.simulator import Span, Timeline
 
 # Told apart by people who see no red or no green as well, and in print by their brightness.
@@ -28,11 +29,66 @@ _BUBBLE, _BUBBLE_EDGE, _GREY, _WHITE, _INK = "#eef0f3", "#d5d9e0", "#6b7280", "#
 _MESSAGE = "#c2410c"
 _LEFT, _RIGHT, _TOP = 66.0, 22.0, 14.0
 _SMALLEST_BOX, _NARROWEST, _WIDEST = 24.0, 660.0, 1500.0  # pixels; the latter two of the time axis
-_WIDEST_FOR_NUMBERS = 3600.0  # where boxes would else have no room for them
+_WIDEST_FOR_NUMBERS = 2400.0  # where boxes would else have no room for them
 _GAP, _GAP_OF_MESSAGES = 4.0, 8.0  # between rows
 _LARGEST_NUMBER, _SMALLEST_NUMBER = 12.0, 6.5  # size of the numbers in boxes
 _DIGIT = 0.58  # width of a digit, of its size
 _MANY_MS = 10_000.0  # from this on an axis in milliseconds is labelled in seconds
+_BREAK = 18.0  # width of the break where a part is left out
+
+
+class LeftOut(NamedTuple):
+    """A part of a time line that is not drawn, between two moments at which every rank is at the same place of its
+    schedule, so many microbatches later.
+
+    Attributes:
+        at: when it begins; the time line goes on from there.
+        duration: how long it takes.
+        microbatches: how many later.
+    """
+
+    at: float
+    duration: float
+    microbatches: int
+
+
+class Scale(NamedTuple):
+    """From time to pixels, with a break where a part is left out.
+
+    Attributes:
+        end: of the time line, as it is drawn.
+        pixels: of one unit of time.
+        left_out: the part, or None.
+    """
+
+    end: float
+    pixels: float
+    left_out: LeftOut | None = None
+
+    @property
+    def width(self) -> float:
+        """Of the time axis, in pixels."""
+        return self.end * self.pixels + (0.0 if self.left_out is None else _BREAK)
+
+    def pieces(self, start: float, end: float) -> list[Piece]:
+        """Where a stretch of time is drawn: in two pieces, if it contains the break."""
+        x = _LEFT + start * self.pixels
+        if self.left_out is None or end <= self.left_out.at:
+            return [Piece(x, (end - start) * self.pixels, 0.0, 0)]
+        at, duration, microbatches = self.left_out
+        first = max(start, at)
+        after = Piece(_LEFT + first * self.pixels + _BREAK, (end - first) * self.pixels, duration, microbatches)
+        return [after] if start >= at else [Piece(x, (at - start) * self.pixels, 0.0, 0), after]
+
+
+class Piece(NamedTuple):
+    """A stretch of time in pixels, and by how much its times and the numbers of its microbatches are later than those
+    of the time line."""
+
+    x: float
+    width: float
+    later: float
+    microbatches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +101,7 @@ class Panel:
         timeline: when which rank computes what.
         virtual_stages: stages per rank, which differ in shade.
         transfer: time of a message between stages, to draw each as a line from rank to rank; None: draw none.
+        left_out: a part of the step that the time line does not have, if there is one panel.
     """
 
     title: str
@@ -52,6 +109,7 @@ class Panel:
     timeline: Timeline
     virtual_stages: int = 1
     transfer: float | None = None
+    left_out: LeftOut | None = None
 
 
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
@@ -66,31 +124,41 @@ def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
     width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)
     width = max(width, min(end / _shortest_stage(panels) * _least_box(panels), _WIDEST_FOR_NUMBERS))
     drawing = Drawing(title="; ".join(f"{panel.title}: {panel.bubble}" for panel in panels), width=0, height=0)
+    scale = Scale(end, width / end, panels[0].left_out)
     y = _TOP
     for panel in panels:
-        painter = _Painter(drawing, panel, width / end, _number_size(panels, typical, width / end))
+        painter = _Painter(drawing, panel, scale, _number_size(panels, typical, scale.pixels))
         y = painter.paint(y) + 14
-    y = axis(drawing, y - 10, end=end, scale=width / end, unit=unit)
-    _legend(drawing, y, panels)
-    longest = max(max(9.6 * len(panel.title), 7 * len(panel.bubble)) for panel in panels)  # in any viewer's font
-    drawing.width, drawing.height = _LEFT + max(width, longest) + _RIGHT, y + 26
+    y = axis(drawing, y - 10, scale, unit=unit)
+    right = _legend(drawing, y, panels)
+    drawing.width, drawing.height = max(_LEFT + scale.width, right) + _RIGHT, y + 26
     return drawing
+
+
+def heading(drawing: Drawing, y: float, *, title: str, notes: str, width: float) -> float:
+    """A title and what is said below it, in lines of this width; returns where they end."""
+    for text in wrapped(title, width, size=15, bold=True):
+        drawing.marks.append(Words(x=_LEFT, y=y + 8, text=text, size=15, bold=True))
+        y += 19
+    for text in wrapped(notes, width, size=12.5):
+        drawing.marks.append(Words(x=_LEFT, y=y + 8, text=text, size=12.5, color=_GREY))
+        y += 17
+    return y + 6
 
 
 class _Painter:
     """Draws one panel."""
 
-    def __init__(self, drawing: Drawing, panel: Panel, scale: float, number_size: float) -> None:
-        self.marks, self.panel, self.scale, self.number_size = drawing.marks, panel, scale, number_size
+    def __init__(self, drawing: Drawing, panel: Panel, scale: Scale, number_size: float) -> None:
+        self.drawing, self.marks = drawing, drawing.marks
+        self.panel, self.scale, self.number_size = panel, scale, number_size
         self.ranks = len(panel.timeline.spans)
         self.row = 26.0 if self.ranks <= 8 else 22.0 if self.ranks <= 16 else 16.0
         self.pitch = self.row + (_GAP if panel.transfer is None else _GAP_OF_MESSAGES)
 
     def paint(self, y: float) -> float:
         """Draw from a height on; returns where it ends."""
-        self.marks.append(Words(x=_LEFT, y=y + 8, text=self.panel.title, size=15, bold=True))
-        self.marks.append(Words(x=_LEFT, y=y + 27, text=self.panel.bubble, size=12.5, color=_GREY))
-        y += 42
+        y = heading(self.drawing, y, title=self.panel.title, notes=self.panel.bubble, width=self.scale.width)
         rows = self.panel.timeline.spans
         if self.panel.transfer is not None:
             for rank in range(len(rows)):
@@ -112,31 +180,37 @@ class _Painter:
                 continue
             rank, other = (action.stage % self.ranks for action in transfer)
             y1, y2 = (top + number * self.pitch + self.row / 2 for number in (rank, other))
-            x = _LEFT + span.end * self.scale
-            end = x + (self.panel.transfer or 0.0) * self.scale
-            self.marks.append(Line(x1=x, y1=y1, x2=end, y2=y2, color=_MESSAGE))
+            pieces = self.scale.pieces(span.end, span.end + (self.panel.transfer or 0.0))
+            if len(pieces) == 1:
+                x, width, *_ = pieces[0]
+                self.marks.append(Line(x1=x, y1=y1, x2=x + width, y2=y2, color=_MESSAGE))
 
     def _row(self, y: float, rank: int) -> None:
         self.marks.append(Words(x=_LEFT - 10, y=y + self.row / 2, text=f"rank {rank}", anchor="end"))
-        end = self.panel.timeline.end * self.scale
-        self.marks.append(
-            Box(x=_LEFT, y=y, width=end, height=self.row, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True, note="bubble")
-        )
+        for x, width, *_ in self.scale.pieces(0.0, self.panel.timeline.end):
+            self.marks.append(
+                Box(
+                    x=x, y=y, width=width, height=self.row, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True, note="bubble"
+                )
+            )
 
     def _box(self, y: float, span: Span) -> None:
-        action, x, width = span.action, _LEFT + span.start * self.scale, (span.end - span.start) * self.scale
-        fill = _shade(COLORS[action.op], action.stage // self.ranks, self.panel.virtual_stages)
-        note = (
-            f"{action}: {NAMES[action.op]} of microbatch {action.microbatch} at stage {action.stage}, "
-            f"from {span.start:.6g} to {span.end:.6g}"
-        )
-        edge = _WHITE if width >= 3 else None
-        self.marks.append(Box(x=x, y=y, width=width, height=self.row, fill=fill, edge=edge, note=note))
-        number, middle = str(action.microbatch), x + width / 2
-        size = min(self.number_size, self.row * 0.6, (width - 1) / (len(number) * _DIGIT))
-        if size >= _SMALLEST_NUMBER:
-            ink = _WHITE if _brightness(fill) < 0.6 else _INK
-            self.marks.append(Words(x=middle, y=y + self.row / 2, text=number, size=size, anchor="middle", color=ink))
+        for piece in self.scale.pieces(span.start, span.end):
+            action = replace(span.action, microbatch=span.action.microbatch + piece.microbatches)
+            fill = _shade(COLORS[action.op], action.stage // self.ranks, self.panel.virtual_stages)
+            note = (
+                f"{action}: {NAMES[action.op]} of microbatch {action.microbatch} at stage {action.stage}, "
+                f"from {span.start + piece.later:.6g} to {span.end + piece.later:.6g}"
+            )
+            edge = _WHITE if piece.width >= 3 else None
+            box = Box(x=piece.x, y=y, width=piece.width, height=self.row, fill=fill, edge=edge, note=note)
+            self.marks.append(box)
+            number = str(action.microbatch)
+            size = min(self.number_size, self.row * 0.6, (piece.width - 1) / (len(number) * _DIGIT))
+            if size >= _SMALLEST_NUMBER:
+                ink, x = _WHITE if _brightness(fill) < 0.6 else _INK, piece.x + piece.width / 2
+                middle = y + self.row / 2
+                self.marks.append(Words(x=x, y=middle, text=number, size=size, anchor="middle", color=ink))
 
 
 def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
@@ -158,31 +232,46 @@ def _shortest_stage(panels: Sequence[Panel]) -> float:
 
 def _least_box(panels: Sequence[Panel]) -> float:
     """The width of a box with a number of the smallest size."""
-    digits = max(len(str(span.action.microbatch)) for span in _spans(panels))
+    digits = _digits(panels)
     return digits * _DIGIT * _SMALLEST_NUMBER + 2
 
 
 def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float) -> float:
     """The size at which the numbers fit into the boxes of each kind that is large enough for any; 0 if none is."""
-    digits = max(len(str(span.action.microbatch)) for span in _spans(panels))
+    digits = _digits(panels)
     sizes = [(duration * scale - 2) / (digits * _DIGIT) for duration in typical.values()]
     return min([_LARGEST_NUMBER, *legible]) if (legible := [s for s in sizes if s >= _SMALLEST_NUMBER]) else 0.0
+
+
+def _digits(panels: Sequence[Panel]) -> int:
+    """Of the largest number in a box."""
+    later = max(0 if panel.left_out is None else panel.left_out.microbatches for panel in panels)
+    return len(str(later + max(span.action.microbatch for span in _spans(panels))))
 
 
 def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
     return chain.from_iterable(spans for panel in panels for spans in panel.timeline.spans)
 
 
-def axis(drawing: Drawing, y: float, *, end: float, scale: float, unit: str) -> float:
+def axis(drawing: Drawing, y: float, scale: Scale, *, unit: str) -> float:
     """A time axis at a height, of a long time in milliseconds with labels in seconds; returns where it ends."""
-    shown, part = ("s", 1e-3) if unit == "ms" and end >= _MANY_MS else (unit, 1.0)
-    drawing.marks.append(Line(x1=_LEFT, y1=y, x2=_LEFT + end * scale, y2=y, color=_GREY))
-    step = _round_step(end / 10)
-    for number in range(int(end / step + 1e-9) + 1):
-        x = _LEFT + number * step * scale
-        drawing.marks.append(Line(x1=x, y1=y, x2=x, y2=y + 4, color=_GREY))
-        text = f"{number * step * part:,.10g}"
-        drawing.marks.append(Words(x=x, y=y + 13, text=text, size=11, anchor="middle", color=_GREY))
+    skipped = 0.0 if scale.left_out is None else scale.left_out.duration
+    shown, part = ("s", 1e-3) if unit == "ms" and scale.end + skipped >= _MANY_MS else (unit, 1.0)
+    step = _round_step(scale.end / 10)
+    broken = None if scale.left_out is None else _LEFT + scale.left_out.at * scale.pixels
+    for x, width, later, _ in scale.pieces(0.0, scale.end):
+        drawing.marks.append(Line(x1=x, y1=y, x2=x + width, y2=y, color=_GREY))
+        first = scale.left_out.at + later if scale.left_out is not None and later else 0.0
+        for number in range(math.ceil(first / step - 1e-9), int((first + width / scale.pixels) / step + 1e-9) + 1):
+            tick = x + (number * step - first) * scale.pixels
+            if broken is not None and abs(tick - broken - _BREAK / 2) < _BREAK:
+                continue  # the marks of the break are there
+            drawing.marks.append(Line(x1=tick, y1=y, x2=tick, y2=y + 4, color=_GREY))
+            text = f"{number * step * part:,.10g}"
+            drawing.marks.append(Words(x=tick, y=y + 13, text=text, size=11, anchor="middle", color=_GREY))
+    if broken is not None:
+        for edge in (broken, broken + _BREAK):
+            drawing.marks.append(Line(x1=edge - 4, y1=y + 6, x2=edge + 4, y2=y - 6, color=_GREY))
     drawing.marks.append(Words(x=_LEFT - 10, y=y + 13, text=shown, size=11, anchor="end", color=_GREY))
     return y + 30
 
@@ -193,7 +282,8 @@ def _round_step(least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> None:
+def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> float:
+    """What the colours mean; returns where it ends."""
     present = {span.action.op for span in _spans(panels)}
     virtual = max(panel.virtual_stages for panel in panels)
     x = _LEFT
@@ -215,7 +305,10 @@ def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> None:
         drawing.marks.append(Words(x=x + 20, y=y + 7, text="transfer"))
         x += 84
     if virtual > 1:
-        drawing.marks.append(Words(x=x + 4, y=y + 7, text="later stages of a rank are lighter", color=_GREY))
+        text = "later stages of a rank are lighter"
+        drawing.marks.append(Words(x=x + 4, y=y + 7, text=text, color=_GREY))
+        x += 4 + 6.8 * len(text)
+    return x
 
 
 def _has_bubble(line: Timeline) -> bool:

@@ -1,9 +1,14 @@
-"""What the JSON of a plan and that of a search have in common: the run, its layout, and figures by the same names."""
+"""What the JSON of a plan and that of a search have in common: the run, its layout, and figures by the same names.
+
+What is predicted is a figure, with its unit, origin and range. Other numbers are bare, so that a script reads them in
+one step: counts and sizes, and some figures once more, with the unit in the key. `numbers` tells of each bare number
+its unit and origin, by the innermost key above it that is in the table below.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,8 +16,87 @@ from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
 from megacore.plan.flops import blocks_of
 from megacore.plan.model_size import active_parameters, block_parameters
-from megacore.plan.planner import Figure
+from megacore.plan.planner import Figure, Origin
 from megacore.plan.state import PlannedLayer, whole_parameters
+
+_COUNTS = {
+    "num_layers": "layers",
+    "hidden_size": "elements",
+    "ffn_hidden_size": "elements",
+    "num_attention_heads": "heads",
+    "num_query_groups": "heads",
+    "vocab_size": "tokens",
+    "num_experts": "experts",
+    "parameters": "parameters",
+    "active_parameters": "parameters",
+    "seq_length": "tokens",
+    "global_batch_size": "sequences",
+    "world_size": "ranks",
+    "tp": "ranks",
+    "cp": "ranks",
+    "pp": "ranks",
+    "dp": "ranks",
+    "ep": "ranks",
+    "etp": "ranks",
+    "virtual_stages": "stages per rank",
+    "zero_stage": "ZeRO stage",
+    "micro_batch_size": "sequences",
+    "num_microbatches": "microbatches",
+    "recompute_num_layers": "layers per stage",
+    "pp_rank": "rank number",
+    "in_flight": "microbatches",
+    "tokens": "tokens",
+    "valid": "layouts",
+    "left_out": "layouts",
+    "fit": "layouts",
+    "wall_seconds": "s",
+}
+"""Bare numbers that are given, chosen, counted or, of the search itself, measured: by key, the unit."""
+_FIGURES: dict[str, tuple[str, Origin, str]] = {
+    "capacity_bytes": ("bytes", "assumed", "capacity"),
+    "peak_bytes": ("bytes", "formula", "peak"),
+    "bytes": ("bytes", "formula", "terms"),
+    "host_bytes": ("bytes", "formula", "host_terms"),
+}
+"""Bare numbers, or objects of them, that are there as figures too: by key, the unit, origin and key of the figures."""
+
+
+def described(report: Mapping[str, Any], timed: Origin) -> dict[str, Any]:
+    """The report with `numbers`: unit and origin of its bare numbers, by their keys.
+
+    Args:
+        report: as JSON has it.
+        timed: origin of its times.
+
+    Raises:
+        KeyError: a bare number of which neither is known.
+    """
+    table: dict[str, dict[str, str]] = {
+        **{key: {"unit": unit, "origin": "exact"} for key, unit in _COUNTS.items()},
+        **{key: {"unit": unit, "origin": origin, "figure": name} for key, (unit, origin, name) in _FIGURES.items()},
+        "hidden_seconds": {"unit": "s", "origin": timed, "figure": "hidden"},
+        "goodput": {"unit": "share", "origin": "assumed"},
+    }
+    present = set()
+    for path in bare_numbers(report):
+        key = next((key for key in reversed(path) if key in table), None)
+        if key is None:
+            raise KeyError(".".join(path))
+        present.add(key)
+    return {**report, "numbers": {key: about for key, about in table.items() if key in present}}
+
+
+def bare_numbers(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys that lead to each number of a report that is not in a figure."""
+    if isinstance(report, Mapping):
+        if not {"value", "unit", "origin"} <= report.keys():
+            for key, value in report.items():
+                yield from bare_numbers(value, (*path, key))
+    elif isinstance(report, Sequence) and not isinstance(report, str):
+        for value in report:
+            yield from bare_numbers(value, path)
+    elif isinstance(report, int | float) and not isinstance(report, bool):
+        yield path
 
 
 def run_json(
@@ -51,6 +135,7 @@ def run_json(
         "software": cluster.software.name,
         "world_size": world_size,
         "capacity_bytes": capacity,
+        "capacity": {"value": capacity, "unit": "bytes", "origin": "assumed", "low": None, "high": None},
     }
 
 

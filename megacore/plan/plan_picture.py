@@ -11,29 +11,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.pipeline.schedule import Op
-from megacore.plan.canvas import Box, Drawing, Line, Words
-from megacore.plan.memory import GIB, RankMemory
-from megacore.plan.picture import Panel, axis, diagram
+from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
+from megacore.plan.memory import RankMemory
+from megacore.plan.picture import LeftOut, Panel, Scale, axis, diagram, heading
+from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import Plan
 from megacore.plan.search import Found, Layout
 from megacore.plan.simulator import Timeline
-from megacore.plan.size_unit import memory_unit, size_unit
+from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
 _GREY, _LIMIT, _DOT, _WHITE = "#6b7280", "#c2410c", "#b8bfca", "#ffffff"
 _USED, _KEPT, _WAITING = "#2f66b0", "#9db7d9", "#e3b25f"  # memory: state, activations, kept for weight gradients
+_KINDS = (
+    (_USED, "weights, gradients, optimizer, buffers"),
+    (_KEPT, "activations"),
+    (_WAITING, "kept for weight gradients"),
+)
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
+_PEAK = 120.0  # for the peaks beside the rows
 _STRIP = 10.0  # height of a rank's state where it is not to scale
-_LETTER = 5.8  # width of a letter of the list under the picture of a search, at most
+_INDENT = 26.0  # of the list under the picture of a search, for its numbers
 _SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
 _NUMBERED = 12  # layouts of the frontier, the fastest ones, that have a number and are listed under the picture
 _MARKER = 4.0  # half of the side of a point of the frontier
 _NEAR = 7.0  # from the middle of such a point to its number
 _DIGIT_WIDTH, _NUMBER_HEIGHT = 7.0, 11.0  # of these numbers
-_MOST_ROUNDS = 2  # microbatches per rank that are drawn
+_ROUNDS = (1.5, 2.0)  # microbatches per rank that are drawn: the first of these that show what repeats
+_FEWEST = 8  # microbatches that are drawn, if there are as many
+_ALIKE = 0.005  # of a time line: times that differ by less are equal in a picture
 
 
 class _Drawn(NamedTuple):
@@ -44,61 +54,103 @@ class _Drawn(NamedTuple):
         microbatches: their number.
         transfer: time of a transfer between two stages, in milliseconds.
         bubble: of the busiest rank, as a share of the time line, as the plan has it of the step.
+        left_out: what the step has more, in the middle; None: nothing, or it has no place at which all ranks repeat
+            what they do.
     """
 
     timeline: Timeline
     microbatches: int
     transfer: float
     bubble: float
+    left_out: LeftOut | None
 
 
 def _drawn(plan: Plan) -> _Drawn:
     """The time line of as many microbatches as can be told apart."""
     config = plan.config
     m, p = config.microbatches, config.parallel.pp
-    count = m if config.parallel.schedule_csv is not None else min(m, max(_MOST_ROUNDS * p, 8))
-    if config.parallel.schedule == "interleaved":
-        count = max(count // p * p, min(p, m))
     costs = pipeline_costs(config, plan.time.stages, speed_of(config, plan.cluster, "expected")).times(1e3)
-    drawn = timeline(config, costs, count)
+    for count in _counts(config):
+        drawn = timeline(config, costs, count)
+        left_out = None
+        if count < m:
+            longer = timeline(config, costs, count + p)
+            more, duration = m - count, longer.end - drawn.end
+            if (at := repeating(drawn, longer, p)) is not None:
+                left_out = LeftOut(at, duration * more / p, more)
+                break
     instant = timeline(config, replace(costs, transfer=0.0), count)
     bubble = max(instant.end - max(instant.busy), 0.0) / drawn.end
-    return _Drawn(drawn, count, costs.transfer, bubble)
+    return _Drawn(drawn, count, costs.transfer, bubble, left_out)
 
 
-def _microbatches(plan: Plan, drawn: int) -> str:
+def _counts(config: ResolvedConfig) -> list[int]:
+    """Numbers of microbatches to draw, the smallest first."""
+    m, p = config.microbatches, config.parallel.pp
+    if config.parallel.schedule_csv is not None:
+        return [m]
+    counts = [min(m, max(round(rounds * p), _FEWEST)) for rounds in _ROUNDS]
+    if config.parallel.schedule == "interleaved":  # of whole rounds
+        counts = [max(count // p * p, min(p, m)) for count in counts]
+    return counts
+
+
+def repeating(line: Timeline, longer: Timeline, microbatches: int) -> float | None:
+    """A moment of a time line at which a number of microbatches more make the longer one: what is before it is equal,
+    and what is after it is equal but for the time and the numbers of the microbatches. None: there is none."""
+    later, near = longer.end - line.end, _ALIKE * line.end
+    first, last = 0.0, line.end
+    for spans, more in zip(line.spans, longer.spans, strict=True):
+        for span, other in zip(spans, more, strict=False):
+            if span.action != other.action or abs(span.start - other.start) > near:
+                last = min(last, span.start)
+                break
+        for span, other in zip(reversed(spans), reversed(more), strict=False):
+            action = replace(span.action, microbatch=span.action.microbatch + microbatches)
+            if action != other.action or abs(span.start + later - other.start) > near:
+                first = max(first, span.end)
+                break
+    ends = [span.end for span in line.spans[0] if first <= span.end <= last]
+    return min(ends, key=lambda end: abs(end - (first + last) / 2), default=None)
+
+
+def _microbatches(plan: Plan, drawn: _Drawn) -> str:
     """What is drawn, in words."""
     m = plan.config.microbatches
-    if drawn == m:
-        return counted(m, "microbatch", "microbatches")
-    return f"a step with {counted(drawn, 'microbatch', 'microbatches')} in place of {m:,}"
+    if drawn.microbatches == m or drawn.left_out is not None:
+        return f"{m:,} microbatch{'es' * (m > 1)}"
+    return f"a step with {counted(drawn.microbatches, 'microbatch', 'microbatches')} in place of {m:,}"
 
 
-def _digits(value: float, digits: int = 4) -> str:
-    """A number with as many digits, or more where it is large: `0.01441`, `6.373`, `733,042`."""
-    return f"{value:,.0f}" if value >= 10.0 ** (digits - 1) else f"{value:.{digits}g}"
+def _at_the_break(plan: Plan, left_out: LeftOut) -> str:
+    return f"{left_out.microbatches:,} of {plan.config.microbatches:,} microbatches left out at the break"
 
 
 def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
-    line, count, transfer, bubble = _drawn(plan)
+    drawn = _drawn(plan)
+    line, count, transfer, bubble, left_out = drawn
     config, whole = plan.config, plan.time.bubble / plan.time.seconds
-    said = f"step {_digits(plan.time.seconds)} s"
+    said = f"step {four_digits(plan.time.seconds)} s"
     is_pipeline = config.parallel.pp > 1
     if is_pipeline:
-        said = f"{said}, bubble of the busiest rank {whole:.1%} of it; a transfer takes {_digits(transfer, 3)} ms"
-    if count < config.microbatches:
+        three_digits = f"{transfer:,.0f}" if transfer >= 100 else f"{transfer:#.3g}"
+        said = f"{said}, bubble of the busiest rank {whole:.1%} of it; a transfer takes {three_digits} ms"
+    if left_out is not None:
+        said = f"{said}; {_at_the_break(plan, left_out)}"
+    elif count < config.microbatches:
         said = f"with {config.microbatches:,} microbatches: {said}"
         said = f"bubble of the busiest rank {bubble:.1%} of what is drawn; {said}" if is_pipeline else said
     schedule = "own schedule" if config.parallel.schedule_csv is not None else config.parallel.schedule_name
     ranks = f"{config.parallel.pp} ranks" if is_pipeline else "one pipeline rank"
     ranks = ranks if config.parallel.is_one_by_one else f"{schedule}, {ranks}"
     panel = Panel(
-        title=f"predicted: {ranks}, {plan.cluster.name}: {_microbatches(plan, count)}",
+        title=f"predicted: {ranks}, {plan.cluster.name}: {_microbatches(plan, drawn)}",
         bubble=said,
         timeline=line,
         virtual_stages=config.parallel.virtual_stages,
         transfer=transfer if is_pipeline else None,
+        left_out=left_out,
     )
     return diagram([panel], unit="ms")
 
@@ -108,34 +160,40 @@ def timeline_picture(plan: Plan) -> Drawing:
 
 def memory_picture(plan: Plan) -> Drawing:
     """Every rank's memory over the pass: state below, activations of the microbatches in flight above it."""
-    line, count, *_ = _drawn(plan)
-    scale = _WIDTH / line.end
+    drawn = _drawn(plan)
+    line = drawn.timeline
+    scale = Scale(line.end, _WIDTH / line.end, drawn.left_out)
     top = max(plan.capacity, plan.fullest.expected)
     unit = memory_unit(plan.memory)
-    height_note = "red line: memory of the device"
     if plan.fullest.expected < plan.capacity / 4:  # the bars would be lines
         top = plan.fullest.expected
-        height_note = f"the full row height is {unit.text(top, 2)}"
+    height_note = f"the full row height is {unit.text(top, 2)}"
     row = 46.0 if len(plan.memory) <= 16 else 30.0
     changing = max(rank.expected - _constant(rank) for rank in plan.memory)
     cut = 0 < changing < top / 4
     if cut:  # what changes would be lines
         top = changing
         height_note = f"the dark strip is not to scale; above the strip, the full row height is {unit.text(top, 2)}"
-    title = f"predicted memory per rank, of {size_unit([plan.capacity]).text(plan.capacity)} ({plan.cluster.name})"
-    drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
-    drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
-    kinds = ["dark: weights, gradients, optimizer and buffers", "light: activations"]
-    kinds += ["ochre: kept for weight gradients"] if any(rank.waiting for rank in plan.memory) else []
-    note = "; ".join([_microbatches(plan, count), *kinds, height_note])
-    drawing.marks.append(Words(x=_LEFT, y=_TOP + 27, text=note, size=12.5, color=_GREY))
-    drawing.width = max(drawing.width, _LEFT + 7 * len(note))  # in any viewer's font
-    y = _TOP + 46
+    is_limited = not cut and top >= plan.capacity
+    usable = size_unit([plan.capacity]).text(plan.capacity)
+    title = f"predicted memory per rank; usable: {usable} ({plan.cluster.name})"
+    drawing = Drawing(title=title, width=_LEFT + scale.width + _PEAK, height=0)
+    microbatches = _microbatches(plan, drawn) if drawn.left_out is None else _at_the_break(plan, drawn.left_out)
+    y = heading(drawing, _TOP, title=title, notes=f"{microbatches}; {height_note}", width=scale.width) + 4
     for rank in plan.memory:
         _memory_row(drawing, plan, rank, line, area=_Area(y, row, scale, top, cut))
         y += row + 8
-    y = axis(drawing, y, end=line.end, scale=scale, unit="ms")
-    drawing.height = y + 10
+    y = axis(drawing, y, scale, unit="ms")
+    x = _LEFT
+    for fill, text in _KINDS:
+        if fill != _WAITING or any(rank.waiting for rank in plan.memory):
+            drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=fill))
+            drawing.marks.append(Words(x=x + 20, y=y + 7, text=text))
+            x += 20 + 5.8 * len(text) + 20
+    if is_limited:
+        drawing.marks.append(Line(x1=x, y1=y + 7, x2=x + 14, y2=y + 7, color=_LIMIT))
+        drawing.marks.append(Words(x=x + 20, y=y + 7, text="usable memory"))
+    drawing.height = y + 26
     return drawing
 
 
@@ -178,14 +236,14 @@ class _Area(NamedTuple):
 
     Attributes:
         y, height: in pixels.
-        scale: pixels of a millisecond.
+        scale: of the time, in milliseconds.
         top: bytes of the height, or, if it is cut, of what is above the strip.
         cut: whether the state is a strip that is not to scale.
     """
 
     y: float
     height: float
-    scale: float
+    scale: Scale
     top: float
     cut: bool
 
@@ -211,12 +269,11 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
     def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
         if size > 0 and end > start:
             upper, tall = area.span(base, low, size)
-            x, width = _LEFT + start * area.scale, (end - start) * area.scale
-            drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
+            for x, width, *_ in area.scale.pieces(start, end):
+                drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
 
     drawing.marks.append(Words(x=_LEFT - 10, y=middle, text=f"rank {rank.pp_rank}", anchor="end"))
     layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {unit.text(base, 2)}")
-    right = _LEFT + line.end * area.scale
     if area.cut:
         state = Words(x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=unit.text(base, 2), size=8, color=_WHITE)
         drawing.marks.append(state)
@@ -236,7 +293,9 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
         layer(held.start, end, base + kept, waiting, _WAITING, note)
     if not area.cut and area.top >= plan.capacity:
         limit, _ = area.span(base, plan.capacity, 0.0)
-        drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=right, y2=limit, color=_LIMIT))
+        for x, width, *_ in area.scale.pieces(0.0, line.end):
+            drawing.marks.append(Line(x1=x, y1=limit, x2=x + width, y2=limit, color=_LIMIT))
+    right = _LEFT + area.scale.width
     drawing.marks.append(Words(x=right + 8, y=middle, text=f"peak {unit.text(rank.expected)}", size=12))
 
 
@@ -251,24 +310,34 @@ def frontier_picture(found: Found) -> Drawing:
     """Time by memory of the layouts that fit; the frontier is marked, and its fastest layouts are named."""
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
-    fullest = max(layout.memory_bytes for layout in shown)
-    # All of the memory, unless the layouts would be crowded at its left end.
-    most = (found.capacity if fullest > found.capacity / 4 else 1.1 * fullest) / GIB
+    unit = size_unit(layout.memory_bytes for layout in shown)
+    sizes = [layout.memory_bytes / unit.bytes for layout in shown]
+    least, most = min(sizes), max(sizes)
+    room = max(0.04 * (most - least), 0.02 * most)
+    left_end = least - room if least > most / 3 else 0.0  # else the layouts are crowded at the right
     slowest = max(1.5 * fastest, *(1.05 * layout.seconds for layout in shown))
-    area = _Plot(left=74.0, top=76.0, width=760.0, height=420.0, most=most, times=(fastest * 0.95, slowest))
+    area = _Plot(
+        left=74.0,
+        top=76.0,
+        width=820.0,
+        height=420.0,
+        unit=unit,
+        sizes=(left_end, most + room),
+        times=(fastest * 0.95, slowest),
+    )
     layouts = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
     verb = "fit" if len(found.layouts) > 1 else "fits"
-    title = f"{layouts} that {verb} into {found.capacity / GIB:.1f} GiB of {found.cluster.name}"
+    title = f"{layouts} that {verb} into {size_unit([found.capacity]).text(found.capacity)} of {found.cluster.name}"
     drawing = Drawing(title=title, width=area.left + area.width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=area.left, y=22, text=title, size=15, bold=True))
-    for row, text in enumerate(_legend(found, drawn=len(shown))):
+    legend = [line for text in _legend(found, drawn=len(shown)) for line in wrapped(text, area.width, size=12.0)]
+    for row, text in enumerate(legend):
         marks.append(Words(x=area.left, y=42 + 16 * row, text=text, color=_GREY))
-        drawing.width = max(drawing.width, area.left + 7 * len(text))  # in any viewer's font
     for layout in shown:
         x, y = area.point(layout)
         fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
-        note = f"{_digits(layout.seconds)} s{origin}: {layout.flags}"
+        note = f"{four_digits(layout.seconds)} s{origin}: {layout.flags}"
         marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
     marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
     points = [area.point(layout) for layout in marked]
@@ -276,23 +345,25 @@ def frontier_picture(found: Found) -> Drawing:
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
         marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
     for (x, y), layout in zip(points, marked, strict=True):
-        note = f"{_digits(layout.seconds)} s: {layout.flags}"
+        note = f"{four_digits(layout.seconds)} s: {layout.flags}"
         marks.append(Box(x=x - _MARKER, y=y - _MARKER, width=2 * _MARKER, height=2 * _MARKER, fill=_LIMIT, note=note))
     _axes(drawing, area)
     _numbers(drawing, area, points)
     y = area.bottom + 52
     for number, layout in enumerate(marked[:_NUMBERED], start=1):
-        text = f"{number}. {_digits(layout.seconds)} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
-        marks.append(Words(x=area.left, y=y, text=text, size=11.5))
-        drawing.width = max(drawing.width, area.left + _LETTER * len(text) + 30)
-        y += 18
+        marks.append(Words(x=area.left + _INDENT - 8, y=y, text=f"{number}.", size=11.5, anchor="end"))
+        text = f"{four_digits(layout.seconds)} s, {layout.memory_bytes / unit.bytes:#.3g} {unit.name}: {layout.flags}"
+        for line in wrapped(text, area.width - _INDENT, size=11.5):
+            marks.append(Words(x=area.left + _INDENT, y=y, text=line, size=11.5))
+            y += 16
+        y += 2
     drawing.height = y + 8
     return drawing
 
 
 def _legend(found: Found, *, drawn: int) -> list[str]:
     """What the picture of a search shows, and what it leaves out."""
-    first = "seconds per step by GiB per rank; red: the frontier"
+    first = "step time by memory per rank; red: the frontier"
     if len(found.frontier) > _NUMBERED:
         first += f" of {len(found.frontier)} layouts, the {_NUMBERED} fastest with a number"
     second = []
@@ -309,7 +380,8 @@ class _Plot:
 
     Attributes:
         left, top, width, height: in pixels.
-        most: GiB at the right end.
+        unit: of memory.
+        sizes: in this unit, at the left and at the right end.
         times: seconds at the lower and at the upper end.
     """
 
@@ -317,22 +389,24 @@ class _Plot:
     top: float
     width: float
     height: float
-    most: float
+    unit: SizeUnit
+    sizes: tuple[float, float]
     times: tuple[float, float]
 
     @property
     def bottom(self) -> float:
         return self.top + self.height
 
-    def x_of(self, gib: float) -> float:
-        return self.left + self.width * gib / self.most
+    def x_of(self, size: float) -> float:
+        low, high = self.sizes
+        return self.left + self.width * (size - low) / (high - low)
 
     def y_of(self, seconds: float) -> float:
         low, high = map(math.log, self.times)
         return self.top + self.height * (high - math.log(seconds)) / (high - low)
 
     def point(self, layout: Layout) -> tuple[float, float]:
-        return self.x_of(layout.memory_bytes / GIB), self.y_of(layout.seconds)
+        return self.x_of(layout.memory_bytes / self.unit.bytes), self.y_of(layout.seconds)
 
 
 def _numbers(drawing: Drawing, area: _Plot, points: Sequence[tuple[float, float]]) -> None:
@@ -382,12 +456,14 @@ def _axes(drawing: Drawing, area: _Plot) -> None:
     left, right, bottom = area.left, area.left + area.width, area.bottom
     drawing.marks.append(Line(x1=left, y1=bottom, x2=right, y2=bottom, color=_GREY))
     drawing.marks.append(Line(x1=left, y1=area.top, x2=left, y2=bottom, color=_GREY))
-    sizes, times = _ticks(0.0, area.most), _ticks(*area.times)
+    sizes, times = _ticks(*area.sizes), _ticks(*area.times)
     for size, text in zip(sizes, _labels(sizes), strict=True):
         x = area.x_of(size)
         drawing.marks.append(Line(x1=x, y1=bottom, x2=x, y2=bottom + 4, color=_GREY))
         drawing.marks.append(Words(x=x, y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
-    drawing.marks.append(Words(x=right, y=bottom + 30, text="GiB per rank", size=11, anchor="end", color=_GREY))
+    drawing.marks.append(
+        Words(x=right, y=bottom + 30, text=f"{area.unit.name} per rank", size=11, anchor="end", color=_GREY)
+    )
     for seconds, text in zip(times, _labels(times), strict=True):
         y = area.y_of(seconds)
         drawing.marks.append(Line(x1=left - 4, y1=y, x2=left, y2=y, color=_GREY))

@@ -9,15 +9,16 @@ from typing import Any
 
 from megacore.config.messages import counted
 from megacore.plan.flops import Attention
-from megacore.plan.memory import GIB
-from megacore.plan.plan_json import layout_flags, layout_json, run_json, training_json
+from megacore.plan.plan_json import described, layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import (
     LOW_CONFIDENCE,
     Figure,
     Plan,
+    by_formula,
     exact,
     host_terms,
     largest_term,
+    memory_figures,
     memory_terms,
     rank_kinds,
     terms_apart,
@@ -116,11 +117,14 @@ def _memory(plan: Plan) -> Iterator[str]:
             "does not include them."
         )
         yield ""
-    low, high = unit.number(fullest.certain), unit.number(fullest.expected * 1.1)
+    peak = by_formula(fullest.expected, low=fullest.certain)
+    low, high = unit.number(peak.low), unit.number(peak.high)
     term, size = largest_term(fullest)
     largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
     if plan.fits:
         yield f"Fits: the highest peak is on {where}, {unit.text(fullest.expected)} ({low} to {high}); {largest}."
+        if peak.high > plan.capacity:
+            yield f"The upper end of this range does not fit into {capacity}."
         return
     needed, usable = unit.apart(fullest.expected, plan.capacity)
     yield f"DOES NOT FIT: {where}, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; {largest}."
@@ -140,16 +144,17 @@ def _time(plan: Plan) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, text in PARTS.items():
         figure = plan.part(name)
-        if _number(figure.high) != "0":
-            yield f"| {text} | {_number(figure.value)} | {figure.value / seconds:.1%} | {_range(figure)} |"
+        if four_digits(figure.high) != "0":
+            yield f"| {text} | {four_digits(figure.value)} | {figure.value / seconds:.1%} | {_range(figure)} |"
     whole = plan.timed(seconds, "s")
-    yield f"| **step** | **{_number(seconds)}** | 100% | {_range(whole)} |"
+    yield f"| **step** | **{four_digits(seconds)}** | 100% | {_range(whole)} |"
     yield ""
     hidden = ", ".join(f"{role} {size:.3g} s" for role, size in plan.time.hidden.items() if size > 0)
     yield f"- overlapped with computation: {hidden or 'nothing'}"
-    for label, figure in throughput(plan).items():
+    for key, figure in throughput(plan).items():
+        label = key.replace("per GPU", "per rank") if plan.cluster.on_cpu else key
         is_share = figure.unit == "share"
-        text = f"{figure.value:.1%}" if is_share else _number(figure.value)
+        text = f"{figure.value:.1%}" if is_share else four_digits(figure.value)
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
@@ -188,10 +193,13 @@ def _cost(plan: Plan, tokens: float, goodput: float) -> Iterator[str]:
     days, price = cost_figures(plan, tokens, goodput)
     yield f"## {tokens:,.0f} tokens at a goodput of {goodput:.0%} (assumed)"
     yield ""
-    yield f"- {_number(days.value)} days ({_range(days)})"
+    yield f"- {four_digits(days.value)} days ({_range(days)})"
     hourly = plan.cluster.price_per_hour
-    spread = f"{price.low:,.0f} to {price.high:,.0f}"
-    yield f"- {price.value:,.0f} USD at {hourly:g} USD per GPU and hour (assumed; {spread})"
+    if hourly:
+        spread = f"{price.low:,.0f} to {price.high:,.0f}"
+        yield f"- {price.value:,.0f} USD at {hourly:g} USD per device and hour (assumed; {spread})"
+    else:
+        yield f"- no price: {plan.cluster.name} has none; --price-per-hour USD sets one"
 
 
 def cost_figures(plan: Plan, tokens: float, goodput: float) -> tuple[Figure, Figure]:
@@ -201,10 +209,10 @@ def cost_figures(plan: Plan, tokens: float, goodput: float) -> tuple[Figure, Fig
 
 
 def _range(figure: Figure) -> str:
-    return f"{_number(figure.low)} to {_number(figure.high)}"
+    return f"{four_digits(figure.low)} to {four_digits(figure.high)}"
 
 
-def _number(value: float) -> str:
+def four_digits(value: float) -> str:
     """Four digits or more, without an exponent: 51,851, 146.1, 6.170, 0.1687."""
     if abs(value) < 5e-7:  # a difference of two times that are equal up to rounding has either sign
         return "0"
@@ -233,10 +241,12 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         **({} if active is None else {"active_parameters": asdict(exact(active, "parameters"))}),
         "fits": plan.fits,
         "peak_bytes": plan.fullest.expected,
+        "peak": asdict(by_formula(plan.fullest.expected, low=plan.fullest.certain)),
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
         "hidden_seconds": plan.time.hidden,
+        "hidden": {role: asdict(figure) for role, figure in plan.hidden().items()},
         "throughput": {name: asdict(figure) for name, figure in throughput(plan).items()},
         "bytes_per_rank_and_step": {
             f"{kind}, {LINKS[link]}": asdict(exact(size, "bytes")) for (kind, link), size in plan.link_bytes().items()
@@ -248,20 +258,19 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
         report["training"] = training_json(tokens, goodput, days=days, price=price)
-    return report
+    return described(report, plan.timed_origin)
 
 
 def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
     rank = plan.memory[number]
-    peak = Figure(
-        value=rank.expected, unit="bytes", origin="formula", low=rank.certain, high=max(rank.expected * 1.1, GIB / 1024)
-    )
     return {
         "pp_rank": number,
         "parameters": asdict(exact(rank.parameters, "parameters")),
         "bytes": memory_terms(rank),
+        "terms": {name: asdict(figure) for name, figure in memory_figures(rank).items()},
         "host_bytes": host_terms(rank),
+        "host_terms": {name: asdict(by_formula(size, low=size)) for name, size in host_terms(rank).items()},
         "in_flight": rank.in_flight,
-        "peak": asdict(peak),
+        "peak": asdict(by_formula(rank.expected, low=rank.certain)),
         "largest_term": largest_term(rank)[0],
     }

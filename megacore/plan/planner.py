@@ -31,6 +31,7 @@ Origin = Literal["exact", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 # What other programs and the libraries' own contexts take: a planned device is full below its capacity.
 _USABLE = 0.97
+_MOST_MEMORY = 1.1  # times what is expected
 # Below these widths, of a model and of a rank's share, launches take as long as operators.
 _SMALL_HIDDEN, _NARROW = 2048, 256
 LOW_CONFIDENCE = "the model is small for this device; kernel launches can take as long as the kernels"
@@ -50,6 +51,11 @@ class Figure:
 def exact(value: float, unit: str) -> Figure:
     """A counted number."""
     return Figure(value=value, unit=unit, origin="exact", low=value, high=value)
+
+
+def by_formula(size: float, *, low: float) -> Figure:
+    """Bytes of memory, of which some are certain."""
+    return Figure(value=size, unit="bytes", origin="formula", low=low, high=size * _MOST_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +129,14 @@ class Plan:
         """One of the parts of a step's time."""
         values = [float(getattr(self.times[case], name)) for case in CASES]
         return Figure(value=values[1], unit=unit, origin=self.timed_origin, low=min(values), high=max(values))
+
+    def hidden(self) -> dict[str, Figure]:
+        """Seconds of communication and copies that overlap with computation, by what they are for."""
+        return {
+            role: Figure(value=size, unit="s", origin=self.timed_origin, low=min(of_cases), high=max(of_cases))
+            for role, size in self.time.hidden.items()
+            for of_cases in [[self.times[case].hidden[role] for case in CASES]]
+        }
 
     @property
     def tokens_per_second(self) -> float:
@@ -278,6 +292,15 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
         "communication and passing buffers": rank.passing + rank.reducing,
         "process, allocator": rank.expected - rank.expected_tensors,
     }
+
+
+def memory_figures(rank: RankMemory) -> dict[str, Figure]:
+    """`memory_terms` with their ranges, which add up to that of the peak where the terms add up to it."""
+    certain = dict.fromkeys(("kept for weight gradients", "communication and passing buffers"), 0.0)
+    certain["process, allocator"] = rank.overhead[0]
+    figures = {name: by_formula(size, low=certain.get(name, size)) for name, size in memory_terms(rank).items()}
+    figures["process, allocator"] = replace(figures["process, allocator"], origin="assumed")
+    return figures
 
 
 def host_terms(rank: RankMemory) -> dict[str, float]:

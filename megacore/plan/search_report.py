@@ -8,11 +8,13 @@ from typing import Any
 
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
-from megacore.plan.memory import GIB
+from megacore.plan.memory import RankMemory, fullest_rank
 from megacore.plan.outline import outline
-from megacore.plan.plan_json import layout_json, run_json, training_json
-from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small
+from megacore.plan.plan_json import described, layout_json, run_json, training_json
+from megacore.plan.plan_report import four_digits
+from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, by_formula, is_small
 from megacore.plan.search import Found, Layout
+from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.state import whole_parameters
 
 
@@ -21,32 +23,33 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
     left_out = f"; {found.left_out:,} with larger, slower microbatches are left out" if found.left_out else ""
+    capacity = size_unit([found.capacity]).text(found.capacity)
+    rows = found.divisions[:top]
+    sizes = [layout.memory_bytes for layout, *_ in rows]
+    unit = memory_unit(_fullest(found, layout) for layout, *_ in rows)
     lines = [
-        f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
+        f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {capacity} per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
         f"(searched in {found.wall_seconds:.1f} s{left_out})",
         "",
         *_run(found),
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
-        f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
+        f"| # | s/step | range | tokens/s | {unit.name} | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
     ]
     has_small = False
-    for number, (layout, *others) in enumerate(found.divisions[:top], start=1):
+    for number, ((layout, *others), size) in enumerate(zip(rows, unit.column(sizes), strict=True), start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
-        spread = "estimated" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
+        spread = "estimated" if layout.range is None else " to ".join(map(four_digits, layout.range))
         mark = " (frontier)" if id(layout) in frontier else ""
         if others:
             slowest = max(other.seconds for other in others)
-            mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {slowest:.4g} s"
+            mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {four_digits(slowest)} s"
         if is_small(layout.config, found.cluster):
             mark, has_small = f"{mark}; low confidence", True
-        row = (
-            f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {layout.memory_bytes / GIB:.1f} | "
-            f"`{layout.flags}`{mark} |"
-        )
+        row = f"| {number} | {four_digits(layout.seconds)} | {spread} | {rate:,.0f} | {size} | `{layout.flags}`{mark} |"
         if tokens:
             ranks = layout.config.parallel.ranks
             days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
@@ -55,6 +58,11 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     lines += ["", f"Low confidence: {LOW_CONFIDENCE}."] if has_small else []
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
+
+
+def _fullest(found: Found, layout: Layout) -> RankMemory:
+    """Its rank that takes most."""
+    return fullest_rank(layout.config, outline(layout.config), on_cpu=found.cluster.on_cpu)
 
 
 def _run(found: Found) -> Iterator[str]:
@@ -84,6 +92,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "layout": layout_json(layout.config),
             "fits": True,
             "peak_bytes": layout.memory_bytes,
+            "peak": asdict(by_formula(layout.memory_bytes, low=_fullest(found, layout).certain)),
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
             "simulated": layout.is_simulated,
@@ -92,9 +101,9 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         if tokens is not None:
             days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
-        return fields if layout.is_simulated else _without_ranges(fields)
+        return fields if layout.is_simulated else {**_without_ranges(fields), "peak": fields["peak"]}
 
-    return {
+    report = {
         **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
         "fixed": dict(found.fixed),
         "valid": found.tried,
@@ -104,6 +113,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],
     }
+    return described(report, origin)
 
 
 def _without_ranges(fields: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import importlib
 import io
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,8 @@ def test_the_command_of_gpt() -> None:
     ]
     assert (status, err) == (0, "")
     assert "# Dry run: model on 4 accelerators, pp 2 x dp 2 x tp 1" in out
-    assert "\n| 0 | 0 | " in out
+    assert "peak during it, in MiB: counted" in out
+    assert re.search(r"\n\| 0 \| 0 \| [0-9,]+( \| 0\.[0-9]*[1-9][0-9]*){4} \| ", out)
     assert out.endswith("4 kinds of rank, 4 of them OK\n")
 
 

@@ -1,4 +1,4 @@
-"""A plan as tools/plan.py prints it with --json, for tests."""
+"""A plan as tools/plan.py prints it with --json, and the configuration of a run to plan, for tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import parse_config
 from tools.plan import main
 
 BLOOM = (
@@ -19,3 +21,7 @@ def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
     assert main([*flags.split(), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def resolved(flags: str) -> ResolvedConfig:
+    return parse_config(flags.split(), prog="pretrain_gpt.py", description="", kind=Config, planned=True)

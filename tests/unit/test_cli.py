@@ -156,6 +156,33 @@ def test_a_value_that_the_file_chose_is_not_noted(tmp_path: Path, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        (["--zero-stage", "2"], ["--zero-stage 2 changes nothing with one data-parallel rank (--dp 1)"]),
+        (
+            ["--schedule", "1f1b", "--pipeline-balance", "flops"],
+            [
+                "--schedule 1f1b changes nothing without a pipeline (--pp 1)",
+                "--pipeline-balance flops changes nothing without a pipeline (--pp 1)",
+            ],
+        ),
+        (["--zero-stage", "3", "--offload-optimizer", "--offload-params"], []),
+        (["--zero-stage", "0", "--schedule", "auto"], []),
+        (["--schedule", "gpipe"], []),  # all forwards before all backwards, which takes memory
+    ],
+)
+def test_flags_that_change_nothing_on_these_ranks_are_noted(
+    flags: list[str], noted: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    save_toml(parse(*GOOD, *flags), file)
+    said = [line for line in capfd.readouterr().err.splitlines() if "changes nothing" in line]
+    assert said == [f"megacore: note: {note}" for note in noted]
+    parse("--config", str(file))  # holds values that nobody has typed
+    assert "changes nothing" not in capfd.readouterr().err
+
+
 def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> None:
     argv = ("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
     asked: list[Config] = []

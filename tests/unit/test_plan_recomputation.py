@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.config import Config, ResolvedConfig
-from megacore.config.cli import parse_config
 from megacore.plan.flops import block_flops, head_flops, without_experts
 from megacore.plan.planner import step_flops
-from tests.unit.planning import planned
+from tests.unit.planning import planned, resolved
 
 SMALL = "--hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192 --micro-batch-size 1"
 SMALL += " --global-batch-size 8 --mock-data --train-iters 1 --recompute full"
-
-
-def resolved(flags: str) -> ResolvedConfig:
-    return parse_config(flags.split(), prog="pretrain_gpt.py", description="", kind=Config, planned=True)
 
 
 @pytest.mark.parametrize(

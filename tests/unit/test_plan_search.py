@@ -16,6 +16,7 @@ from megacore.config import validate, violations
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from megacore.plan.outline import outline
+from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import make_plan
 from megacore.plan.search import Layout, search
 from megacore.plan.search_space import Constraints, divisions_of, variants, with_choice
@@ -114,7 +115,7 @@ def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[s
     assert len(rows) == 1
     assert layouts[0]["flags"] in rows[0]
     slowest = max(layout["step_seconds"]["value"] for layout in layouts)
-    assert f"; {len(layouts) - 1} other schedules, up to {slowest:.4g} s" in rows[0]
+    assert f"; {len(layouts) - 1} other schedules, up to {four_digits(slowest)} s" in rows[0]
 
 
 def test_a_search_tries_every_microbatch_that_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:

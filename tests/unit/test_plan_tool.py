@@ -371,3 +371,39 @@ def test_a_plan_shows_what_is_sent_of_tied_gradients(capsys: pytest.CaptureFixtu
         assert sent["tied gradients, between nodes"]["value"] == table / shards
     assert main([*flags.split(), "--zero-stage", "0"]) == 0
     assert f"| tied gradients | between nodes | {table / 1e6:,.3f} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        ("--zero-stage 1", ["--zero-stage 1 changes nothing with one data-parallel rank (--dp 1)"]),
+        ("--zero-stage 1 --dp 2", []),
+        ("--software megatron-lm", []),  # whose usual flags nobody has typed
+        ("--software megatron-lm --schedule 1f1b", ["--schedule 1f1b changes nothing without a pipeline (--pp 1)"]),
+        ("--zero-stage 1 --pipeline-balance time --search --world-size 2", []),  # which has layouts with more ranks
+    ],
+)
+def test_a_flag_that_changes_nothing_is_noted_if_it_is_given(
+    flags: str, noted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"pretrain_gpt.py --preset gpt2-small --global-batch-size 8 --cluster h100 {flags}".split()) == 0
+    assert capsys.readouterr().err.splitlines() == [f"megacore: note: {note}" for note in noted]
+
+
+def test_a_peak_whose_range_ends_above_the_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset mixtral-8x7b --tp 2 --dp 8 --ep 8 --zero-stage 1 --global-batch-size 64"
+    assert main([*flags.split(), "--cluster", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert "\nFits: " in text and "\nThe upper end of this range does not fit into 76.7 GiB.\n" in text
+    assert main([*flags.split(), "--cluster", "h200"]) == 0
+    assert "upper end" not in capsys.readouterr().out
+
+
+def test_a_cpu_has_no_price_and_its_ranks_are_no_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --dp 2 --tokens 1e8 --cluster laptop"
+    assert main(flags.split()) == 0
+    text = capsys.readouterr().out
+    assert "- no price: laptop has none; --price-per-hour USD sets one" in text
+    assert "- TFLOP/s per rank, model FLOPs, full attention: " in text and "GPU" not in text
+    assert main([*flags.split(), "--price-per-hour", "0.5"]) == 0
+    assert " USD at 0.5 USD per device and hour (assumed; " in capsys.readouterr().out

@@ -64,3 +64,15 @@ def test_a_large_model_is_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "## Memory per rank in GiB, 76.7 GiB usable" in text
     assert re.search(r"DOES NOT FIT: pipeline rank 0, [\d.]+ GiB \([\d.]+ to [\d.]+\) of 76.7 GiB", text)
+
+
+@pytest.mark.parametrize(("model", "unit"), [(SMALL, "MiB"), ("pretrain_gpt.py --preset gpt2-large", "GiB")])
+def test_a_search_has_the_unit_of_a_plan(model: str, unit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{model} --cluster h100 --world-size 2 --global-batch-size 8 --search --top 3"
+    assert main(flags.split()) == 0
+    row = re.search(
+        r"tokens/s \| (\w+) \|.*\n.*\n\| 1 \| [^|]* \| [^|]* \| [^|]* \| ([^|]*) \| `([^`]*)`", capsys.readouterr().out
+    )
+    assert row is not None and row.group(1) == unit
+    assert main([*model.split(), *f"--cluster h100 --global-batch-size 8 {row.group(3)}".split()]) == 0
+    assert f"| **{row.group(2)}** |" in capsys.readouterr().out

@@ -1,0 +1,31 @@
+"""Flags of the command line that change nothing in a run with its number of ranks. They are no mistake: a script may
+give them to runs of all sizes. A run is not refused for them, and the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megacore.config.dimensions import ranks_of_role
+from megacore.config.fields import flag_and_value
+from megacore.config.schema import ResolvedConfig
+
+
+def without_effect(config: ResolvedConfig, typed: Mapping[str, Any]) -> Iterator[str]:
+    """A note on each flag that changes nothing.
+
+    Args:
+        config: of the run.
+        typed: values by field that the user has given on the command line.
+    """
+    parallel = config.parallel
+    may_offload = parallel.offload_optimizer or parallel.offload_params
+    if typed.get("zero_stage") and ranks_of_role("replicas", parallel) == 1 and not may_offload:
+        given = flag_and_value("zero_stage", typed["zero_stage"])
+        yield f"{given} changes nothing with one data-parallel rank (--dp 1)"
+    if parallel.pp == 1:
+        if typed.get("schedule") == "1f1b":  # others have another order of forwards and backwards on one rank too
+            yield f"{flag_and_value('schedule', '1f1b')} changes nothing without a pipeline (--pp 1)"
+        if "pipeline_balance" in typed:
+            given = flag_and_value("pipeline_balance", typed["pipeline_balance"])
+            yield f"{given} changes nothing without a pipeline (--pp 1)"

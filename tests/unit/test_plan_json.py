@@ -1,0 +1,93 @@
+"""The JSON of a plan and of a search: every number has a unit and an origin, and what is predicted has a range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megacore.plan.plan_json import described
+from tests.unit.planning import BLOOM, planned
+
+ORIGINS = {"exact", "formula", "fitted", "assumed"}
+EXPERTS = (
+    "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8 "
+    "--tokens 1e9"
+)
+
+
+def numbers_without_unit(report: Any, about: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """Where a number is that is neither in a figure nor under a key that the report describes."""
+    if isinstance(report, dict):
+        if "value" in report:
+            is_whole = report.keys() == {"value", "unit", "origin", "low", "high"}
+            if not (is_whole and isinstance(report["unit"], str) and report["origin"] in ORIGINS):
+                yield ".".join(keys)
+            return
+        for key, value in report.items():
+            if key != "numbers":
+                yield from numbers_without_unit(value, about, (*keys, key))
+    elif isinstance(report, list):
+        for value in report:
+            yield from numbers_without_unit(value, about, keys)
+    elif isinstance(report, int | float) and not isinstance(report, bool):
+        known = [about[key] for key in keys if key in about]
+        if not known or not known[-1]["unit"] or known[-1]["origin"] not in ORIGINS:
+            yield ".".join(keys)
+
+
+def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:
+    """Keys whose number is not that of the figure beside it, or whose figure has another unit or no range."""
+    if isinstance(report, list):
+        for value in report:
+            yield from figures_apart(value, about)
+    elif isinstance(report, dict) and "value" not in report:
+        for key, value in report.items():
+            if key == "numbers":
+                continue
+            yield from figures_apart(value, about)
+            if "figure" not in about.get(key, {}):
+                continue
+            beside = report[about[key]["figure"]]
+            pairs = [(value, beside)] if isinstance(value, float) else [(value[name], beside[name]) for name in value]
+            for number, figure in pairs:
+                has_range = key == "capacity_bytes" or figure["low"] <= number <= figure["high"]
+                if figure["value"] != number or figure["unit"] != about[key]["unit"] or not has_range:
+                    yield key
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{BLOOM} --tokens 366e9",
+        f"{EXPERTS} --tp 2 --sequence-parallel --dp 4 --ep 4 --etp 1",
+        f"{EXPERTS} --search --top 3 --recompute full --recompute-num-layers 1",
+        "pretrain_gpt.py --preset gpt2-small --cluster a100-40g --offload-optimizer --dp 2 --zero-stage 1",
+        "pretrain_gpt.py --preset gpt2-small --cluster laptop --world-size 2 --search --max-tp 1",
+    ],
+)
+def test_every_number_has_a_unit_an_origin_and_if_it_is_predicted_a_range(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = planned(capsys, flags)
+    assert list(numbers_without_unit(report, report["numbers"])) == []
+    assert list(figures_apart(report, report["numbers"])) == []
+
+
+def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, BLOOM)
+    for rank in report["memory"]:
+        for end in ("low", "value", "high"):
+            assert sum(term[end] for term in rank["terms"].values()) == pytest.approx(rank["peak"][end])
+    assert report["peak"] == max((rank["peak"] for rank in report["memory"]), key=lambda peak: peak["value"])
+
+
+def test_a_search_has_the_memory_range_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    best = planned(capsys, f"{EXPERTS} --search --top 1")["layouts"][0]
+    assert best["peak"] == pytest.approx(planned(capsys, f"{EXPERTS} {best['flags']}")["peak"])
+
+
+def test_a_number_of_which_no_unit_is_known_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"layout\.warps"):
+        described({"layout": {"tp": 2, "warps": 4}}, "assumed")
