@@ -195,6 +195,10 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"precision": "bf16", "schedule": "zero-bubble", "recompute": "full", "micro_batch_size": 4}
         | {"vocab_size": 4096, "global_batch_size": 16},
     ),
+    "zero-bubble, light": (
+        (1, 2, 1),
+        {"precision": "bf16", "schedule": "zero-bubble", "recompute": "light", "global_batch_size": 16},
+    ),
     "zero-bubble, tied table, ZeRO 2": (
         (1, 2, 2),
         BUCKETS
