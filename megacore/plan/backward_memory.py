@@ -281,9 +281,11 @@ def _filled_on_stage_3(
     *,
     on_cpu: bool,
 ) -> _Filled:
-    """Of a layer of `size` parameters: one bucket, or two where it has experts with copies."""
+    """Of a layer of `size` parameters: one bucket, or two where it has experts with copies. The reduction of the head's
+    begins while its logits exist, or its parameters; those of others end with the layer."""
     takes_whole, copies = config.optimizer_settings.takes_some_whole, ranks[1]
-    if layer.block is None or layer.block.experts is None or copies == 1 or takes_whole:
+    has_own = layer.name == "head" if layer.block is None else layer.block.experts is not None and copies > 1
+    if not has_own or takes_whole:
         return _Filled((), [Held(size + before, size, 0.0 if sums[0] else before / ranks[0])])
     parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)
     return _filled_on_stage_2(_Buckets((parts,), (math.inf, math.inf), ranks), before, sums)[0]
@@ -405,10 +407,12 @@ class _FreedFirst(NamedTuple):
         before_adding: between the product that gives the first gradient and the making of its bucket; 0 where most
             exists later.
         with_first: when the first gradient has been added.
+        arriving: when a reduction begins because of it: less where a product adds it.
     """
 
     before_adding: float
     with_first: float
+    arriving: float
 
 
 def _freed_first(
@@ -419,16 +423,20 @@ def _freed_first(
     gradient = gradient_bytes(config, layer, table, on_cpu=on_cpu)
     if layer.block is not None:
         if config.parallel.may_split_backward:
-            return _FreedFirst(0.0, 0.0)
+            return _FreedFirst(0.0, 0.0, 0.0)
         halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
         more = halves - gradient - activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
-        return _FreedFirst(0.0, 2 * inner + more) if more > 0 else _FreedFirst(min(gradient, inner), 2 * inner)
+        first = 2 * inner + max(more, 0.0)
+        return _FreedFirst(0.0 if more > 0 else min(gradient, inner), first, first)
     if layer.name == "embedding":
         summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
-        return _FreedFirst(summed, summed)
+        return _FreedFirst(summed, summed, summed)
     logits = head_freed_bytes(config) if head else 0.0
-    stay = config.parallel.may_split_backward or _sums_take_products(config, layer, table, on_cpu=on_cpu)
-    return _FreedFirst(0.0 if stay else logits, logits)
+    splits = config.parallel.may_split_backward
+    stay = splits or _sums_take_products(config, layer, table, on_cpu=on_cpu)
+    # On stage 3 the bucket of an output layer that is not tied waits for the gradient of the norm.
+    is_alone = config.parallel.zero_stage < 3 or not config.model.untie_embeddings_and_output_weights
+    return _FreedFirst(0.0 if stay else logits, logits, 0.0 if stay and is_alone else logits)
 
 
 def _freed_by_piece(
@@ -443,7 +451,8 @@ def _freed_by_piece(
     or when it has been."""
     share = None if layer.block is None else expert_share(config, layer.block)
     if layer.block is None or share is None or config.parallel.may_split_backward:
-        return lambda held: freed_first.with_first if held.piece or held.arrived else 0.0
+        with_first, arriving = freed_first.with_first, freed_first.arriving
+        return lambda held: with_first if held.piece else arriving if held.arrived else 0.0
     by_experts = freed_by_experts(config, layer.block, on_cpu=on_cpu)
     shared = pieces_of_mlp(layer.block, share.experts.moe_shared_expert_size or 0, on_cpu=on_cpu)
     of_experts = sum(part.kind == "experts" for part in parts)

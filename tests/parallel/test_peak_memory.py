@@ -71,6 +71,10 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
     "exact GeGLU": ((1, 1, 1), {"activation": "geglu-exact", "disable_bias_linear": True}),
     "norm after the embedding": ((1, 1, 1), {"embedding_layernorm": True, "position_embedding_type": "alibi"}),
+    "ALiBi": (
+        (1, 1, 1),
+        {"position_embedding_type": "alibi", "num_attention_heads": 16, "seq_length": 256, "micro_batch_size": 1},
+    ),
     "packed": ((1, 1, 1), {"reset_attention_mask": True, "reset_position_ids": True}),
     "parallel blocks": ((1, 1, 1), {"parallel_residual": True}),
     "parallel blocks of one norm": ((1, 1, 1), PARALLEL),
@@ -125,6 +129,21 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tied table and positions, ZeRO 3": (
         (1, 1, 2),
         BUCKETS | {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 2},
+    ),
+    "tied table, four microbatches, ZeRO 3": (
+        (1, 1, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 8}
+        | {"position_embedding_type": "rope"},
+    ),
+    "table of the last stage, ZeRO 3": (
+        (1, 2, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 3, "recompute": "full", "micro_batch_size": 2, "vocab_size": 32768},
+    ),
+    "table of the last stage, zero-bubble, ZeRO 2": (
+        (1, 2, 2),
+        BUCKETS | {"precision": "bf16", "zero_stage": 2, "micro_batch_size": 4, "schedule": "zero-bubble"},
     ),
     "two tables, fp32, ZeRO 2": (
         (1, 1, 2),
