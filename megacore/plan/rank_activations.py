@@ -28,7 +28,7 @@ class RankLayers(NamedTuple):
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         shared: what all blocks share.
-        working: as `RankMemory` has it.
+        working: by stage, what exists beside what is kept at the end of its forward.
     """
 
     in_blocks: Sequence[Sequence[float]]
@@ -38,7 +38,7 @@ class RankLayers(NamedTuple):
     head: float
     again: float
     shared: float
-    working: float
+    working: Sequence[float]
 
 
 @once_per_layers
@@ -48,7 +48,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
     offloads = config.training.offload_activations and not on_cpu
     has_head = on_rank.is_last and chunks[-1][-1].block is None and bool(blocks)
-    # A microbatch's logits are kept until its backward; those of one are part of `working`.
+    # A microbatch's logits are kept until its backward; those of the one that is computed are part of `working`.
     head_kept = [0.0] * len(chunks)
     if has_head:
         head_kept[-1] = head_kept_bytes(config)
@@ -67,7 +67,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         head=head,
         again=again,
         shared=shared,
-        working=max(head, again, sent),
+        working=[max(head if kept else 0.0, again, sent) for kept in head_kept],
     )
 
 
@@ -76,9 +76,9 @@ class Peaks(NamedTuple):
 
     Attributes:
         activations: without gradients.
-        certain: while a microbatch is computed, and when a first backward is done.
+        certain: while a microbatch is computed, with `working` of its stage; and when a first backward is done.
         expected: the same, where backward is split until the gradients of weights.
-        by_backward: of `expected` while a microbatch is computed, when each backward begins.
+        by_backward: of `expected` when each backward begins, without `working`.
     """
 
     activations: float
@@ -112,10 +112,12 @@ def peaks_of(
     layers, splits = layers_of(config, on_rank, on_cpu=on_cpu), config.parallel.may_split_backward
     keeps_logits = any(layers.head_kept)
 
-    def held_bytes(microbatches: Sequence[int]) -> float:
-        """Of activations, by the rank's stages."""
-        logits = products([max(n - 1, 0) for n in microbatches], layers.head_kept) if keeps_logits else 0.0
-        return products(microbatches, layers.kept) + logits
+    def held_bytes(microbatches: Sequence[int], computed: int = -1) -> float:
+        """Of activations, by the rank's stages, without the logits of one that stage number `computed` computes."""
+        if not keeps_logits:
+            return products(microbatches, layers.kept)
+        others = [max(n - 1, 0) if stage == computed else n for stage, n in enumerate(microbatches)]
+        return products(microbatches, layers.kept) + products(others, layers.head_kept)
 
     def by_backward(*, computing: bool, split: bool) -> dict[StageBackward, float]:
         found = dict[StageBackward, float]()
@@ -123,17 +125,19 @@ def peaks_of(
             if moment.computing is computing and moment.split is split:
                 waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
                 begun = products(moment.begun, grads)
-                size = lasting + begun + held_bytes(moment.held) + waiting + (layers.shared if computing else 0.0)
+                held = held_bytes(moment.held, moment.backward.stage if computing else -1)
+                size = lasting + begun + held + waiting + (layers.shared if computing else 0.0)
                 found[moment.backward] = max(found.get(moment.backward, lasting), size)
         return found
 
     def most(*, split: bool) -> tuple[float, float]:
-        found = (by_backward(computing=computing, split=split).values() for computing in (True, False))
-        computed, done = (max(sizes, default=lasting) for sizes in found)
-        return computed, done
+        computed = by_backward(computing=True, split=split).items()
+        most = max((size + layers.working[backward.stage] for backward, size in computed), default=lasting)
+        return most, max(by_backward(computing=False, split=split).values(), default=lasting)
 
     certain = most(split=False)
-    held = [held_bytes(flying), *(held_bytes(moment.held) for moment in schedule if not moment.split)]
+    last = len(flying) - 1
+    held = [held_bytes(flying, last), *(held_bytes(moment.held, last) for moment in schedule if not moment.split)]
     return Peaks(
         activations=max(held) + layers.shared,
         certain=certain,
@@ -151,7 +155,7 @@ def passing_of(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward,
         backward,
         head=layers.head,
         again=layers.again,
-        working=layers.working,
+        working=layers.working[backward.stage],
         kept=layers.in_blocks,
         on_cpu=on_cpu,
     )

@@ -205,6 +205,11 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "zero_stage": 3, "schedule": "interleaved", "virtual_stages": 2}
         | {"recompute": "full", "micro_batch_size": 1, "global_batch_size": 8},
     ),
+    "interleaved, logits in the backward of one stage only": (
+        (1, 2, 1),
+        {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 8, "vocab_size": 8192, "seq_length": 256}
+        | {"micro_batch_size": 2, "global_batch_size": 16},
+    ),
     "zero-bubble, tp 2, sequence parallel": (
         (2, 2, 1),
         {"precision": "bf16", "schedule": "zero-bubble", "sequence_parallel": True, "vocab_size": 512},
