@@ -226,7 +226,8 @@ def passing_bytes(
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
-            moment += 0.0 if on_cpu else term * min(copied, unsharded)
+            if not on_cpu:
+                moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
         if whole.of_layer and whole.of_layer[number]:
             fills, reduces = whole.unreduced(number)
@@ -437,6 +438,14 @@ def _freed_first(
     # On stage 3 the bucket of an output layer that is not tied waits for the gradient of the norm.
     is_alone = config.parallel.zero_stage < 3 or not config.model.untie_embeddings_and_output_weights
     return _FreedFirst(0.0 if stay else logits, logits, 0.0 if stay and is_alone else logits)
+
+
+def _freed_before_copy(config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float) -> float:
+    """Of what `_beside` counts that which is freed when a gradient of the head is copied into its buffer: the logits.
+    Of a block the last gradients count, for which none of it is."""
+    if layer.block is not None or layer.name == "embedding":
+        return 0.0
+    return _freed_first(config, layer, table, inner=0.0, head=head, on_cpu=False).arriving
 
 
 def _freed_by_piece(

@@ -159,6 +159,10 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"schedule": "interleaved", "micro_batch_size": 2, "global_batch_size": 8, "vocab_size": 512}
         | {"untie_embeddings_and_output_weights": True},
     ),
+    "gradients of two tables copied into their buffers, fp32": (
+        (1, 1, 1),
+        BUCKETS | {"untie_embeddings_and_output_weights": True, "micro_batch_size": 32, "global_batch_size": 32},
+    ),
     "experts, light": (
         (2, 1, 4),
         BUCKETS
