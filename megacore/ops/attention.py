@@ -133,9 +133,9 @@ class _Cache:
     """The latest tensor of each kind of layer: the layers of a kind share it.
 
     A tensor of another shape replaces the one of its kind, and a further kind the oldest one, so that few outlive their
-    forward pass. Fake tensors are kept only where the cache is made among them, as the rest of their model, and those of
-    a torch.compile trace are not. Neither are tensors of inference mode, which autograd could not save later: that mode
-    is left while a tensor is made.
+    forward pass. Fake tensors are kept only where the cache is made among them, as the rest of their model; those of a
+    torch.compile trace are not kept. Neither are tensors of inference mode, which autograd could not save later: that
+    mode is left while a tensor is made.
 
     Args:
         kinds: the number of tensors to keep.

@@ -297,16 +297,17 @@ def _in_backward(
     """Of a pipeline rank; `grads`, `lasting` and `makes_whole` as `_State` has them."""
     layers = layers_of(config, on_rank, on_cpu=on_cpu)
     flying = in_flight(config.parallel, rank, config.microbatches)
-    makes_anew = any(grads) or zero_stage(config) >= 2
+    makes_anew = any(grads) or zero_stage(config) >= 2 or config.parallel.offload_params
     schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=makes_anew)
     peaks = peaks_of(config, on_rank, schedule, flying, grads=grads, lasting=lasting, on_cpu=on_cpu)
-    is_like_others = config.parallel.zero_stage < 2 and not config.parallel.offload_params and not makes_anew
+    is_like_others = config.parallel.zero_stage < 2 and not makes_anew
     passes = passing_of_whole if is_like_others else passing_of
     at_least, kept_until_weights = max(peaks.certain), max(peaks.expected)
     found = [Passing(0.0, 0.0)]
     for backward, kept in peaks.by_backward.items():
         computing = kept + layers.working[backward.stage]
-        if backward.is_first and not makes_whole and computing + sum(grads) <= peaks.expected[0]:
+        repeats = any(grads) and computing + sum(grads) <= peaks.expected[0]
+        if backward.is_first and not makes_whole and repeats:
             continue  # a later backward takes more than the first
         size = passes(config, on_rank, backward, on_cpu=on_cpu)
         found.append(size._replace(passing=size.passing + computing - kept_until_weights))
