@@ -133,15 +133,16 @@ class _Cache:
     """The latest tensor of each kind of layer: the layers of a kind share it.
 
     A tensor of another shape replaces the one of its kind, and a further kind the oldest one, so that few outlive their
-    forward pass. Fake tensors and those of a torch.compile trace are not kept. Neither are tensors of inference mode,
-    which autograd could not save later: that mode is left while a tensor is made.
+    forward pass. Fake tensors are kept only where the cache is made among them, as the rest of their model; those of a
+    torch.compile trace are not kept. Neither are tensors of inference mode, which autograd could not save later: that
+    mode is left while a tensor is made.
 
     Args:
         kinds: the number of tensors to keep.
     """
 
     def __init__(self, kinds: int = 1) -> None:
-        self._kinds = kinds
+        self._kinds, self._type = kinds, type(torch.empty(0))
         self._kept: dict[Hashable, tuple[Hashable, Tensor]] = {}  # kind -> shape, and the tensor; the oldest first
 
     def get(self, kind: Hashable, shape: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -152,7 +153,7 @@ class _Cache:
             shape: what else the tensor depends on, such as the length, dtype and device.
             make: makes it.
         """
-        if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
+        if torch.compiler.is_compiling() or type(torch.empty(0)) is not self._type:
             return make()
         if kind not in self._kept or self._kept[kind][0] != shape:
             self._kept.pop(kind, None)  # the new one may use its memory

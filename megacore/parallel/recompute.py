@@ -69,7 +69,7 @@ def _not_kept(value: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
     def pack(tensor: Tensor) -> Tensor | tuple[Any, ...]:
         if tensor.untyped_storage()._cdata != memory:
-            return tensor
+            return tensor.detach()  # an operator that keeps its output would else keep itself
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Tensor | tuple[Any, ...]) -> Tensor:

@@ -143,9 +143,9 @@ def passing_bytes(
       holds the layer's, and the one after it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
-      the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
-      and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
-      bucket is made after both gradients;
+      the shard of the next layer on its way, the shard of sums that is being reduced, and of the bucket reduced before
+      it the one on its way to the host. In the head also the table that it shares with the embedding, whose bucket is
+      made after both gradients;
     - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
@@ -171,6 +171,7 @@ def passing_bytes(
     copies = expert_copies(config.parallel)
     has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
+    has_copies |= on_host
 
     def sizes_of(at: int) -> Sequence[int]:
         chunk, sizes = on_rank.chunks[at], on_rank.by_layer[at]
@@ -192,8 +193,28 @@ def passing_bytes(
             return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies, on_cpu=on_cpu)
         return 0
 
+    def part_of(layer: PlannedLayer, size: int) -> float:
+        """This rank's part of a layer that others have parts of."""
+        routed = routed_parameters(config, layer.block)
+        of_experts = routed / copies if copies > 1 else 0.0
+        return of_experts + ((size - routed) / shards if shards > 1 else 0.0)
+
+    def sent_of(layer: PlannedLayer, size: int, before: int) -> tuple[int, float]:
+        """On stage 3 the bucket of a layer that is reduced last, and this rank's part of the one before it, which may
+        be that of another layer, of `before` parameters."""
+        last = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
+        if not on_host or shards == 1:
+            return last, 0.0
+        if size == last:
+            return last, before / shards
+        return last, (size - last) / (shards if layer.block is None else copies)
+
     found = [(0.0, 0.0)]
-    lingering = last_of(previous) if previous >= 0 else 0
+    lingering, sent = last_of(previous) if previous >= 0 else 0, 0.0
+    if stage == 3 and lingering:
+        later = on_rank.chunks[previous][:2], sizes_of(previous)[:2]
+        for layer, size in reversed(list(zip(*later, strict=True))):
+            lingering, sent = sent_of(layer, size, lingering)
     chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
     of_layers: Sequence[_Filled] = [_Filled()] * len(chunk)
     if stage == 2:
@@ -203,7 +224,8 @@ def passing_bytes(
     freed, made, made_sharded, new, sharded, later_size = 0.0, 0.0, 0.0, 0.0, 0.0, lingering
     inside = [False] * len(chunk)
     if not whole.of_layer:  # what has been made grows from layer to layer by the same
-        inside = _inside_runs(chunk, sizes, kept_here, [[held[:-1] for held in layer.held] for layer in of_layers])
+        buckets = [[held._replace(sharded=0.0) for held in layer.held] for layer in of_layers]
+        inside = _inside_runs(chunk, sizes, kept_here, buckets)
     for number in reversed(range(len(chunk))):
         layer, size = chunk[number], sizes[number]
         if inside[number]:
@@ -216,17 +238,19 @@ def passing_bytes(
             gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
             if layer.name == "head" and not splits:
                 gathered += table
-            if on_host and shards > 1:
-                moment += e * sizes[max(number - 1, 0)] / shards
             sums = follows_first if number == len(chunk) - 1 else is_first, is_first
-            filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
+            if on_host:
+                sums = False, False
+                moment += e * part_of(chunk[max(number - 1, 0)], sizes[max(number - 1, 0)])
+            filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, sent, on_cpu=on_cpu)
         forward = _forward_bytes(config, layer, filled, lingering, again=again, made=made)
         moment += e * gathered + made
-        if is_first:
+        if is_first and not on_host:
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
-            moment += 0.0 if on_cpu else term * min(copied, unsharded)
+            if not on_cpu:
+                moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
         if whole.of_layer and whole.of_layer[number]:
             fills, reduces = whole.unreduced(number)
@@ -242,11 +266,14 @@ def passing_bytes(
             found.append((forward + e * gathered - freed - working, 0.0))
         freed += kept_here[number] + waiting[number]
         if stage == 3:
-            later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
-    if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
+            later_size, sent = sent_of(layer, size, later_size)
+    if stage >= 2 and chunk and chunk[0].name == "embedding":
         # The last bucket, while it is reduced; of the embedding it is large.
         last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
-        found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
+        if on_host:  # the next forward fetches them again
+            present += e * part_of(chunk[0], sizes[0])
+        part = 0.0 if is_first and not on_host else last / shards
+        found.append((made + last + present - freed - working, part + term * sent))
     passing, reducing = max(found, key=sum)
     return Passing(passing, reducing)
 
@@ -278,15 +305,21 @@ def _filled_on_stage_3(
     ranks: tuple[int, int],
     before: int,
     sums: tuple[bool, bool],
+    sent: float,
     *,
     on_cpu: bool,
 ) -> _Filled:
-    """Of a layer of `size` parameters: one bucket, or two where it has experts with copies."""
+    """Of a layer of `size` parameters: one bucket, or two where it has experts with copies. The reduction of the head's
+    begins while its logits exist, or its parameters; those of others end with the layer."""
     takes_whole, copies = config.optimizer_settings.takes_some_whole, ranks[1]
-    if layer.block is None or layer.block.experts is None or copies == 1 or takes_whole:
-        return _Filled((), [Held(size + before, size, 0.0 if sums[0] else before / ranks[0])])
+    apart = copies > 1 or config.parallel.offload_params
+    has_own = layer.name == "head" if layer.block is None else layer.block.experts is not None and apart
+    if not has_own or takes_whole:
+        added = 0.0 if sums[0] or ranks[0] == 1 else before / ranks[0]
+        return _Filled((), [Held(size + before, size, added, sent=sent)])
     parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)
-    return _filled_on_stage_2(_Buckets((parts,), (math.inf, math.inf), ranks), before, sums)[0]
+    buckets = _Buckets((parts,), (math.inf, math.inf), ranks)
+    return _Filled(parts, unreduced(*buckets, before, sums, sent).by_layer[0])
 
 
 def _at_pieces(
@@ -301,20 +334,20 @@ def _at_pieces(
 ) -> tuple[float, float]:
     """What exists beside activations and their gradients, less what is freed by then, at the piece of a layer where it
     is most: buckets and first shards; and the shard that is added to an earlier one."""
-    term = term_bytes(config)
-    of_shard = term * (3 if config.parallel.offload_params and shard_ranks(config.parallel) > 1 else 1)
+    term, on_host = term_bytes(config), config.parallel.offload_params
     freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
     early = _freed_by_piece(config, layer, filled.pieces, freed_first, on_cpu=on_cpu)
     found = []
-    if layer.block is not None and layer.block.experts is not None and expert_copies(config.parallel) == 1:
+    is_alone = expert_copies(config.parallel) == 1 and not on_host
+    if layer.block is not None and layer.block.experts is not None and is_alone:
         # The gradients of experts arrive before a bucket is made.
         first = filled.held[0]
-        found.append((term * (first.total - first.made + first.sharded), of_shard * first.reduced))
+        found.append((term * (first.total - first.made + first.sharded), term * first.reduced))
     for held in filled.held:
         here = term * held.sharded - early(held)
         before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
         most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
-        found.append((most, of_shard * held.reduced))
+        found.append((most, term * (held.reduced + (held.sent if on_host else 0.0))))
     return max(found, key=sum)
 
 
@@ -405,10 +438,12 @@ class _FreedFirst(NamedTuple):
         before_adding: between the product that gives the first gradient and the making of its bucket; 0 where most
             exists later.
         with_first: when the first gradient has been added.
+        arriving: when a reduction begins because of it: less where a product adds it.
     """
 
     before_adding: float
     with_first: float
+    arriving: float
 
 
 def _freed_first(
@@ -419,16 +454,30 @@ def _freed_first(
     gradient = gradient_bytes(config, layer, table, on_cpu=on_cpu)
     if layer.block is not None:
         if config.parallel.may_split_backward:
-            return _FreedFirst(0.0, 0.0)
+            return _FreedFirst(0.0, 0.0, gradient)
         halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
         more = halves - gradient - activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
-        return _FreedFirst(0.0, 2 * inner + more) if more > 0 else _FreedFirst(min(gradient, inner), 2 * inner)
+        first = 2 * inner + max(more, 0.0)
+        return _FreedFirst(0.0 if more > 0 else min(gradient, inner), first, first)
     if layer.name == "embedding":
         summed = max(3.0 * ELEMENT_BYTES[config.precision.precision] * table - gradient, 0.0)
-        return _FreedFirst(summed, summed)
+        return _FreedFirst(summed, summed, summed)
     logits = head_freed_bytes(config) if head else 0.0
-    stay = config.parallel.may_split_backward or _sums_take_products(config, layer, table, on_cpu=on_cpu)
-    return _FreedFirst(0.0 if stay else logits, logits)
+    splits = config.parallel.may_split_backward
+    stay = splits or _sums_take_products(config, layer, table, on_cpu=on_cpu)
+    # The bucket of an output layer that is not tied waits for the gradient of the norm.
+    is_alone = not config.model.untie_embeddings_and_output_weights
+    arriving = gradient + (0.0 if stay and is_alone else logits)
+    return _FreedFirst(0.0 if stay else logits, logits + gradient, arriving)
+
+
+def _freed_before_copy(config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float) -> float:
+    """Of what `_beside` counts that which is freed when a gradient of the head is copied into its buffer: the logits.
+    Of a block the last gradients count, for which none of it is."""
+    if layer.block is not None or layer.name == "embedding":
+        return 0.0
+    splits = config.parallel.may_split_backward and not config.model.untie_embeddings_and_output_weights
+    return head_freed_bytes(config) if head and not splits else 0.0
 
 
 def _freed_by_piece(
@@ -443,7 +492,8 @@ def _freed_by_piece(
     or when it has been."""
     share = None if layer.block is None else expert_share(config, layer.block)
     if layer.block is None or share is None or config.parallel.may_split_backward:
-        return lambda held: freed_first.with_first if held.piece or held.arrived else 0.0
+        with_first, arriving = freed_first.with_first, freed_first.arriving
+        return lambda held: with_first if held.piece else arriving if held.arrived else 0.0
     by_experts = freed_by_experts(config, layer.block, on_cpu=on_cpu)
     shared = pieces_of_mlp(layer.block, share.experts.moe_shared_expert_size or 0, on_cpu=on_cpu)
     of_experts = sum(part.kind == "experts" for part in parts)

@@ -33,11 +33,12 @@ def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: 
 
 
 def _few(parallel: ParallelConfig, microbatches: int) -> int:
-    """As many microbatches as a step has, or fewer that fill the pipeline alike: no more are in flight later. In an
-    interleaved schedule that depends on the largest group of microbatches that go through the stages together."""
+    """As many microbatches as a step has, or fewer that fill the pipeline alike: no more are in flight later, and one
+    backward follows another that is not the first. In an interleaved schedule that depends on the largest group of
+    microbatches that go through the stages together."""
     p, groups = parallel.pp, microbatches // parallel.pp
     if parallel.virtual_stages == 1:
-        return min(microbatches, 2 * p)
+        return min(microbatches, max(2 * p, 3))
     if groups < 5:
         return microbatches
     larger = -(-(microbatches % p) // groups)  # than p, the largest group

@@ -55,12 +55,13 @@ class RankMemory:
             `activations`, which are not among the rank's `activations`.
         activations: kept for backward by the microbatches in flight, when they take most.
         in_flight: microbatches whose activations the rank keeps, summed over its stages.
-        working: what exists beside them at the end of a forward: logits, or a block that is computed again.
+        working: what exists beside them at the end of a forward, of the stage where it is most: logits, or a block that
+            is computed again.
         building: what exists when the last layer has been made.
         late: bytes of the state that do not exist while there are activations: the moments of a run of one step, which
             the optimizer makes after backward. 0 in other runs.
-        computing: most bytes of gradients and activations at a time while a microbatch is computed. Gradients that a
-            step makes anew exist from the first backward on.
+        computing: most bytes of gradients and activations at a time while a microbatch is computed, less `working`.
+            Gradients that a step makes anew exist from the first backward on.
         completing: the same at the end of a first backward, when its gradients exist and its activations are freed.
         waiting: where a schedule splits backward, what is kept from the gradients of a stage's input to those of its
             weights, at the peak: the activations that are kept for longer, and the gradients of outputs.
@@ -296,27 +297,27 @@ def _in_backward(
     """Of a pipeline rank; `grads`, `lasting` and `makes_whole` as `_State` has them."""
     layers = layers_of(config, on_rank, on_cpu=on_cpu)
     flying = in_flight(config.parallel, rank, config.microbatches)
-    makes_anew = any(grads) or zero_stage(config) >= 2
+    makes_anew = any(grads) or zero_stage(config) >= 2 or config.parallel.offload_params
     schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=makes_anew)
     peaks = peaks_of(config, on_rank, schedule, flying, grads=grads, lasting=lasting, on_cpu=on_cpu)
-    is_like_others = config.parallel.zero_stage < 2 and not config.parallel.offload_params and not makes_anew
+    is_like_others = config.parallel.zero_stage < 2 and not makes_anew
     passes = passing_of_whole if is_like_others else passing_of
-    at_least, kept_until_weights = (
-        max(computing + layers.working, done) for computing, done in (peaks.certain, peaks.expected)
-    )
+    at_least, kept_until_weights = max(peaks.certain), max(peaks.expected)
     found = [Passing(0.0, 0.0)]
-    for backward, computing in peaks.by_backward.items():
-        if backward.is_first and not makes_whole and computing + sum(grads) <= peaks.expected[0]:
+    for backward, kept in peaks.by_backward.items():
+        computing = kept + layers.working[backward.stage]
+        repeats = any(grads) and computing + sum(grads) <= peaks.expected[0]
+        if backward.is_first and not makes_whole and repeats:
             continue  # a later backward takes more than the first
         size = passes(config, on_rank, backward, on_cpu=on_cpu)
-        found.append(size._replace(passing=size.passing + computing + layers.working - kept_until_weights))
+        found.append(size._replace(passing=size.passing + computing - kept_until_weights))
     passing = max(found, key=sum)
-    offloads = config.training.offload_activations and not on_cpu
+    offloads, working = config.training.offload_activations and not on_cpu, max(layers.working)
     return _InBackward(
         activations=peaks.activations,
         in_flight=sum(flying),
-        working=layers.working,
-        computing=peaks.certain[0],
+        working=working,
+        computing=peaks.certain[0] - working,
         completing=peaks.certain[1],
         waiting=kept_until_weights - at_least,
         passing=passing.passing,

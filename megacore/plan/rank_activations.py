@@ -28,7 +28,7 @@ class RankLayers(NamedTuple):
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         shared: what all blocks share.
-        working: as `RankMemory` has it.
+        working: by stage, what exists beside what is kept at the end of its forward.
     """
 
     in_blocks: Sequence[Sequence[float]]
@@ -38,7 +38,7 @@ class RankLayers(NamedTuple):
     head: float
     again: float
     shared: float
-    working: float
+    working: Sequence[float]
 
 
 class _StageLayers(NamedTuple):
@@ -64,7 +64,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     stages = [_layers_of_stage(config, stage, on_cpu=on_cpu) for stage in on_rank.stages]
     offloads = config.training.offload_activations and not on_cpu
     has_head = on_rank.is_last and chunks[-1][-1].block is None and bool(blocks)
-    # A microbatch's logits are kept until its backward; those of one are part of `working`.
+    # A microbatch's logits are kept until its backward; those of the one that is computed are part of `working`.
     head_kept = [0.0] * len(chunks)
     if has_head:
         head_kept[-1] = head_kept_bytes(config)
@@ -82,7 +82,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         head=head,
         again=again,
         shared=shared,
-        working=max(head, again, sent),
+        working=[max(head if kept else 0.0, again, sent) for kept in head_kept],
     )
 
 
@@ -91,9 +91,9 @@ class Peaks(NamedTuple):
 
     Attributes:
         activations: without gradients.
-        certain: while a microbatch is computed, and when a first backward is done.
+        certain: while a microbatch is computed, with `working` of its stage; and when a first backward is done.
         expected: the same, where backward is split until the gradients of weights.
-        by_backward: of `expected` while a microbatch is computed, when each backward begins.
+        by_backward: of `expected` when each backward begins, without `working`.
     """
 
     activations: float
@@ -126,26 +126,31 @@ def peaks_of(
     layers, splits = layers_of(config, on_rank, on_cpu=on_cpu), config.parallel.may_split_backward
     keeps_logits = any(layers.head_kept)
 
-    def held_bytes(microbatches: Sequence[int]) -> float:
-        """Of activations, by the rank's stages."""
-        logits = products([max(n - 1, 0) for n in microbatches], layers.head_kept) if keeps_logits else 0.0
-        return products(microbatches, layers.kept) + logits
+    def held_bytes(microbatches: Sequence[int], computed: int = -1) -> float:
+        """Of activations, by the rank's stages, without the logits of one that stage number `computed` computes."""
+        if not keeps_logits:
+            return products(microbatches, layers.kept)
+        others = [max(n - 1, 0) if stage == computed else n for stage, n in enumerate(microbatches)]
+        return products(microbatches, layers.kept) + products(others, layers.head_kept)
 
-    most_held = held_bytes(flying)
+    last = len(flying) - 1
+    most_held = held_bytes(flying, last)
     found: dict[tuple[bool, bool], dict[StageBackward, float]] = {}  # by `computing` and `split` of the moments
     for moment in schedule:
         if moment.split and not splits:
             continue
-        held, of_kind = held_bytes(moment.held), found.setdefault((moment.computing, moment.split), {})
         if not moment.split:
-            most_held = max(most_held, held)
+            most_held = max(most_held, held_bytes(moment.held, last))
+        held = held_bytes(moment.held, moment.backward.stage if moment.computing else -1)
         waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
         size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
+        of_kind = found.setdefault((moment.computing, moment.split), {})
         of_kind[moment.backward] = max(of_kind.get(moment.backward, lasting), size)
 
     def most(*, split: bool) -> tuple[float, float]:
-        computed, done = (found.get((computing, split), {}).values() for computing in (True, False))
-        return max(computed, default=lasting), max(done, default=lasting)
+        computed, done = (found.get((computing, split), {}) for computing in (True, False))
+        most = max((size + layers.working[backward.stage] for backward, size in computed.items()), default=lasting)
+        return most, max(done.values(), default=lasting)
 
     return Peaks(
         activations=most_held + layers.shared,
@@ -164,7 +169,7 @@ def passing_of(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward,
         backward,
         head=layers.head,
         again=layers.again,
-        working=layers.working,
+        working=layers.working[backward.stage],
         kept=layers.in_blocks,
         on_cpu=on_cpu,
     )
@@ -176,7 +181,7 @@ def passing_of_whole(config: ResolvedConfig, on_rank: OnRank, backward: StageBac
     layers, stage = layers_of(config, on_rank, on_cpu=on_cpu), on_rank
     if not on_rank.table:
         stage, backward = on_rank.stages[backward.stage], _ONLY
-    extent = {"head": layers.head, "again": layers.again, "working": layers.working}
+    extent = {"head": layers.head, "again": layers.again, "working": layers.working[backward.stage]}
     return _passing_of_stage(config, stage, backward, **extent, on_cpu=on_cpu)
 
 

@@ -71,6 +71,10 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
     "exact GeGLU": ((1, 1, 1), {"activation": "geglu-exact", "disable_bias_linear": True}),
     "norm after the embedding": ((1, 1, 1), {"embedding_layernorm": True, "position_embedding_type": "alibi"}),
+    "ALiBi": (
+        (1, 1, 1),
+        {"position_embedding_type": "alibi", "num_attention_heads": 16, "seq_length": 256, "micro_batch_size": 1},
+    ),
     "packed": ((1, 1, 1), {"reset_attention_mask": True, "reset_position_ids": True}),
     "parallel blocks": ((1, 1, 1), {"parallel_residual": True}),
     "parallel blocks of one norm": ((1, 1, 1), PARALLEL),
@@ -126,6 +130,21 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 1, 2),
         BUCKETS | {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 2},
     ),
+    "tied table, four microbatches, ZeRO 3": (
+        (1, 1, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 8}
+        | {"position_embedding_type": "rope"},
+    ),
+    "table of the last stage, ZeRO 3": (
+        (1, 2, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 3, "recompute": "full", "micro_batch_size": 2, "vocab_size": 32768},
+    ),
+    "table of the last stage, zero-bubble, ZeRO 2": (
+        (1, 2, 2),
+        BUCKETS | {"precision": "bf16", "zero_stage": 2, "micro_batch_size": 4, "schedule": "zero-bubble"},
+    ),
     "two tables, fp32, ZeRO 2": (
         (1, 1, 2),
         BUCKETS | {"zero_stage": 2, "untie_embeddings_and_output_weights": True, "global_batch_size": 64},
@@ -139,6 +158,10 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"precision": "bf16", "zero_stage": 3, "recompute": "full", "hidden_size": 512, "virtual_stages": 2}
         | {"schedule": "interleaved", "micro_batch_size": 2, "global_batch_size": 8, "vocab_size": 512}
         | {"untie_embeddings_and_output_weights": True},
+    ),
+    "gradients of two tables copied into their buffers, fp32": (
+        (1, 1, 1),
+        BUCKETS | {"untie_embeddings_and_output_weights": True, "micro_batch_size": 32, "global_batch_size": 32},
     ),
     "experts, light": (
         (2, 1, 4),
@@ -186,6 +209,11 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "zero_stage": 3, "schedule": "interleaved", "virtual_stages": 2}
         | {"recompute": "full", "micro_batch_size": 1, "global_batch_size": 8},
     ),
+    "interleaved, logits in the backward of one stage only": (
+        (1, 2, 1),
+        {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 8, "vocab_size": 8192, "seq_length": 256}
+        | {"micro_batch_size": 2, "global_batch_size": 16},
+    ),
     "zero-bubble, tp 2, sequence parallel": (
         (2, 2, 1),
         {"precision": "bf16", "schedule": "zero-bubble", "sequence_parallel": True, "vocab_size": 512},
@@ -195,12 +223,27 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"precision": "bf16", "schedule": "zero-bubble", "recompute": "full", "micro_batch_size": 4}
         | {"vocab_size": 4096, "global_batch_size": 16},
     ),
+    "zero-bubble, light": (
+        (1, 2, 1),
+        {"precision": "bf16", "schedule": "zero-bubble", "recompute": "light", "global_batch_size": 16},
+    ),
     "zero-bubble, tied table, ZeRO 2": (
         (1, 2, 2),
         BUCKETS
         | {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "schedule": "zero-bubble"}
         | {"micro_batch_size": 4, "global_batch_size": 32},
     ),
+}
+
+ON_HOST: dict[str, Any] = {"zero_stage": 3, "offload_params": True, "offload_optimizer": True, "global_batch_size": 8}
+# Parameters and gradients in host memory: sums on their way there, of experts with copies and without.
+OFFLOADED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "on the host, dp 2": ((1, 1, 2), LLAMA | ON_HOST | {"vocab_size": 8192}),
+    "on the host, one rank": ((1, 1, 1), LLAMA | ON_HOST | {"vocab_size": 8192}),
+    "on the host, one microbatch": ((1, 1, 1), LLAMA | ON_HOST | {"vocab_size": 8192, "global_batch_size": 1}),
+    "on the host, pp 2, large table": ((1, 2, 2), LLAMA | ON_HOST | {"vocab_size": 32768}),
+    "on the host, experts": ((1, 1, 2), LLAMA | EXPERTS | ON_HOST | {"vocab_size": 8192}),
+    "on the host, experts without copies": ((1, 1, 2), LLAMA | EXPERTS | ON_HOST | {"ep": 2, "vocab_size": 8192}),
 }
 
 
@@ -210,7 +253,7 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | STAGES)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | STAGES | OFFLOADED)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -247,6 +290,10 @@ def test_peak_of_memory_where_buckets_are_unequal() -> None:
 
 def test_peak_of_memory_where_experts_are_most_of_it() -> None:
     require_peaks([*OF_ROWS], seq_length=64)
+
+
+def test_peak_of_memory_where_parameters_are_on_the_host() -> None:
+    require_peaks([*OFFLOADED], seq_length=64)
 
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
