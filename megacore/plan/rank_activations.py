@@ -179,9 +179,9 @@ def passing_of_whole(config: ResolvedConfig, on_rank: OnRank, backward: StageBac
     """The same where each rank holds its parameters and gradients whole, as on ZeRO's stages 0 and 1, and has them from
     the beginning of a step. The other stages of the rank then make no difference."""
     layers, stage = layers_of(config, on_rank, on_cpu=on_cpu), on_rank
+    extent = {"head": layers.head, "again": layers.again, "working": layers.working[backward.stage]}
     if not on_rank.table:
         stage, backward = on_rank.stages[backward.stage], _ONLY
-    extent = {"head": layers.head, "again": layers.again, "working": layers.working[backward.stage]}
     return _passing_of_stage(config, stage, backward, **extent, on_cpu=on_cpu)
 
 
