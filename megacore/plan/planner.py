@@ -320,7 +320,7 @@ def terms_apart(rank: RankMemory) -> str | None:
     if rank.is_fullest_in_backward and rank.late:
         return "a run of one step makes the optimizer state after backward, which has freed the activations"
     if rank.is_fullest_in_backward:
-        return "backward frees activations while it makes gradients, so they never all exist at once"
+        return "backward frees activations and logits while it makes gradients, so they never all exist at once"
     return "the peak is while the model is built or updated, when there are no activations"
 
 
