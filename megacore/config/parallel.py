@@ -61,7 +61,8 @@ class ParallelConfig(Section):
     computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
     pipeline_balance: Literal["time", "parameters", "flops", "uniform"] = "time"
     """What the division of layers into stages balances: predicted time, parameters (for memory), floating-point
-    operations, or the number of layers (uniform)."""
+    operations, or the number of layers (uniform). Where the stages of time do not fit into memory and those of
+    parameters do, time takes these."""
     pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
     """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
     transformer block, H the head. Default: balanced as --pipeline-balance says."""
@@ -193,3 +194,17 @@ class ChosenSchedule(ResolvedParallel):
 
     def as_written(self) -> dict[str, Any]:
         return super().as_written() | {"schedule": AUTO_SCHEDULE, "virtual_stages": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesThatFit(ResolvedParallel):
+    """The parallel section of a run whose stages are balanced by parameters because those balanced by time do not fit
+    into memory. A file keeps time, because another device may have the memory."""
+
+    def as_written(self) -> dict[str, Any]:
+        return super().as_written() | {"pipeline_balance": "time"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenScheduleThatFits(ChosenSchedule, StagesThatFit):
+    """Both."""

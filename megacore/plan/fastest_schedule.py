@@ -1,4 +1,5 @@
-"""The schedule of --schedule auto: of those that fit into memory, the one that the simulator predicts to be fastest.
+"""The schedule of --schedule auto: of those that fit into memory, the one that the simulator predicts to be fastest;
+and the stages of --pipeline-balance time.
 
 Predictions are of whole steps (step_time.py). Another schedule than 1F1B must be faster by a margin, because
 predictions err and 1F1B needs the least memory.
@@ -11,7 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.config.parallel import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
+from megacore.config.parallel import (
+    AUTO_SCHEDULE,
+    ChosenSchedule,
+    ChosenScheduleThatFits,
+    ScheduleName,
+    StagesThatFit,
+)
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import step_seconds
@@ -112,6 +119,22 @@ def fastest_that_fits(
         fits: whether every rank has the memory for a configuration.
     """
     return _with_schedule(config, schedules_by_time(config, layers, cluster, fits=fits)[0])
+
+
+def with_stages_that_fit(config: ResolvedConfig, fits: Callable[[ResolvedConfig], bool]) -> ResolvedConfig:
+    """The configuration with stages balanced by parameters, where those balanced by time do not fit and these do.
+
+    Args:
+        config: a resolved configuration, with its schedule.
+        fits: whether every rank has the memory for a configuration.
+    """
+    parallel = config.parallel
+    is_open = parallel.pipeline_balance == "time" and parallel.pipeline_layout is None
+    if parallel.pp == 1 or not is_open or fits(config):
+        return config
+    kind = ChosenScheduleThatFits if isinstance(parallel, ChosenSchedule) else StagesThatFit
+    by_parameters = dataclasses.replace(config, parallel=parallel.resolved_as(kind, pipeline_balance="parameters"))
+    return by_parameters if fits(by_parameters) else config
 
 
 def _with_schedule(config: ResolvedConfig, choice: ScheduleChoice) -> ResolvedConfig:

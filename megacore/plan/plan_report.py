@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megacore.config.messages import counted
+from megacore.config.parallel import StagesThatFit
 from megacore.plan.flops import Attention
 from megacore.plan.plan_json import described, layout_flags, layout_json, run_json, training_json
 from megacore.plan.planner import (
@@ -68,6 +69,7 @@ def _head(plan: Plan) -> Iterator[str]:
     extras = [
         "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
+        "stages balanced by parameters, because by time they do not fit" if isinstance(parallel, StagesThatFit) else "",
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",
         f"recompute {training.recompute}"

@@ -16,7 +16,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.devices import Case
-from megacore.plan.fastest_schedule import fastest_that_fits, is_open
+from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
 from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
@@ -207,15 +207,15 @@ def usable_bytes(cluster: Cluster, ranks: int) -> float:
 
 
 def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
-    """The configuration with the schedule that --schedule auto is on a cluster."""
-    if not is_open(config):
-        return config
+    """The configuration with the schedule that --schedule auto is on a cluster, and with stages that fit."""
     layers, most = outline(config), usable_bytes(cluster, config.parallel.ranks)
 
     def fits(candidate: ResolvedConfig) -> bool:
         return fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=most).expected <= most
 
-    return fastest_that_fits(config, layers, cluster, fits)
+    if is_open(config):
+        config = fastest_that_fits(config, layers, cluster, fits)
+    return with_stages_that_fit(config, fits)
 
 
 def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:

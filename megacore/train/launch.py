@@ -43,7 +43,13 @@ from megacore.parallel.mesh import (
     serves_store,
     world_size,
 )
-from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.fastest_schedule import (
+    choose_schedule,
+    is_open,
+    schedules_by_time,
+    typical_cluster,
+    with_stages_that_fit,
+)
 from megacore.plan.outline import outline
 from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause
@@ -88,7 +94,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
         refuse_different_ranks(config, world)
         mesh = build_mesh(config.parallel)
-        config = _with_schedule(config, mesh)
+        config = _with_pipeline(config, mesh)
         _choose_implementations(config.training, mesh.device)
         if mesh.device.type == "cpu":
             keep_what_is_freed()
@@ -124,16 +130,23 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
 
 
-def _with_schedule(config: C, mesh: Mesh) -> C:
-    """The configuration with the schedule that --schedule auto is here: the first rank predicts, and all need room."""
-    if not is_open(config):
+def _with_pipeline(config: C, mesh: Mesh) -> C:
+    """The configuration with the schedule that --schedule auto is here, and with stages that fit: the first rank
+    predicts, and all need room."""
+    if config.parallel.pp == 1:
         return config
     layers, schedules = outline(config), None
-    if mesh.world.is_first:
-        cluster = typical_cluster(on_cpu=mesh.device.type == "cpu", device_name=device_name(mesh.device))
-        schedules = schedules_by_time(config, layers, cluster)
-    choices = all_gather_objects(schedules, mesh.world)[0]
-    return cast(C, choose_schedule(config, choices, lambda candidate: all_have_room(candidate, mesh, layers)))
+
+    def fits(candidate: ResolvedConfig) -> bool:
+        return all_have_room(candidate, mesh, layers)
+
+    settled: ResolvedConfig = config
+    if is_open(config):
+        if mesh.world.is_first:
+            cluster = typical_cluster(on_cpu=mesh.device.type == "cpu", device_name=device_name(mesh.device))
+            schedules = schedules_by_time(config, layers, cluster)
+        settled = choose_schedule(config, all_gather_objects(schedules, mesh.world)[0], fits)
+    return cast(C, with_stages_that_fit(settled, fits))
 
 
 def _choose_implementations(training: TrainingConfig, device: torch.device) -> None:

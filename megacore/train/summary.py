@@ -11,7 +11,7 @@ from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
-from megacore.config.parallel import ChosenSchedule
+from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.config.reproducible import canonical_blocks
 from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
@@ -57,6 +57,7 @@ def launch_summary(
     chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
     bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the step"
     one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_csv or parallel.schedule_name}; "
+    balanced = ["balanced by parameters: by time they do not fit"] if isinstance(parallel, StagesThatFit) else []
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
@@ -74,6 +75,7 @@ def launch_summary(
             f"vocabulary {vocabulary}",
         ),
         *(("stages" if i == 0 else "", f"{i}: {name}") for i, name in enumerate(names)),
+        *(("", text) for text in balanced),
         (
             "batch",
             f"{counted(batch, 'sequence')} of {config.data.seq_length} = "

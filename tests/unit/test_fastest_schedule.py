@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
-from megacore.config.parallel import ChosenSchedule
+from megacore.config.parallel import ChosenSchedule, StagesThatFit
+from megacore.parallel.mesh import Mesh
 from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.fastest_schedule import (
@@ -22,6 +24,7 @@ from megacore.plan.fastest_schedule import (
     is_open,
     schedules_by_time,
     typical_cluster,
+    with_stages_that_fit,
 )
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
@@ -29,6 +32,7 @@ from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.room import Room
 from megacore.plan.step_time import step_time
 from megacore.plan.ways_out import Limits, ways_out
+from megacore.train import launch
 from tools.plan import main
 
 W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"
@@ -179,7 +183,7 @@ def test_a_device_is_known_by_its_driver() -> None:
     assert typical_cluster(on_cpu=False, device_name="Another").name == "a100-80g"
 
 
-# ---- stages where time does not fit
+# ---- stages
 
 
 def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
@@ -193,3 +197,34 @@ def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
     assert least < 0.9 * most
     lines = ways_out(by_time, Limits(room=Room((most + least) / 2, ""), on_cpu=False, local_ranks=1))
     assert any(line.startswith("--pipeline-balance parameters:") for line in lines), lines
+
+
+def test_stages_by_time_give_way_where_only_those_by_parameters_fit() -> None:
+    """GPT-2 small on four stages, as above. A file keeps what the flag says."""
+    flags = "--preset gpt2-small --pp 4 --recompute full --micro-batch-size 1"
+    for schedule in ("--schedule 1f1b", ""):
+        by_time = planned(f"{flags} {schedule}")
+        by_parameters = planned(f"{flags} {schedule} --pipeline-balance parameters")
+        most, least = (
+            max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=False))
+            for config in (by_time, by_parameters)
+        )
+        for room, balance in ((most + 1, "time"), ((most + least) / 2, "parameters"), (least - 1, "time")):
+            limits = Limits(room=Room(room, ""), on_cpu=False, local_ranks=1)
+            parallel = with_stages_that_fit(by_time, limits.fits).parallel
+            assert parallel.pipeline_balance == balance
+            assert parallel.as_written() == by_time.parallel.as_written()
+
+
+@pytest.mark.parametrize("balance", ["time", "parameters"])
+@pytest.mark.parametrize("schedule", ["", "--schedule 1f1b"])
+def test_a_launch_takes_the_stages_that_fit(schedule: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_room(candidate: ResolvedConfig, mesh: Mesh, layers: object) -> bool:
+        return balance in ("time", candidate.parallel.pipeline_balance)
+
+    monkeypatch.setattr(launch, "all_have_room", has_room)
+    config = planned(f"--preset gpt2-small --pp 4 --micro-batch-size 1 {schedule}")
+    parallel = launch._with_pipeline(config, Mesh(device=torch.device("cpu"))).parallel
+    assert parallel.pipeline_balance == balance
+    assert isinstance(parallel, StagesThatFit) == (balance == "parameters")
+    assert isinstance(parallel, ChosenSchedule) == (not schedule)

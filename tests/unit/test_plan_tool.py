@@ -192,7 +192,7 @@ DOES_NOT_FIT = {
     "gpt2-xl --pp 4 --schedule gpipe --micro-batch-size 8 --global-batch-size 128 --cluster a100-40g": (
         "--schedule 1f1b"
     ),
-    f"{INTERLEAVED} --micro-batch-size 10 --global-batch-size 160 --cluster a100-40g": (
+    f"{INTERLEAVED} --micro-batch-size 11 --global-batch-size 176 --cluster a100-40g": (
         "--schedule 1f1b --virtual-stages 1"
     ),
     "llama-3-8b --tp 8 --global-batch-size 64 --cluster a100-40g --schedule gpipe": "--schedule 1f1b",
