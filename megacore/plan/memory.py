@@ -1,8 +1,9 @@
 """What training takes of a rank's memory, by formula: state, activations, and the moment of building.
 
 State is that of state.py. Activations are those of activations.py, times the microbatches that the schedule keeps in
-flight (in_flight.py). Backward adds what exists for a moment (backward_memory.py). Two sums are made of them: what a
-rank certainly takes, by which a run may be refused, and what it is expected to take, by which a way out is recommended.
+flight (in_flight.py). Backward adds what exists for a moment (backward_memory.py). Three sums are made of them: what
+a rank certainly takes, by which a run may be refused; what it is expected to take, by which a way out is recommended;
+and the low end of this, for reports.
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ class RankMemory:
         have them is refused."""
         state = self._computing_state
         return max(self.building, state, self._in_backward(state)) + self.overhead[0]
+
+    @property
+    def least(self) -> float:
+        """Bytes that the rank takes at its peak at the least: `certain`, and in backward `waiting` as well, which the
+        formulas count as exactly as other activations."""
+        state = self._computing_state
+        return max(self.building, state, self._in_backward(state) + self.waiting) + self.overhead[0]
 
     @property
     def expected_tensors(self) -> float:

@@ -41,7 +41,8 @@ _NUMBERED = 12  # layouts of the frontier, the fastest ones, that have a number 
 _MARKER = 4.0  # half of the side of a point of the frontier
 _NEAR = 7.0  # from the middle of such a point to its number
 _DIGIT_WIDTH, _NUMBER_HEIGHT = 7.0, 11.0  # of these numbers
-_ROUNDS = (1.5, 2.0)  # microbatches per rank that are drawn: the first of these that show what repeats
+_ROUNDS = (1.5, 2.0, 3.0, 4.0)  # microbatches per rank that are drawn: the first of these that show what repeats
+_ROUNDS_ALONE = 2.0  # the same if none of them shows it, and the step has more than the last of them
 _FEWEST = 8  # microbatches that are drawn, if there are as many
 _ALIKE = 0.005  # of a time line: times that differ by less are equal in a picture
 
@@ -70,29 +71,36 @@ def _drawn(plan: Plan) -> _Drawn:
     config = plan.config
     m, p = config.microbatches, config.parallel.pp
     costs = pipeline_costs(config, plan.time.stages, speed_of(config, plan.cluster, "expected")).times(1e3)
+    left_out = None
     for count in _counts(config):
-        drawn = timeline(config, costs, count)
-        left_out = None
-        if count < m:
-            longer = timeline(config, costs, count + p)
+        drawn, longer = timeline(config, costs, count), timeline(config, costs, count + p)
+        if (at := repeating(drawn, longer, p)) is not None:
             more, duration = m - count, longer.end - drawn.end
-            if (at := repeating(drawn, longer, p)) is not None:
-                left_out = LeftOut(at, duration * more / p, more)
-                break
+            left_out = LeftOut(at, duration * more / p, more)
+            break
+    else:
+        count = m if _count(config, _ROUNDS[-1]) == m else _count(config, _ROUNDS_ALONE)
+        drawn = timeline(config, costs, count)
     instant = timeline(config, replace(costs, transfer=0.0), count)
     bubble = max(instant.end - max(instant.busy), 0.0) / drawn.end
     return _Drawn(drawn, count, costs.transfer, bubble, left_out)
 
 
 def _counts(config: ResolvedConfig) -> list[int]:
-    """Numbers of microbatches to draw, the smallest first."""
+    """Numbers of microbatches of which a part of the step may repeat, the smallest first: fewer than it has."""
+    counts = dict.fromkeys(_count(config, rounds) for rounds in _ROUNDS)
+    return [count for count in counts if count < config.microbatches]
+
+
+def _count(config: ResolvedConfig, rounds: float) -> int:
+    """Microbatches to draw of a step, in so many rounds."""
     m, p = config.microbatches, config.parallel.pp
     if config.parallel.schedule_csv is not None:
-        return [m]
-    counts = [min(m, max(round(rounds * p), _FEWEST)) for rounds in _ROUNDS]
+        return m
+    count = min(m, max(round(rounds * p), _FEWEST))
     if config.parallel.schedule == "interleaved":  # of whole rounds
-        counts = [max(count // p * p, min(p, m)) for count in counts]
-    return counts
+        return max(count // p * p, min(p, m))
+    return count
 
 
 def repeating(line: Timeline, longer: Timeline, microbatches: int) -> float | None:

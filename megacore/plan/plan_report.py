@@ -21,6 +21,7 @@ from megacore.plan.planner import (
     largest_term,
     memory_figures,
     memory_terms,
+    peak_figure,
     rank_kinds,
     terms_apart,
 )
@@ -119,7 +120,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             "does not include them."
         )
         yield ""
-    peak = by_formula(fullest.expected, low=fullest.certain)
+    peak = peak_figure(*plan.memory)
     low, high = unit.number(peak.low), unit.number(peak.high)
     term, size = largest_term(fullest)
     largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
@@ -243,7 +244,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         **({} if active is None else {"active_parameters": asdict(exact(active, "parameters"))}),
         "fits": plan.fits,
         "peak_bytes": plan.fullest.expected,
-        "peak": asdict(by_formula(plan.fullest.expected, low=plan.fullest.certain)),
+        "peak": asdict(peak_figure(*plan.memory)),
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
@@ -273,6 +274,6 @@ def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
         "host_bytes": host_terms(rank),
         "host_terms": {name: asdict(by_formula(size, low=size)) for name, size in host_terms(rank).items()},
         "in_flight": rank.in_flight,
-        "peak": asdict(by_formula(rank.expected, low=rank.certain)),
+        "peak": asdict(peak_figure(rank)),
         "largest_term": largest_term(rank)[0],
     }

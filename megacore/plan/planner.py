@@ -58,6 +58,11 @@ def by_formula(size: float, *, low: float) -> Figure:
     return Figure(value=size, unit="bytes", origin="formula", low=low, high=size * _MOST_MEMORY)
 
 
+def peak_figure(*ranks: RankMemory) -> Figure:
+    """The highest peak of some ranks. It is no lower than what any of them takes at the least."""
+    return by_formula(max(rank.expected for rank in ranks), low=max(rank.least for rank in ranks))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run on a cluster.
@@ -296,9 +301,8 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
 
 def memory_figures(rank: RankMemory) -> dict[str, Figure]:
     """`memory_terms` with their ranges, which add up to that of the peak where the terms add up to it."""
-    certain = dict.fromkeys(("kept for weight gradients", "communication and passing buffers"), 0.0)
-    certain["process, allocator"] = rank.overhead[0]
-    figures = {name: by_formula(size, low=certain.get(name, size)) for name, size in memory_terms(rank).items()}
+    least = {"communication and passing buffers": 0.0, "process, allocator": rank.overhead[0]}
+    figures = {name: by_formula(size, low=least.get(name, size)) for name, size in memory_terms(rank).items()}
     figures["process, allocator"] = replace(figures["process, allocator"], origin="assumed")
     return figures
 

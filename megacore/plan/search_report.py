@@ -8,11 +8,11 @@ from typing import Any
 
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
-from megacore.plan.memory import RankMemory, fullest_rank
+from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import described, layout_json, run_json, training_json
 from megacore.plan.plan_report import four_digits
-from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, by_formula, is_small
+from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
 from megacore.plan.search import Found, Layout
 from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.state import whole_parameters
@@ -26,7 +26,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     capacity = size_unit([found.capacity]).text(found.capacity)
     rows = found.divisions[:top]
     sizes = [layout.memory_bytes for layout, *_ in rows]
-    unit = memory_unit(_fullest(found, layout) for layout, *_ in rows)
+    unit = memory_unit(rank for layout, *_ in rows for rank in _ranks(found, layout))
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {capacity} per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
@@ -60,9 +60,9 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     return "\n".join(lines)
 
 
-def _fullest(found: Found, layout: Layout) -> RankMemory:
-    """Its rank that takes most."""
-    return fullest_rank(layout.config, outline(layout.config), on_cpu=found.cluster.on_cpu)
+def _ranks(found: Found, layout: Layout) -> list[RankMemory]:
+    """The memory of its pipeline ranks."""
+    return plan_memory(layout.config, outline(layout.config), on_cpu=found.cluster.on_cpu)
 
 
 def _run(found: Found) -> Iterator[str]:
@@ -92,7 +92,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             "layout": layout_json(layout.config),
             "fits": True,
             "peak_bytes": layout.memory_bytes,
-            "peak": asdict(by_formula(layout.memory_bytes, low=_fullest(found, layout).certain)),
+            "peak": asdict(peak_figure(*_ranks(found, layout))),
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
             "simulated": layout.is_simulated,

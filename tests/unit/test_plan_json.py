@@ -9,11 +9,20 @@ import pytest
 
 from megacore.plan.plan_json import described
 from tests.unit.planning import BLOOM, planned
+from tools.plan import main
 
 ORIGINS = {"exact", "formula", "fitted", "assumed"}
 EXPERTS = (
     "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8 "
     "--tokens 1e9"
+)
+SPLIT = (
+    "pretrain_gpt.py --preset llama-3-8b --cluster h100 --tp 2 --pp 4 --dp 8 --zero-stage 1 --global-batch-size 64 "
+    "--schedule zero-bubble"
+)
+UNEVEN = (
+    "pretrain_gpt.py --preset gpt2-xl --cluster h100 --tp 1 --pp 4 --dp 8 --zero-stage 2 --global-batch-size 256 "
+    "--schedule zero-bubble --recompute none --micro-batch-size 1"
 )
 
 
@@ -75,17 +84,40 @@ def test_every_number_has_a_unit_an_origin_and_if_it_is_predicted_a_range(
     assert list(figures_apart(report, report["numbers"])) == []
 
 
-def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(capsys, BLOOM)
+@pytest.mark.parametrize("flags", [BLOOM, SPLIT])
+def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, flags)
     for rank in report["memory"]:
         for end in ("low", "value", "high"):
             assert sum(term[end] for term in rank["terms"].values()) == pytest.approx(rank["peak"][end])
-    assert report["peak"] == max((rank["peak"] for rank in report["memory"]), key=lambda peak: peak["value"])
+    for end in ("low", "value", "high"):
+        assert report["peak"][end] == max(rank["peak"][end] for rank in report["memory"])
 
 
-def test_a_search_has_the_memory_range_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    best = planned(capsys, f"{EXPERTS} --search --top 1")["layouts"][0]
-    assert best["peak"] == pytest.approx(planned(capsys, f"{EXPERTS} {best['flags']}")["peak"])
+def test_the_low_end_of_the_peak_is_the_largest_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if another rank has the highest peak; in JSON, in the report, and in a search."""
+    report = planned(capsys, UNEVEN)
+    peaks = [rank["peak"] for rank in report["memory"]]
+    assert peaks.index(max(peaks, key=lambda peak: peak["low"])) != peaks.index(max(peaks, key=lambda p: p["value"]))
+    low = report["peak"]["low"]
+    assert low == max(peak["low"] for peak in peaks)
+    assert main(UNEVEN.split()) == 0
+    assert f"({low / 2**30:.1f} to " in capsys.readouterr().out
+    layouts = planned(capsys, f"{UNEVEN} --search --world-size 32")["layouts"]
+    assert report["peak"] in [pytest.approx(found["peak"]) for found in layouts]
+
+
+def test_what_is_kept_for_weight_gradients_is_as_certain_as_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in planned(capsys, SPLIT)["memory"]:
+        kept = rank["terms"]["kept for weight gradients"]
+        assert kept["low"] == kept["value"] > 0
+
+
+@pytest.mark.parametrize("flags", [f"{EXPERTS} --search", f"{SPLIT} --search --world-size 64"])
+def test_a_search_has_the_memory_range_of_the_plan(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    best = planned(capsys, f"{flags} --top 1")["layouts"][0]
+    alone = flags.partition(" --search")[0]
+    assert best["peak"] == pytest.approx(planned(capsys, f"{alone} {best['flags']}")["peak"])
 
 
 def test_a_number_of_which_no_unit_is_known_is_an_error() -> None:

@@ -140,6 +140,22 @@ def test_a_long_time_line_has_a_break_in_what_repeats(
     assert ticks == sorted(ticks) and ticks[-1] > 0.95 * line.end / 1e3
 
 
+@pytest.mark.parametrize(("microbatches", "left_out"), [(32, 16), (16, 0), (8, 0)])
+def test_an_interleaved_time_line_has_a_break_where_its_stages_repeat_late(
+    microbatches: int, left_out: int, tmp_path: Path
+) -> None:
+    """Thin stages of unequal sizes repeat after four rounds of microbatches only."""
+    path = tmp_path / "line.svg"
+    flags = (
+        "pretrain_gpt.py --preset llama-3-8b --tp 2 --pp 4 --dp 8 --zero-stage 1 --micro-batch-size 1 "
+        f"--global-batch-size {8 * microbatches} --schedule interleaved --virtual-stages 3 --cluster h100"
+    )
+    assert main([*flags.split(), "--timeline", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert f"4 ranks, h100: {microbatches} microbatches<" in text
+    assert (f"{left_out} of {microbatches} microbatches left out at the break<" in text) is (left_out > 0)
+
+
 def test_a_time_line_in_which_nothing_repeats_says_that_it_has_fewer_microbatches_and_which_bubble_is_whose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
