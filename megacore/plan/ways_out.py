@@ -29,6 +29,7 @@ from megacore.plan.state import whole_parameters
 _MOST_RANKS = 4096
 _WAYS = 3
 _MOST_CUT = 4  # times, of sequences that come before larger changes
+_MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
 _MOST_TP = 8  # neighbours with fast links, in most machines
 # What saves memory, the cheapest first: nothing more is sent, then a little is computed again, then much moves.
 _BY_PRICE = (
@@ -60,9 +61,10 @@ class Change:
     flags: tuple[str, ...] = ()
 
     def and_(self, section: str, flag: str, **values: Any) -> Change:
-        """With other values in a section."""
-        changed = dataclasses.replace(getattr(self.config, section), **values)
-        return Change(dataclasses.replace(self.config, **{section: changed}), (*self.flags, flag))
+        """With other values in a section. The flag replaces an earlier one of the same name."""
+        changed, name = dataclasses.replace(getattr(self.config, section), **values), flag.partition(" ")[0]
+        others = (other for other in self.flags if other.partition(" ")[0] != name or other.count(" --"))
+        return Change(dataclasses.replace(self.config, **{section: changed}), (*others, flag))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,20 +430,26 @@ def _smaller_models(start: Change) -> Iterator[Change]:
     if name is None or not _is_as_named(start.config, name):  # the flags would change another preset's shape as well
         yield from _fewer_layers(start)
         return
-    for change in _smaller_presets(start):
+    for change in _smaller_presets(start, most_cut=_MOST_CUT):
         yield from _thrifty(change)
 
 
-def _smaller_presets(start: Change) -> list[Change]:
-    """Presets with fewer parameters, the largest first."""
-    config, name = start.config, start.config.model.preset
+def _smaller_presets(start: Change, *, most_cut: float = math.inf) -> list[Change]:
+    """Presets with noticeably fewer parameters for sequences of the same length, the largest first; then those whose
+    sequences are up to `most_cut` times shorter."""
+    config, name, length = start.config, start.config.model.preset, start.config.data.seq_length
     if not _may_change_model(config):
         return []
-    candidates = [_as_preset(config, other) for other in config.presets if other != name]
+    candidates = [_as_preset(config, other, seq_length=length) for other in config.presets if other != name]
     changes = [Change(c.config, (*start.flags, *c.flags)) for c in candidates if c is not None]
-    sized = [(whole_parameters(change.config, outline(change.config)), change) for change in changes]
-    current = whole_parameters(config, outline(config))
-    return [change for size, change in sorted(sized, key=lambda item: item[0], reverse=True) if size < current]
+    changes = [change for change in changes if length <= most_cut * change.config.data.seq_length]
+    most = _MOST_SMALLER * _parameters(config)
+    sized = [(c.config.data.seq_length == length, size, c) for c in changes if (size := _parameters(c.config)) <= most]
+    return [change for *_, change in sorted(sized, key=lambda item: item[:2], reverse=True)]
+
+
+def _parameters(config: ResolvedConfig) -> int:
+    return whole_parameters(config, outline(config))
 
 
 def _fewer_layers(start: Change) -> Iterator[Change]:
@@ -532,8 +540,14 @@ def _tenths(demand: Demand) -> int:
     return math.ceil(demand.computing / GIB * 10)
 
 
-def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
-    """The run with another preset; None where that is of another kind of model."""
+def _as_preset(config: ResolvedConfig, name: str, *, seq_length: int | None = None) -> Change | None:
+    """The run with another preset; None where that is of another kind of model.
+
+    Args:
+        config: of the run.
+        name: of the preset.
+        seq_length: of the run, which a preset with fewer positions cuts to as many. None: that of the preset.
+    """
     shape = dict(config.presets[name])
     bert = getattr(config, "bert", None)
     if bert is not None and shape.get("bert_style", "classic") != bert.bert_style:
@@ -544,10 +558,13 @@ def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
     if config.data.tokenizer is not None:
         values["vocab_size"] = config.model.vocab_size
     model = ModelConfig(preset=name, **{k: v for k, v in values.items() if k in field_infos(ModelConfig)})
-    data = dataclasses.replace(config.data, seq_length=values.get("seq_length", config.data.seq_length))
-    resolved = model.resolve(seq_length=data.seq_length, vocab_size=config.model.vocab_size)
+    usual = values.get("seq_length", config.data.seq_length)
+    length = usual if seq_length is None else min(seq_length, values.get("max_position_embeddings", seq_length))
+    data = dataclasses.replace(config.data, seq_length=length)
+    resolved = model.resolve(seq_length=length, vocab_size=config.model.vocab_size)
     dense: dict[str, Any] = {} if bert is not None else {"experts": ExpertsConfig()}  # those of a preset go with it
-    return Change(dataclasses.replace(config, model=resolved, data=data, **dense), (f"--preset {name}",))
+    flags = f"--preset {name}", *([] if length == usual == config.data.seq_length else [f"--seq-length {length}"])
+    return Change(dataclasses.replace(config, model=resolved, data=data, **dense), flags)
 
 
 def _is_as_named(config: ResolvedConfig, name: str) -> bool:

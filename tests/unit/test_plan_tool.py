@@ -203,7 +203,12 @@ DOES_NOT_FIT = {
     "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
     ),
-    "bloom-176b --cluster laptop --micro-batch-size 1": "--preset gpt2-large --recompute full, a smaller model",
+    "bloom-176b --cluster laptop --micro-batch-size 1": (
+        "--preset qwen3-0.6b --seq-length 2048 --recompute full, a smaller model"
+    ),
+    "llama-3-8b-128k --cluster h100 --tp 4 --dp 2 --global-batch-size 8": (
+        "--preset llama-3.2-1b --seq-length 131072, a smaller model"
+    ),
     "llama-3-8b --cluster laptop": (
         "--recompute full --tp 8 --pp 2, on 16 machines with as much memory (gpus_per_node = 1)"
     ),
