@@ -25,6 +25,7 @@ from megacore.plan.search import Found, search
 from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
+from megacore.plan.search_ways import ways_of_search
 
 SEARCHED = (
     *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
@@ -190,7 +191,7 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     """
     constraints = _constraints(args)
     found = search(config, cluster, constraints, names_batch=args.names_batch)
-    _require_found(found, config, cluster, constraints)
+    _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
     if args.json:
         print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
@@ -215,20 +216,29 @@ def _constraints(args: argparse.Namespace) -> Constraints:
     )
 
 
-def _require_found(found: Found, config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> None:
+def _require_found(
+    found: Found, config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
+) -> None:
     if found.layouts:
         return
     if not found.tried:
         raise ConfigError([conflict(config, cluster, constraints)])
     assert found.least_memory is not None
     least = _three_digits(found.least_memory / 1e9, math.ceil)
-    is_limited = float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9
+    ways = []
+    if float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9:
+        ways.append(f"--max-memory-gb {least}")
+    ways += ways_of_search(config, cluster, constraints, found, batch_of_ranks=batch_of_ranks)
+    is_limited = bool(constraints.most or constraints.least or constraints.fixed)
+    if is_limited:
+        ways.append("fewer limits")
+    if not ways:
+        ways = ["more ranks", "a smaller model"]
+    limits = " and the given limits" if is_limited or constraints.memory_bytes is not None else ""
     raise ConfigError(
         [
-            f"--search: no layout of --world-size {constraints.world_size} fits {cluster.name} and the given "
-            f"limits ({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use "
-            f"{f'--max-memory-gb {least}, ' if is_limited else ''}more ranks, a smaller --global-batch-size, or fewer "
-            "limits"
+            f"--search: no layout of --world-size {constraints.world_size} fits {cluster.name}{limits} "
+            f"({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use {', or '.join(ways)}"
         ]
     )
 

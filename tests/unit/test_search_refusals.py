@@ -212,3 +212,23 @@ def test_what_changes_nothing_in_a_search_is_refused(
     listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
     for line, said in zip(sorted(listed), sorted(problems), strict=True):
         assert line.startswith(f"  - {said}"), line
+
+
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ("--preset bloom-176b --world-size 8 --global-batch-size 1", ["--world-size 48"]),
+        ("--preset bloom-176b --world-size 8 --global-batch-size 1 --max-tp 4", ["--world-size 48", "fewer limits"]),
+    ],
+)
+def test_a_search_without_a_layout_that_fits_names_ranks_that_are_enough(
+    flags: str, ways: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"pretrain_gpt.py --cluster h100 --search {flags}"
+    assert main(given.split()) == 2
+    said = capsys.readouterr().err.splitlines()[1]
+    assert ("the given limits" in said) == ("fewer limits" in ways)
+    assert said.rpartition(": use ")[2].split(", or ") == ways
+    more = ways[0].split()[1]
+    assert main(given.replace("--world-size 8", f"--world-size {more}").split()) == 0
+    capsys.readouterr()
