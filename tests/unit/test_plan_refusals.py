@@ -269,6 +269,10 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "needs a pipeline: use --pp 2, 3 or 4, or leave --schedule and --virtual-stages out",
         ),
         (
+            "--preset gpt2-small --recompute-num-layers 99 --recompute none",
+            "--num-layers 12: use 12 or less with --recompute full, or leave it out",
+        ),
+        (
             "--preset gpt2-small --tp 2 --sequence-parallel --seq-length 1023",
             "1022 or 1024, or --tp 3, or leave",
         ),
