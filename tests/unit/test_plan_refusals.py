@@ -269,6 +269,15 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "needs a pipeline: use --pp 2, 3 or 4, or leave --schedule and --virtual-stages out",
         ),
         (
+            "--preset gpt2-small --virtual-stages 4",
+            "1 problem\n  - --virtual-stages 4 needs --schedule interleaved and a pipeline: use --pp 2 with --schedule "
+            "interleaved, or leave --virtual-stages out\n",
+        ),
+        (
+            "--preset gpt2-small --virtual-stages 4 --schedule gpipe --world-size 3",
+            "use --pp 3 with --schedule interleaved, or leave --virtual-stages out\n",
+        ),
+        (
             "--preset gpt2-small --recompute-num-layers 99 --recompute none",
             "--num-layers 12: use 12 or less with --recompute full, or leave it out",
         ),
