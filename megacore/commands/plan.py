@@ -27,6 +27,7 @@ from megacore.commands.plan_parser import (
     tokens,
 )
 from megacore.commands.plan_search import (
+    MOST_RANKS,
     OF_DEGREES,
     SEARCHED,
     add_search_flags,
@@ -58,7 +59,6 @@ from megacore.train.fake_settings import unfit_settings, unfit_values
 
 _DRY_RUN = "--dry-run"
 _DATA_FIELDS = {"mock_data", "data_path"}
-MOST_RANKS = 1 << 20
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}

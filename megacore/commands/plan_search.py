@@ -15,6 +15,7 @@ from megacore.commands.tool import positive
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag_and_value
+from megacore.config.messages import divisors, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.errors import ConfigError
 from megacore.plan.canvas import save
@@ -35,6 +36,8 @@ SEARCHED = (
 OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 """Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
 other degrees, so that it is resolved without them."""
+MOST_RANKS = 1 << 20
+"""The largest --world-size."""
 # Limits: flags without their dashes and "max" or "min".
 _LEAST = (*degree_fields(), "ep")
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
@@ -98,7 +101,7 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
         value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
         for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
             if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
-                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
+                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}: leave one of them out"
 
 
 def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
@@ -150,7 +153,9 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
     for name in _LEAST:
         least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
         if least is not None and most is not None and least > most:
-            yield f"--min-{name} {least} must be at most --max-{name} {most}"
+            ways = f"--min-{name} {_near(most, args.world_size, up=False)} or less"
+            ways += f", or --max-{name} {_near(least, args.world_size, up=True)} or more"
+            yield f"--min-{name} {least} must be at most --max-{name} {most}: use {ways}"
     smallest = {}
     for name in degree_fields():
         if name in args.fixed:
@@ -160,7 +165,8 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
     ranks = math.prod(smallest.values())
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
-        yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
+        ways = [*_smaller_degrees(smallest, args.world_size), f"--world-size {ranks}"]
+        yield f"{product} = {ranks} must be at most --world-size {args.world_size}: use {', or '.join(ways)}"
     limit = given.get("max-memory-gb")
     if args.search and args.world_size is not None and cluster is not None and limit is not None:
         usable = usable_bytes(cluster, args.world_size) / 1e9
@@ -169,6 +175,41 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
                 f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
                 f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
             )
+
+
+def _near(limit: int, world: int | None, *, up: bool) -> int:
+    """The divisor of the number of ranks next to a limit; the limit where there is none, or no such number."""
+    if world is None or not 1 <= world <= MOST_RANKS:
+        return limit
+    known = [d for d in divisors(world, most=None) if (d >= limit if up else d <= limit)]
+    return (min if up else max)(known, default=limit)
+
+
+def _smaller_degrees(smallest: Mapping[str, int], world: int) -> Iterator[str]:
+    """Values of one of these flags by which the ranks can be divided as the others say.
+
+    Args:
+        smallest: values of degrees, and their smallest ones, by flag.
+        world: the number of ranks.
+    """
+    if not 1 <= world <= MOST_RANKS:
+        return
+    for flag, value in smallest.items():
+        works = [d for d in divisors(world, most=None) if d < value and _can_divide({**smallest, flag: d}, world)]
+        if works and flag.startswith("--min-"):
+            yield f"{flag} {max(works)} or less"
+        elif works:
+            yield f"{flag} {one_of(works)}"
+
+
+def _can_divide(smallest: Mapping[str, int], ranks: int) -> bool:
+    """Whether ranks can be divided by all given degrees, and by others that are not below their smallest values."""
+    limits = sorted(smallest.items(), key=lambda item: item[0].startswith("--min-"))  # given ones first
+    if not limits:
+        return True
+    (flag, value), rest = limits[0], dict(limits[1:])
+    tried = [d for d in divisors(ranks, most=None) if d >= value] if flag.startswith("--min-") else [value]
+    return any(ranks % d == 0 and _can_divide(rest, ranks // d) for d in tried)
 
 
 def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
