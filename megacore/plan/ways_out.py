@@ -30,6 +30,7 @@ _MOST_RANKS = 4096
 _WAYS = 3
 _MOST_CUT = 4  # times, of sequences that come before larger changes
 _MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
+_SMALLER_MODEL = ", a smaller model"
 _MOST_TP = 8  # neighbours with fast links, in most machines
 # What saves memory, the cheapest first: nothing more is sent, then a little is computed again, then much moves.
 _BY_PRICE = (
@@ -145,6 +146,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     config = config.for_device(on_cpu=limits.on_cpu)
     start = Change(config)
     ways: dict[tuple[str, ...], str] = {}
+    smaller: list[int] = []  # parameters of the smaller models among them
 
     def add(candidates: Iterator[Change], note: str = "") -> None:
         for change in map(_with_its_batch, candidates):
@@ -153,6 +155,8 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
+                if note == _SMALLER_MODEL:
+                    smaller.append(_parameters(change.config))
                 return
 
     add(_fewer_in_flight(start))
@@ -167,18 +171,23 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     further: list[tuple[Callable[[], Iterator[Change]], str]] = [
         (lambda: _more_replicas(lean, limits), ""),
         (lambda: _more_stages(lean, limits), ""),
-        (lambda: _smaller_models(lean), ", a smaller model"),
+        (lambda: _smaller_models(lean), _SMALLER_MODEL),
         (lambda: _more_of_all(lean, limits), ""),
         (lambda: iter(()) if ways else _longest(lean, limits), ", the longest sequences that fit"),
         (lambda: _shorter(lean), ", shorter sequences"),
-        (lambda: _fewer_layers(lean), ", a smaller model"),
-        (lambda: _smallest(lean), ", a smaller model"),
+        (lambda: _fewer_layers(lean, above=_much_above(smaller)), _SMALLER_MODEL),
+        (lambda: _smallest(lean, above=_much_above(smaller)), _SMALLER_MODEL),
     ]
     for family, note in further:
         if len(ways) < _WAYS:
             add(family(), note)
     lines = list(ways.values())[:_WAYS]
     return [*lines, *itertools.islice(_larger_machines(start, limits), max(_WAYS - len(lines), 0))]
+
+
+def _much_above(smaller: list[int]) -> float:
+    """Parameters above which a model is another way out than the smaller ones that there are."""
+    return 2.0 * max(smaller, default=0)
 
 
 def _is_valid(change: Change) -> bool:
@@ -452,13 +461,15 @@ def _parameters(config: ResolvedConfig) -> int:
     return whole_parameters(config, outline(config))
 
 
-def _fewer_layers(start: Change) -> Iterator[Change]:
-    """As many of the layers as fit."""
+def _fewer_layers(start: Change, *, above: float = 0.0) -> Iterator[Change]:
+    """As many of the layers as fit, in models of more than some number of parameters."""
     layers = start.config.model.num_layers
     fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
     if _may_change_model(start.config):
         for fewer in sorted(fractions - {0}, reverse=True):
-            yield from _thrifty(start.and_("model", f"--num-layers {fewer}", num_layers=fewer))
+            change = start.and_("model", f"--num-layers {fewer}", num_layers=fewer)
+            if not above or _parameters(change.config) > above:
+                yield from _thrifty(change)
 
 
 def _longest(start: Change, limits: Limits, *, most_cut: float = math.inf) -> Iterator[Change]:
@@ -503,9 +514,11 @@ def _much_smaller(start: Change) -> list[Change]:
     return _smaller_presets(start) if as_named else list(_fewer_layers(start))
 
 
-def _smallest(start: Change) -> Iterator[Change]:
-    """Smaller models with every other saving as well."""
+def _smallest(start: Change, *, above: float = 0.0) -> Iterator[Change]:
+    """Smaller models, of more than some number of parameters, with every other saving as well."""
     for change in _much_smaller(start):
+        if above and _parameters(change.config) <= above:
+            continue
         thrifty = _thriftiest(change)
         yield thrifty
         yield from _shorter(thrifty)

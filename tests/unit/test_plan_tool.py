@@ -261,6 +261,13 @@ def test_the_schedule_of_one_pipeline_rank_is_named_where_it_is_not_1f1b(capsys:
     assert "schedule gpipe" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flags", ["--cluster cpu --tp 2 --pp 2", "--cluster laptop --micro-batch-size 1"])
+def test_one_way_out_of_three_is_a_smaller_model_of_a_size(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = planned(capsys, f"pretrain_gpt.py --preset bloom-176b {flags}")["ways_out"]
+    assert len(ways) == 3
+    assert len([way for way in ways if "a smaller model" in way]) == 1, ways
+
+
 @pytest.mark.parametrize(("length", "is_first"), [(262_144, True), (1_048_576, False)])
 def test_much_shorter_sequences_do_not_come_before_other_ways_out(
     length: int, is_first: bool, capsys: pytest.CaptureFixture[str]
