@@ -151,9 +151,7 @@ def test_a_wrong_flag_of_megatron_is_refused_in_a_search(capsys: pytest.CaptureF
 def test_a_way_out_of_a_contradiction_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 64 --cluster h100 --world-size 64 --search"
     for given, ways in (
-        ("--min-pp 9 --max-pp 3", ("--min-pp 2 --max-pp 3",)),
         ("--tp 4 --min-dp 32", ("--tp 2 --min-dp 32", "--tp 4 --min-dp 16")),
-        ("--pp 8 --max-pp 4", ("--pp 8", "--max-pp 4")),
         ("--micro-batch-size 8 --min-dp 16", ("--micro-batch-size 4 --min-dp 16", "--micro-batch-size 8 --min-dp 8")),
         ("--virtual-stages 12 --min-pp 2", ("--virtual-stages 3 --min-pp 2", "--virtual-stages 6 --min-pp 2")),
         (
