@@ -27,6 +27,7 @@ from megacore.commands.plan_parser import (
     tokens,
 )
 from megacore.commands.plan_search import (
+    MOST_RANKS,
     OF_DEGREES,
     SEARCHED,
     add_search_flags,
@@ -54,11 +55,10 @@ from megacore.plan.plan_picture import memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
-from megacore.train.fake_settings import unfit_settings
+from megacore.train.fake_settings import unfit_settings, unfit_values
 
 _DRY_RUN = "--dry-run"
 _DATA_FIELDS = {"mock_data", "data_path"}
-MOST_RANKS = 1 << 20
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
@@ -259,6 +259,8 @@ def _read(args: argparse.Namespace) -> _Request:
         problems += _take_foreign(args, reading, kind)
     args.given_device = given.get("device")
     problems += _wrong_device(given, cluster)
+    args.unfit = [*unfit_values(given_values(args.flags, kind, _shape_for(kind))[0])] if args.is_full else []
+    problems += args.unfit
     args.usual_batch = _usual_batch(args, reading, kind)
     args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
@@ -313,7 +315,7 @@ def _vocabulary_size(config: Config) -> int:
 def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
     if not args.is_full:
         return
-    problems = list(unfit_settings(config))
+    problems = [problem for problem in unfit_settings(config) if problem not in args.unfit]
     is_named = args.given_device is not None  # by a flag, which is refused in other words
     if config.parallel.device == "cpu" and cluster is not None and not cluster.on_cpu and not is_named:
         problems.append(f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu")

@@ -15,6 +15,7 @@ from megacore.commands.tool import positive
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag_and_value
+from megacore.config.messages import divisors, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.errors import ConfigError
 from megacore.plan.canvas import save
@@ -25,6 +26,7 @@ from megacore.plan.search import Found, search
 from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import Constraints, impossible_limits
+from megacore.plan.search_ways import ways_of_search
 
 SEARCHED = (
     *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
@@ -34,6 +36,8 @@ SEARCHED = (
 OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 """Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
 other degrees, so that it is resolved without them."""
+MOST_RANKS = 1 << 20
+"""The largest --world-size."""
 # Limits: flags without their dashes and "max" or "min".
 _LEAST = (*degree_fields(), "ep")
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
@@ -97,7 +101,7 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
         value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
         for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
             if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
-                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}"
+                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}: leave one of them out"
 
 
 def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
@@ -149,7 +153,9 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
     for name in _LEAST:
         least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
         if least is not None and most is not None and least > most:
-            yield f"--min-{name} {least} must be at most --max-{name} {most}"
+            ways = f"--min-{name} {_near(most, args.world_size, up=False)} or less"
+            ways += f", or --max-{name} {_near(least, args.world_size, up=True)} or more"
+            yield f"--min-{name} {least} must be at most --max-{name} {most}: use {ways}"
     smallest = {}
     for name in degree_fields():
         if name in args.fixed:
@@ -159,7 +165,8 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
     ranks = math.prod(smallest.values())
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
-        yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
+        ways = [*_smaller_degrees(smallest, args.world_size), f"--world-size {ranks}"]
+        yield f"{product} = {ranks} must be at most --world-size {args.world_size}: use {', or '.join(ways)}"
     limit = given.get("max-memory-gb")
     if args.search and args.world_size is not None and cluster is not None and limit is not None:
         usable = usable_bytes(cluster, args.world_size) / 1e9
@@ -168,6 +175,41 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
                 f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
                 f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
             )
+
+
+def _near(limit: int, world: int | None, *, up: bool) -> int:
+    """The divisor of the number of ranks next to a limit; the limit where there is none, or no such number."""
+    if world is None or not 1 <= world <= MOST_RANKS:
+        return limit
+    known = [d for d in divisors(world, most=None) if (d >= limit if up else d <= limit)]
+    return (min if up else max)(known, default=limit)
+
+
+def _smaller_degrees(smallest: Mapping[str, int], world: int) -> Iterator[str]:
+    """Values of one of these flags by which the ranks can be divided as the others say.
+
+    Args:
+        smallest: values of degrees, and their smallest ones, by flag.
+        world: the number of ranks.
+    """
+    if not 1 <= world <= MOST_RANKS:
+        return
+    for flag, value in smallest.items():
+        works = [d for d in divisors(world, most=None) if d < value and _can_divide({**smallest, flag: d}, world)]
+        if works and flag.startswith("--min-"):
+            yield f"{flag} {max(works)} or less"
+        elif works:
+            yield f"{flag} {one_of(works)}"
+
+
+def _can_divide(smallest: Mapping[str, int], ranks: int) -> bool:
+    """Whether ranks can be divided by all given degrees, and by others that are not below their smallest values."""
+    limits = sorted(smallest.items(), key=lambda item: item[0].startswith("--min-"))  # given ones first
+    if not limits:
+        return True
+    (flag, value), rest = limits[0], dict(limits[1:])
+    tried = [d for d in divisors(ranks, most=None) if d >= value] if flag.startswith("--min-") else [value]
+    return any(ranks % d == 0 and _can_divide(rest, ranks // d) for d in tried)
 
 
 def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
@@ -190,7 +232,7 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     """
     constraints = _constraints(args)
     found = search(config, cluster, constraints, names_batch=args.names_batch)
-    _require_found(found, config, cluster, constraints)
+    _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
     if args.json:
         print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
@@ -215,20 +257,29 @@ def _constraints(args: argparse.Namespace) -> Constraints:
     )
 
 
-def _require_found(found: Found, config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> None:
+def _require_found(
+    found: Found, config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
+) -> None:
     if found.layouts:
         return
     if not found.tried:
         raise ConfigError([conflict(config, cluster, constraints)])
     assert found.least_memory is not None
     least = _three_digits(found.least_memory / 1e9, math.ceil)
-    is_limited = float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9
+    ways = []
+    if float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9:
+        ways.append(f"--max-memory-gb {least}")
+    ways += ways_of_search(config, cluster, constraints, found, batch_of_ranks=batch_of_ranks)
+    is_limited = bool(constraints.most or constraints.least or constraints.fixed)
+    if is_limited:
+        ways.append("fewer limits")
+    if not ways:
+        ways = ["more ranks", "a smaller model"]
+    limits = " and the given limits" if is_limited or constraints.memory_bytes is not None else ""
     raise ConfigError(
         [
-            f"--search: no layout of --world-size {constraints.world_size} fits {cluster.name} and the given "
-            f"limits ({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use "
-            f"{f'--max-memory-gb {least}, ' if is_limited else ''}more ranks, a smaller --global-batch-size, or fewer "
-            "limits"
+            f"--search: no layout of --world-size {constraints.world_size} fits {cluster.name}{limits} "
+            f"({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use {', or '.join(ways)}"
         ]
     )
 

@@ -200,9 +200,14 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
 @LAYOUT_RULES.about("recompute_num_layers", "num_layers")
 def _recomputed(config: Config, world_size: int) -> Iterator[str]:
     recomputed, layers = config.training.recompute_num_layers, config.model.num_layers
-    if recomputed is not None and recomputed > layers:
+    if recomputed is None or recomputed <= layers:
+        return
+    said = f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}"
+    if config.training.recompute != "full":  # which is another problem
+        yield f"{said}: use {layers} or less with --recompute full, or leave it out"
+    else:
         yield Problem(
-            f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}",
+            said,
             up_to("recompute_num_layers", recomputed, layers),
             Change("leave it out to recompute all of them", {"recompute_num_layers": None}),
         )

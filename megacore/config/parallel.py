@@ -14,6 +14,7 @@ from megacore.config.problem import Change, Problem, Values
 
 AUTO_SCHEDULE = "auto"
 """The value of `--schedule` before a schedule is chosen."""
+_LONGEST_TRIED = 8  # pipeline, as a way out
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "mtia", "hpu", "npu", "mlu", "musa")
 """Torch's names of devices that a plan knows. A run may have another, which an extension of torch brings."""
@@ -55,7 +56,7 @@ class ParallelConfig(Section):
     stages per rank, which divides the bubble by that number. zero-bubble: weight gradients fill the bubble, which
     shrinks to about a third (ZB-H1); with --recompute full it is 1f1b."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
-    """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more."""
+    """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more; --schedule auto chooses it."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
     """Reads the pipeline schedule from a CSV file instead of --schedule. The file has one row per rank and one
     computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
@@ -154,13 +155,23 @@ class ParallelConfig(Section):
                 Values(name="virtual_stages", among=range(2, 66), near=virtual, bound="or more"),
                 Change("--schedule 1f1b", {"schedule": "1f1b"}),
             )
-        if schedule != "interleaved" and virtual > 1 and not from_file:
+        if virtual == 1:
+            return
+        if schedule != "interleaved" and not from_file:
+            if self.pp == 1:
+                yield Problem(
+                    f"--virtual-stages {virtual} needs --schedule interleaved and a pipeline",
+                    _interleaved_pipeline(),
+                    Change("leave --virtual-stages out", {"virtual_stages": 1}),
+                    about=["pp"],
+                )
+                return
             yield Problem(
                 f"--virtual-stages {virtual} has no effect with --schedule {schedule}",
                 Change("leave it out", {"virtual_stages": 1}),
                 Change("--schedule interleaved", {"schedule": "interleaved"}),
             )
-        if self.pp == 1 and virtual > 1:
+        if self.pp == 1:
             is_interleaved = schedule == "interleaved" and not from_file
             without = {"virtual_stages": 1} | ({"schedule": AUTO_SCHEDULE} if is_interleaved else {})
             yield Problem(
@@ -168,6 +179,15 @@ class ParallelConfig(Section):
                 Values(name="pp", among=range(2, 66), near=1, bound="or more"),
                 Change(f"leave {'--schedule and ' if is_interleaved else ''}--virtual-stages out", without),
             )
+
+
+def _interleaved_pipeline() -> Change | None:
+    """The shortest pipeline with several stages per rank."""
+    change: Change | None = None
+    for pp in range(_LONGEST_TRIED, 1, -1):
+        values = {"pp": pp, "schedule": "interleaved"}
+        change = Change(f"--pp {pp} with --schedule interleaved", values, otherwise=change)
+    return change
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,10 +101,12 @@ class Change:
     Attributes:
         text: it follows `use` or `or`.
         values: by field, which the change sets; none, where it cannot be tried.
+        otherwise: what is offered where this is no way out.
     """
 
     text: str
     values: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: Change | None = None
 
 
 Way = Values | Change

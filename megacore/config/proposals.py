@@ -78,9 +78,9 @@ class _Group:
                     words.append(way.in_words(values, is_first=not words))
             elif not way.values:
                 in_prose.append(way.text)
-            elif self._solves(way.values):
-                words.append(way.text)
-                solving |= way.values.keys()
+            elif change := self._first_that_solves(way):
+                words.append(change.text)
+                solving |= change.values.keys()
         named = {way.name for way in problem.ways if isinstance(way, Values)}
         for name, values in self._values.items():
             if values and name not in named:
@@ -96,6 +96,11 @@ class _Group:
             together = f"choose other values of {' and '.join(names)} together"
             words = [together if len(names) > 1 else f"choose another value of {names[0]}"] if names else []
         return message(problem.said, [*words, *in_prose])
+
+    def _first_that_solves(self, change: Change | None) -> Change | None:
+        while change is not None and not self._solves(change.values):
+            change = change.otherwise
+        return change
 
     def _weaker(self, problem: Problem) -> list[str]:
         """The ways out that keep all constraints on the flag that they change, where others of the group stay

@@ -27,7 +27,7 @@ def once_per_layers(
     """The function, which computes once for each configuration and its other arguments.
 
     Of the layout it may depend only on what `seen_by_layers` names. Results are kept by the configuration, which does
-    not change. Positional arguments are told apart by identity, and keyword arguments by value.
+    not change. Positional arguments are told apart by identity, and keyword arguments by name and value.
     """
     return _once(function, _LAYERS)
 
@@ -66,7 +66,7 @@ def _once(
             results = config.__dict__[part] = {}
         key: Any = name
         if args or kwargs:
-            key = (name, *map(id, args), *kwargs.values())
+            key = (name, *map(id, args), *kwargs.items())
         found = results.get(key)
         if found is None:
             # The arguments live as long as their identity counts.

@@ -29,6 +29,8 @@ from megacore.plan.state import whole_parameters
 _MOST_RANKS = 4096
 _WAYS = 3
 _MOST_CUT = 4  # times, of sequences that come before larger changes
+_MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
+_SMALLER_MODEL = ", a smaller model"
 _MOST_TP = 8  # neighbours with fast links, in most machines
 # What saves memory, the cheapest first: nothing more is sent, then a little is computed again, then much moves.
 _BY_PRICE = (
@@ -60,9 +62,10 @@ class Change:
     flags: tuple[str, ...] = ()
 
     def and_(self, section: str, flag: str, **values: Any) -> Change:
-        """With other values in a section."""
-        changed = dataclasses.replace(getattr(self.config, section), **values)
-        return Change(dataclasses.replace(self.config, **{section: changed}), (*self.flags, flag))
+        """With other values in a section. The flag replaces an earlier one of the same name."""
+        changed, name = dataclasses.replace(getattr(self.config, section), **values), flag.partition(" ")[0]
+        others = (other for other in self.flags if other.partition(" ")[0] != name or other.count(" --"))
+        return Change(dataclasses.replace(self.config, **{section: changed}), (*others, flag))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     config = config.for_device(on_cpu=limits.on_cpu)
     start = Change(config)
     ways: dict[tuple[str, ...], str] = {}
+    smaller: list[int] = []  # parameters of the smaller models among them
 
     def add(candidates: Iterator[Change], note: str = "") -> None:
         for change in map(_with_its_batch, candidates):
@@ -151,6 +155,8 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
+                if note == _SMALLER_MODEL:
+                    smaller.append(_parameters(change.config))
                 return
 
     add(_fewer_in_flight(start))
@@ -165,18 +171,23 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     further: list[tuple[Callable[[], Iterator[Change]], str]] = [
         (lambda: _more_replicas(lean, limits), ""),
         (lambda: _more_stages(lean, limits), ""),
-        (lambda: _smaller_models(lean), ", a smaller model"),
+        (lambda: _smaller_models(lean), _SMALLER_MODEL),
         (lambda: _more_of_all(lean, limits), ""),
         (lambda: iter(()) if ways else _longest(lean, limits), ", the longest sequences that fit"),
         (lambda: _shorter(lean), ", shorter sequences"),
-        (lambda: _fewer_layers(lean), ", a smaller model"),
-        (lambda: _smallest(lean), ", a smaller model"),
+        (lambda: _fewer_layers(lean, above=_much_above(smaller)), _SMALLER_MODEL),
+        (lambda: _smallest(lean, above=_much_above(smaller)), _SMALLER_MODEL),
     ]
     for family, note in further:
         if len(ways) < _WAYS:
             add(family(), note)
     lines = list(ways.values())[:_WAYS]
     return [*lines, *itertools.islice(_larger_machines(start, limits), max(_WAYS - len(lines), 0))]
+
+
+def _much_above(smaller: list[int]) -> float:
+    """Parameters above which a model is another way out than the smaller ones that there are."""
+    return 2.0 * max(smaller, default=0)
 
 
 def _is_valid(change: Change) -> bool:
@@ -428,29 +439,37 @@ def _smaller_models(start: Change) -> Iterator[Change]:
     if name is None or not _is_as_named(start.config, name):  # the flags would change another preset's shape as well
         yield from _fewer_layers(start)
         return
-    for change in _smaller_presets(start):
+    for change in _smaller_presets(start, most_cut=_MOST_CUT):
         yield from _thrifty(change)
 
 
-def _smaller_presets(start: Change) -> list[Change]:
-    """Presets with fewer parameters, the largest first."""
-    config, name = start.config, start.config.model.preset
+def _smaller_presets(start: Change, *, most_cut: float = math.inf) -> list[Change]:
+    """Presets with noticeably fewer parameters for sequences of the same length, the largest first; then those whose
+    sequences are up to `most_cut` times shorter."""
+    config, name, length = start.config, start.config.model.preset, start.config.data.seq_length
     if not _may_change_model(config):
         return []
-    candidates = [_as_preset(config, other) for other in config.presets if other != name]
+    candidates = [_as_preset(config, other, seq_length=length) for other in config.presets if other != name]
     changes = [Change(c.config, (*start.flags, *c.flags)) for c in candidates if c is not None]
-    sized = [(whole_parameters(change.config, outline(change.config)), change) for change in changes]
-    current = whole_parameters(config, outline(config))
-    return [change for size, change in sorted(sized, key=lambda item: item[0], reverse=True) if size < current]
+    changes = [change for change in changes if length <= most_cut * change.config.data.seq_length]
+    most = _MOST_SMALLER * _parameters(config)
+    sized = [(c.config.data.seq_length == length, size, c) for c in changes if (size := _parameters(c.config)) <= most]
+    return [change for *_, change in sorted(sized, key=lambda item: item[:2], reverse=True)]
 
 
-def _fewer_layers(start: Change) -> Iterator[Change]:
-    """As many of the layers as fit."""
+def _parameters(config: ResolvedConfig) -> int:
+    return whole_parameters(config, outline(config))
+
+
+def _fewer_layers(start: Change, *, above: float = 0.0) -> Iterator[Change]:
+    """As many of the layers as fit, in models of more than some number of parameters."""
     layers = start.config.model.num_layers
     fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
     if _may_change_model(start.config):
         for fewer in sorted(fractions - {0}, reverse=True):
-            yield from _thrifty(start.and_("model", f"--num-layers {fewer}", num_layers=fewer))
+            change = start.and_("model", f"--num-layers {fewer}", num_layers=fewer)
+            if not above or _parameters(change.config) > above:
+                yield from _thrifty(change)
 
 
 def _longest(start: Change, limits: Limits, *, most_cut: float = math.inf) -> Iterator[Change]:
@@ -495,9 +514,11 @@ def _much_smaller(start: Change) -> list[Change]:
     return _smaller_presets(start) if as_named else list(_fewer_layers(start))
 
 
-def _smallest(start: Change) -> Iterator[Change]:
-    """Smaller models with every other saving as well."""
+def _smallest(start: Change, *, above: float = 0.0) -> Iterator[Change]:
+    """Smaller models, of more than some number of parameters, with every other saving as well."""
     for change in _much_smaller(start):
+        if above and _parameters(change.config) <= above:
+            continue
         thrifty = _thriftiest(change)
         yield thrifty
         yield from _shorter(thrifty)
@@ -532,8 +553,14 @@ def _tenths(demand: Demand) -> int:
     return math.ceil(demand.computing / GIB * 10)
 
 
-def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
-    """The run with another preset; None where that is of another kind of model."""
+def _as_preset(config: ResolvedConfig, name: str, *, seq_length: int | None = None) -> Change | None:
+    """The run with another preset; None where that is of another kind of model.
+
+    Args:
+        config: of the run.
+        name: of the preset.
+        seq_length: of the run, which a preset with fewer positions cuts to as many. None: that of the preset.
+    """
     shape = dict(config.presets[name])
     bert = getattr(config, "bert", None)
     if bert is not None and shape.get("bert_style", "classic") != bert.bert_style:
@@ -544,10 +571,13 @@ def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
     if config.data.tokenizer is not None:
         values["vocab_size"] = config.model.vocab_size
     model = ModelConfig(preset=name, **{k: v for k, v in values.items() if k in field_infos(ModelConfig)})
-    data = dataclasses.replace(config.data, seq_length=values.get("seq_length", config.data.seq_length))
-    resolved = model.resolve(seq_length=data.seq_length, vocab_size=config.model.vocab_size)
+    usual = values.get("seq_length", config.data.seq_length)
+    length = usual if seq_length is None else min(seq_length, values.get("max_position_embeddings", seq_length))
+    data = dataclasses.replace(config.data, seq_length=length)
+    resolved = model.resolve(seq_length=length, vocab_size=config.model.vocab_size)
     dense: dict[str, Any] = {} if bert is not None else {"experts": ExpertsConfig()}  # those of a preset go with it
-    return Change(dataclasses.replace(config, model=resolved, data=data, **dense), (f"--preset {name}",))
+    flags = f"--preset {name}", *([] if length == usual == config.data.seq_length else [f"--seq-length {length}"])
+    return Change(dataclasses.replace(config, model=resolved, data=data, **dense), flags)
 
 
 def _is_as_named(config: ResolvedConfig, name: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from megacore.config import ResolvedConfig
 from megacore.plan import rank_activations
 from megacore.plan.memory import plan_memory
-from megacore.plan.once import SharedResults, once_per_layers, once_per_microbatches, once_per_state
+from megacore.plan.once import SharedResults, once_per_layers, once_per_microbatches, once_per_split, once_per_state
 from megacore.plan.outline import outline
 from tests.unit.refusals import parse
 
@@ -22,6 +22,11 @@ def _of_layers(config: ResolvedConfig, thing: list[int], *, number: float) -> in
     return len(calls)
 
 
+@once_per_split
+def _of_names(config: ResolvedConfig, **named: int) -> tuple[str, ...]:
+    return tuple(named)
+
+
 @once_per_state
 def _of_state(config: ResolvedConfig) -> int:
     calls.append("state")
@@ -32,6 +37,11 @@ def _of_state(config: ResolvedConfig) -> int:
 def _of_microbatches(config: ResolvedConfig) -> int:
     calls.append("microbatches")
     return len(calls)
+
+
+def test_arguments_of_other_names_are_other_arguments() -> None:
+    config = parse("--mock-data", "--vocab-size", "64", "--train-iters", "1", planned=True)
+    assert [_of_names(config, first=1), _of_names(config, other=1)] == [("first",), ("other",)]
 
 
 def test_stages_0_and_1_of_zero_have_microbatches_in_common() -> None:

@@ -269,6 +269,19 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "needs a pipeline: use --pp 2, 3 or 4, or leave --schedule and --virtual-stages out",
         ),
         (
+            "--preset gpt2-small --virtual-stages 4",
+            "1 problem\n  - --virtual-stages 4 needs --schedule interleaved and a pipeline: use --pp 2 with --schedule "
+            "interleaved, or leave --virtual-stages out\n",
+        ),
+        (
+            "--preset gpt2-small --virtual-stages 4 --schedule gpipe --world-size 3",
+            "use --pp 3 with --schedule interleaved, or leave --virtual-stages out\n",
+        ),
+        (
+            "--preset gpt2-small --recompute-num-layers 99 --recompute none",
+            "--num-layers 12: use 12 or less with --recompute full, or leave it out",
+        ),
+        (
             "--preset gpt2-small --tp 2 --sequence-parallel --seq-length 1023",
             "1022 or 1024, or --tp 3, or leave",
         ),
@@ -342,3 +355,21 @@ def test_what_a_full_dry_run_cannot_do_is_reported_with_the_rest(
     assert "  - --compile: compiled code does not run on fake tensors" in text
     assert "  - device = cpu: --dry-run=full takes the job for one of h100; add --cluster cpu" in text
     assert "  - --timeline has no effect with --dry-run=full" in text
+
+
+def test_a_full_dry_run_reports_what_it_cannot_do_with_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\ncompile = true\n", encoding="utf-8")
+    run = "--preset gpt2-small --mock-data --train-iters 2 --dry-run=full"
+    for flags, said in (
+        ("--compile --tp 5", ["--tp 5 must divide", "--compile: compiled code does not run"]),
+        (f"--config {file} --tp 5", ["--tp 5 must divide", "--compile: compiled code does not run"]),
+        ("--compile", ["--compile: compiled code does not run"]),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            raise SystemExit(dry_run([*run.split(), *flags.split()], "pretrain_gpt.py"))
+        assert stop.value.code == 2
+        text = capsys.readouterr().err
+        assert all(part in text for part in said) and text.count("fake tensors") == 1, text

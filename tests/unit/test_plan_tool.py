@@ -203,7 +203,12 @@ DOES_NOT_FIT = {
     "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
     ),
-    "bloom-176b --cluster laptop --micro-batch-size 1": "--preset gpt2-large --recompute full, a smaller model",
+    "bloom-176b --cluster laptop --micro-batch-size 1": (
+        "--preset qwen3-0.6b --seq-length 2048 --recompute full, a smaller model"
+    ),
+    "llama-3-8b-128k --cluster h100 --tp 4 --dp 2 --global-batch-size 8": (
+        "--preset llama-3.2-1b --seq-length 131072, a smaller model"
+    ),
     "llama-3-8b --cluster laptop": (
         "--recompute full --tp 8 --pp 2, on 16 machines with as much memory (gpus_per_node = 1)"
     ),
@@ -254,6 +259,13 @@ def test_the_schedule_of_one_pipeline_rank_is_named_where_it_is_not_1f1b(capsys:
     assert "--schedule gpipe" in all_forwards["flags"]
     assert main(f"{flags} --schedule gpipe".split()) == 0
     assert "schedule gpipe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", ["--cluster cpu --tp 2 --pp 2", "--cluster laptop --micro-batch-size 1"])
+def test_one_way_out_of_three_is_a_smaller_model_of_a_size(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = planned(capsys, f"pretrain_gpt.py --preset bloom-176b {flags}")["ways_out"]
+    assert len(ways) == 3
+    assert len([way for way in ways if "a smaller model" in way]) == 1, ways
 
 
 @pytest.mark.parametrize(("length", "is_first"), [(262_144, True), (1_048_576, False)])

@@ -57,8 +57,16 @@ def test_limits_that_no_layout_can_keep_are_all_named(
         ),
         ("--tp 2 --pp 4 --dp 4", "--search: --tp 2 x --pp 4 x --dp 4 = 32 must be at least --world-size 64"),
         ("--tp 4 --min-dp 32", "--tp 4 x --min-dp 32 = 128 must be at most --world-size 64"),
-        ("--tp 2 --min-tp 4", "--tp 2 must be at least --min-tp 4"),
-        ("--pp 8 --max-pp 4", "--pp 8 must be at most --max-pp 4"),
+        (
+            "--tp 4 --min-dp 32",
+            "--world-size 64: use --tp 1 or 2, or --min-dp 16 or less, or --world-size 128\n",
+        ),
+        (
+            "--min-pp 9 --max-pp 3",
+            "--min-pp 9 must be at most --max-pp 3: use --min-pp 2 or less, or --max-pp 16 or more\n",
+        ),
+        ("--tp 2 --min-tp 4", "--tp 2 must be at least --min-tp 4: leave one of them out\n"),
+        ("--pp 8 --max-pp 4", "--pp 8 must be at most --max-pp 4: leave one of them out\n"),
         (
             "--tp 3",
             "--tp 3 is not possible: those that divide --world-size 64 and divide --num-attention-heads 12 are 1, 2",
@@ -143,6 +151,7 @@ def test_a_wrong_flag_of_megatron_is_refused_in_a_search(capsys: pytest.CaptureF
 def test_a_way_out_of_a_contradiction_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 64 --cluster h100 --world-size 64 --search"
     for given, ways in (
+        ("--tp 4 --min-dp 32", ("--tp 2 --min-dp 32", "--tp 4 --min-dp 16")),
         ("--micro-batch-size 8 --min-dp 16", ("--micro-batch-size 4 --min-dp 16", "--micro-batch-size 8 --min-dp 8")),
         ("--virtual-stages 12 --min-pp 2", ("--virtual-stages 3 --min-pp 2", "--virtual-stages 6 --min-pp 2")),
         (
@@ -212,3 +221,23 @@ def test_what_changes_nothing_in_a_search_is_refused(
     listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
     for line, said in zip(sorted(listed), sorted(problems), strict=True):
         assert line.startswith(f"  - {said}"), line
+
+
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ("--preset bloom-176b --world-size 8 --global-batch-size 1", ["--world-size 48"]),
+        ("--preset bloom-176b --world-size 8 --global-batch-size 1 --max-tp 4", ["--world-size 48", "fewer limits"]),
+    ],
+)
+def test_a_search_without_a_layout_that_fits_names_ranks_that_are_enough(
+    flags: str, ways: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"pretrain_gpt.py --cluster h100 --search {flags}"
+    assert main(given.split()) == 2
+    said = capsys.readouterr().err.splitlines()[1]
+    assert ("the given limits" in said) == ("fewer limits" in ways)
+    assert said.rpartition(": use ")[2].split(", or ") == ways
+    more = ways[0].split()[1]
+    assert main(given.replace("--world-size 8", f"--world-size {more}").split()) == 0
+    capsys.readouterr()
