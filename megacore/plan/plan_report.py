@@ -202,7 +202,7 @@ def _cost(plan: Plan, tokens: float, goodput: float) -> Iterator[str]:
         spread = f"{price.low:,.0f} to {price.high:,.0f}"
         yield f"- {price.value:,.0f} USD at {hourly:g} USD per device and hour (assumed; {spread})"
     else:
-        yield f"- no price: {plan.cluster.name} has none; --price-per-hour USD sets one"
+        yield "- no price: it is 0 USD per device and hour; --price-per-hour USD sets another"
 
 
 def cost_figures(plan: Plan, tokens: float, goodput: float) -> tuple[Figure, Figure]:
