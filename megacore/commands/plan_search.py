@@ -165,8 +165,8 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
     ranks = math.prod(smallest.values())
     if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
         product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
-        ways = [*_smaller_degrees(smallest, args.world_size), f"--world-size {ranks}"]
-        yield f"{product} = {ranks} must be at most --world-size {args.world_size}: use {', or '.join(ways)}"
+        values = ", or ".join([*_smaller_degrees(smallest, args.world_size), f"--world-size {ranks}"])
+        yield f"{product} = {ranks} must be at most --world-size {args.world_size}: use {values}"
     limit = given.get("max-memory-gb")
     if args.search and args.world_size is not None and cluster is not None and limit is not None:
         usable = usable_bytes(cluster, args.world_size) / 1e9

@@ -418,7 +418,7 @@ def test_a_cpu_has_no_price_and_its_ranks_are_no_gpus(capsys: pytest.CaptureFixt
     flags = "pretrain_gpt.py --preset gpt2-small --dp 2 --tokens 1e8 --cluster laptop"
     assert main(flags.split()) == 0
     text = capsys.readouterr().out
-    assert "- no price: it is 0 USD per device and hour; --price-per-hour USD sets one" in text
+    assert "- no price: it is 0 USD per device and hour; --price-per-hour USD sets another" in text
     assert "- TFLOP/s per rank, model FLOPs, full attention: " in text and "GPU" not in text
     assert main([*flags.split(), "--price-per-hour", "0.5"]) == 0
     assert " USD at 0.5 USD per device and hour (assumed; " in capsys.readouterr().out
