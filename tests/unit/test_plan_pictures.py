@@ -16,7 +16,7 @@ from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
 from megacore.plan.picture import Scale, axis
 from megacore.plan.plan_picture import frontier_picture
-from megacore.plan.planner import make_plan
+from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.search import Found, Layout
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
@@ -117,7 +117,7 @@ def test_a_long_time_line_has_a_break_in_what_repeats(
     path = tmp_path / "line.svg"
     flags = (
         "--preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 4608 --micro-batch-size 2 --zero-stage 1 "
-        f"--precision bf16 --pipeline-balance parameters --schedule {schedule}"
+        f"--precision bf16 --schedule {schedule}"
     )
     plan = planned(capsys, f"pretrain_gpt.py {flags} --cluster a100-80g --timeline {path}")
     text = path.read_text(encoding="utf-8")
@@ -127,7 +127,7 @@ def test_a_long_time_line_has_a_break_in_what_repeats(
     whole, left_out = float(found.group(1)), int(found.group(2))
     assert whole / 100 == pytest.approx(plan["step_parts"]["bubble"]["value"] / plan["step_seconds"]["value"], abs=1e-3)
     cluster = CLUSTERS["a100-80g"]
-    same = make_plan(resolved(f"{flags} --mock-data --train-iters 1"), cluster)
+    same = make_plan(scheduled(resolved(f"{flags} --mock-data --train-iters 10"), cluster), cluster)
     costs = pipeline_costs(same.config, same.time.stages, speed_of(same.config, cluster, "expected"))
     line = timeline(same.config, costs.times(1e3), 288)
     spans = {str(span.action): (span.start, span.end) for spans in line.spans for span in spans}
