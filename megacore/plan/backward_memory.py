@@ -143,9 +143,9 @@ def passing_bytes(
       holds the layer's, and the one after it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
-      the shard of the next layer on its way, the shard of sums that is being reduced, and of the bucket reduced before
-      it the one on its way to the host. In the head also the table that it shares with the embedding, whose bucket is
-      made after both gradients;
+      the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
+      and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
+      bucket is made after both gradients;
     - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
@@ -171,7 +171,6 @@ def passing_bytes(
     copies = expert_copies(config.parallel)
     has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
-    has_copies |= on_host
 
     def sizes_of(at: int) -> Sequence[int]:
         chunk, sizes = on_rank.chunks[at], on_rank.by_layer[at]
@@ -193,28 +192,8 @@ def passing_bytes(
             return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies, on_cpu=on_cpu)
         return 0
 
-    def part_of(layer: PlannedLayer, size: int) -> float:
-        """This rank's part of a layer that others have parts of."""
-        routed = routed_parameters(config, layer.block)
-        of_experts = routed / copies if copies > 1 else 0.0
-        return of_experts + ((size - routed) / shards if shards > 1 else 0.0)
-
-    def sent_of(layer: PlannedLayer, size: int, before: int) -> tuple[int, float]:
-        """On stage 3 the bucket of a layer that is reduced last, and this rank's part of the one before it, which may
-        be that of another layer, of `before` parameters."""
-        last = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
-        if not on_host or shards == 1:
-            return last, 0.0
-        if size == last:
-            return last, before / shards
-        return last, (size - last) / (shards if layer.block is None else copies)
-
     found = [(0.0, 0.0)]
-    lingering, sent = last_of(previous) if previous >= 0 else 0, 0.0
-    if stage == 3 and lingering:
-        later = on_rank.chunks[previous][:2], sizes_of(previous)[:2]
-        for layer, size in reversed(list(zip(*later, strict=True))):
-            lingering, sent = sent_of(layer, size, lingering)
+    lingering = last_of(previous) if previous >= 0 else 0
     chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
     of_layers: Sequence[_Filled] = [_Filled()] * len(chunk)
     if stage == 2:
@@ -224,8 +203,7 @@ def passing_bytes(
     freed, made, made_sharded, new, sharded, later_size = 0.0, 0.0, 0.0, 0.0, 0.0, lingering
     inside = [False] * len(chunk)
     if not whole.of_layer:  # what has been made grows from layer to layer by the same
-        buckets = [[held._replace(sharded=0.0) for held in layer.held] for layer in of_layers]
-        inside = _inside_runs(chunk, sizes, kept_here, buckets)
+        inside = _inside_runs(chunk, sizes, kept_here, [[held[:-1] for held in layer.held] for layer in of_layers])
     for number in reversed(range(len(chunk))):
         layer, size = chunk[number], sizes[number]
         if inside[number]:
@@ -238,14 +216,13 @@ def passing_bytes(
             gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
             if layer.name == "head" and not splits:
                 gathered += table
+            if on_host and shards > 1:
+                moment += e * sizes[max(number - 1, 0)] / shards
             sums = follows_first if number == len(chunk) - 1 else is_first, is_first
-            if on_host:
-                sums = False, False
-                moment += e * part_of(chunk[max(number - 1, 0)], sizes[max(number - 1, 0)])
-            filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, sent, on_cpu=on_cpu)
+            filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
         forward = _forward_bytes(config, layer, filled, lingering, again=again, made=made)
         moment += e * gathered + made
-        if is_first and not on_host:
+        if is_first:
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
@@ -266,14 +243,11 @@ def passing_bytes(
             found.append((forward + e * gathered - freed - working, 0.0))
         freed += kept_here[number] + waiting[number]
         if stage == 3:
-            later_size, sent = sent_of(layer, size, later_size)
-    if stage >= 2 and chunk and chunk[0].name == "embedding":
+            later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
+    if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
         # The last bucket, while it is reduced; of the embedding it is large.
         last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
-        if on_host:  # the next forward fetches them again
-            present += e * part_of(chunk[0], sizes[0])
-        part = 0.0 if is_first and not on_host else last / shards
-        found.append((made + last + present - freed - working, part + term * sent))
+        found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Passing(passing, reducing)
 
@@ -305,21 +279,17 @@ def _filled_on_stage_3(
     ranks: tuple[int, int],
     before: int,
     sums: tuple[bool, bool],
-    sent: float,
     *,
     on_cpu: bool,
 ) -> _Filled:
     """Of a layer of `size` parameters: one bucket, or two where it has experts with copies. The reduction of the head's
     begins while its logits exist, or its parameters; those of others end with the layer."""
     takes_whole, copies = config.optimizer_settings.takes_some_whole, ranks[1]
-    apart = copies > 1 or config.parallel.offload_params
-    has_own = layer.name == "head" if layer.block is None else layer.block.experts is not None and apart
+    has_own = layer.name == "head" if layer.block is None else layer.block.experts is not None and copies > 1
     if not has_own or takes_whole:
-        added = 0.0 if sums[0] or ranks[0] == 1 else before / ranks[0]
-        return _Filled((), [Held(size + before, size, added, sent=sent)])
+        return _Filled((), [Held(size + before, size, 0.0 if sums[0] else before / ranks[0])])
     parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)
-    buckets = _Buckets((parts,), (math.inf, math.inf), ranks)
-    return _Filled(parts, unreduced(*buckets, before, sums, sent).by_layer[0])
+    return _filled_on_stage_2(_Buckets((parts,), (math.inf, math.inf), ranks), before, sums)[0]
 
 
 def _at_pieces(
@@ -334,20 +304,20 @@ def _at_pieces(
 ) -> tuple[float, float]:
     """What exists beside activations and their gradients, less what is freed by then, at the piece of a layer where it
     is most: buckets and first shards; and the shard that is added to an earlier one."""
-    term, on_host = term_bytes(config), config.parallel.offload_params
+    term = term_bytes(config)
+    of_shard = term * (3 if config.parallel.offload_params and shard_ranks(config.parallel) > 1 else 1)
     freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
     early = _freed_by_piece(config, layer, filled.pieces, freed_first, on_cpu=on_cpu)
     found = []
-    is_alone = expert_copies(config.parallel) == 1 and not on_host
-    if layer.block is not None and layer.block.experts is not None and is_alone:
+    if layer.block is not None and layer.block.experts is not None and expert_copies(config.parallel) == 1:
         # The gradients of experts arrive before a bucket is made.
         first = filled.held[0]
-        found.append((term * (first.total - first.made + first.sharded), term * first.reduced))
+        found.append((term * (first.total - first.made + first.sharded), of_shard * first.reduced))
     for held in filled.held:
         here = term * held.sharded - early(held)
         before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
         most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
-        found.append((most, term * (held.reduced + (held.sent if on_host else 0.0))))
+        found.append((most, of_shard * held.reduced))
     return max(found, key=sum)
 
 

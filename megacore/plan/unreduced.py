@@ -38,12 +38,10 @@ class Held(NamedTuple):
     Attributes:
         total: of all.
         made: of the one that is made for the piece; 0 where it exists.
-        reduced: of the one that is being reduced, this rank's part, if it is added to an earlier one. Where no other
-            rank has a part, that is the bucket itself, and this is the earlier one, when the last gradient has arrived.
+        reduced: of the one that is being reduced, this rank's part, if it is added to an earlier one.
         piece: number of the piece in its layer.
         arrived: whether the gradient has been added, and a reduction has begun.
         sharded: this rank's parts of all whose reductions have begun, if they are the first.
-        sent: with gradients in host memory, this rank's part of the one that was reduced before, on its way there.
     """
 
     total: int
@@ -52,7 +50,6 @@ class Held(NamedTuple):
     piece: int = 0
     arrived: bool = False
     sharded: float = 0.0
-    sent: float = 0.0
 
 
 class Unreduced(NamedTuple):
@@ -120,7 +117,6 @@ def unreduced(
     ranks: tuple[int, int],
     before: int = 0,
     sums: tuple[bool, bool] = (False, False),
-    sent: float = 0.0,
 ) -> Unreduced:
     """What a stage holds while its backward runs.
 
@@ -131,36 +127,30 @@ def unreduced(
         before: elements of a bucket that is being reduced when backward begins.
         sums: whether the shard of that one is the first, which later ones are added to; and whether those of `layers`
             are.
-        sent: elements of a part that is on its way to host memory when backward begins.
     """
     last_first = [(number, piece) for number in reversed(range(len(layers))) for piece in layers[number]]
     bucket_of, sizes = _buckets(
         [piece for _, piece in last_first], dict(zip(("others", "experts"), limits, strict=True))
     )
     missing, held = Counter(bucket_of), {-1: before}
-    parts, alone = {-1: before / ranks[0]}, {-1: ranks[0] == 1}
-    added, new = {-1: 0.0 if sums[0] or alone[-1] else parts[-1]}, {-1: 0.0}  # of shards: added to another, or stays
+    added, new = {-1: 0.0 if sums[0] else before / ranks[0]}, {-1: 0.0}  # of shards: added to another, or stays
     reduced, due, sharded = -1, 0, 0.0
     found: list[list[Held]] = [[] for _ in layers]
     places = [place for layer in reversed(layers) for place in range(len(layer))]
     for (number, piece), bucket, place in zip(last_first, bucket_of, places, strict=True):
         made = 0 if bucket in held else sizes[bucket]
         held[bucket] = sizes[bucket]
-        group = ranks[piece.kind == "experts"]
-        alone[bucket] = group == 1
-        parts[bucket] = shard = sizes[bucket] / group
-        added[bucket], new[bucket] = (0.0, shard) if sums[1] else (0.0 if alone[bucket] else shard, 0.0)
-        found[number].append(Held(sum(held.values()), made, added[reduced], place, False, sharded, sent))
+        shard = sizes[bucket] / ranks[piece.kind == "experts"]
+        added[bucket], new[bucket] = (0.0, shard) if sums[1] else (shard, 0.0)
+        found[number].append(Held(sum(held.values()), made, added[reduced], place, False, sharded))
         missing[bucket] -= 1
         before_it = reduced
         while due < len(sizes) and not missing[due]:
-            sent = 0.0 if alone[due] else parts[reduced]
             del held[reduced]
             reduced, due = due, due + 1
             sharded += new[reduced]
         if reduced != before_it:
-            fetched = parts[reduced] if alone[reduced] else added[reduced]
-            found[number].append(Held(sum(held.values()), 0, fetched, place, True, sharded, sent))
+            found[number].append(Held(sum(held.values()), 0, added[reduced], place, True, sharded))
     return Unreduced(found, sum(held.values()))
 
 

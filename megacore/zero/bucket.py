@@ -406,8 +406,9 @@ class Bucket:
         """Wait for the reduction, and keep this rank's shard of the sum."""
         if self._reducing is None:
             return
-        self._reducing.pending.wait()
-        shard, self._reducing = self._reducing.result, None  # the terms are freed
+        pending, shard, _ = self._reducing
+        pending.wait()
+        self._reducing = None
         if self._host is not None:
             self._host.add(shard)
         elif self._shard_gradients is None:

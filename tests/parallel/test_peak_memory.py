@@ -235,17 +235,6 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
 }
 
-ON_HOST: dict[str, Any] = {"zero_stage": 3, "offload_params": True, "offload_optimizer": True, "global_batch_size": 8}
-# Parameters and gradients in host memory: sums on their way there, of experts with copies and without.
-OFFLOADED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    "on the host, dp 2": ((1, 1, 2), LLAMA | ON_HOST | {"vocab_size": 8192}),
-    "on the host, one rank": ((1, 1, 1), LLAMA | ON_HOST | {"vocab_size": 8192}),
-    "on the host, one microbatch": ((1, 1, 1), LLAMA | ON_HOST | {"vocab_size": 8192, "global_batch_size": 1}),
-    "on the host, pp 2, large table": ((1, 2, 2), LLAMA | ON_HOST | {"vocab_size": 32768}),
-    "on the host, experts": ((1, 1, 2), LLAMA | EXPERTS | ON_HOST | {"vocab_size": 8192}),
-    "on the host, experts without copies": ((1, 1, 2), LLAMA | EXPERTS | ON_HOST | {"ep": 2, "vocab_size": 8192}),
-}
-
 
 def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[str, Any]) -> list[list[RankReport]]:
     """Of each case the first rank of every stage, after two steps of all its microbatches."""
@@ -253,7 +242,7 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | STAGES | OFFLOADED)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | STAGES)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -290,10 +279,6 @@ def test_peak_of_memory_where_buckets_are_unequal() -> None:
 
 def test_peak_of_memory_where_experts_are_most_of_it() -> None:
     require_peaks([*OF_ROWS], seq_length=64)
-
-
-def test_peak_of_memory_where_parameters_are_on_the_host() -> None:
-    require_peaks([*OFFLOADED], seq_length=64)
 
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
