@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Status = Literal["done", "failed", "cut off", "not started"]
 # With less than this left a part is not started: it would not get past its imports.
 _LEAST_SECONDS = 5.0
-_LOG_TAIL = 4000
+_LOG_TAIL = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,8 @@ def trainer_of(config: ResolvedConfig, device: torch.device) -> Iterator[Trainer
 
 
 def _free(device: torch.device) -> None:
-    gc.collect()
+    while gc.collect():  # what C++ holds is only seen as garbage once its owner is gone
+        pass
     if device.type != "cpu":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)

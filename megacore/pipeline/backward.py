@@ -16,10 +16,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.torch_version import TorchVersion
 
 from megacore.errors import UserError
 
+# Whether the Python object of a node that is written in Python keeps it alive.
+_FUNCTIONS_LIVE = TorchVersion(torch.__version__) >= "2.13"
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
 
@@ -50,10 +54,17 @@ class WeightHalf:
 
 
 class _Operator:
-    """A graph node between output and input with weights among its inputs; keeps the gradients of its outputs."""
+    """A graph node between output and input with weights among its inputs; keeps the gradients of its outputs.
 
-    def __init__(self, node: Node, weights: list[Tensor], ran: list[_Operator]) -> None:
-        self.node, self.weights, self._ran = node, weights, ran
+    Args:
+        node: whose backward runs once more.
+        weights: whose gradients that gives.
+        ran: to which the operator adds itself when autograd comes to it.
+        owner: keeps the node alive where its Python object does not; None: it does.
+    """
+
+    def __init__(self, node: Node, weights: list[Tensor], ran: list[_Operator], owner: Node | None) -> None:
+        self.node, self.weights, self._ran, self.owner = node, weights, ran, owner
         self.output_gradients: tuple[Tensor | None, ...] = ()
         self._hook = node.register_prehook(self.keep)
 
@@ -91,9 +102,10 @@ def input_half(
         )
     weights_of = {node: weights for node in between if (weights := _weights_of(node, between))}
     shared = _shared_weights(weights_of.values(), [edge.node for edge in outputs if edge.node not in between])
+    owners = {} if _FUNCTIONS_LIVE else _owners(between, outputs)
     ran: list[_Operator] = []  # in the order in which autograd comes to them
     operators = [
-        _Operator(node, unshared, ran)
+        _Operator(node, unshared, ran, owners.get(node))
         for node, weights in weights_of.items()
         if (unshared := [weight for weight in weights if id(weight) not in shared])
     ]
@@ -137,6 +149,21 @@ def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> dict[Node, N
             stack.append((node, True))
             stack += [(child, False) for child in _children(node)]
     return {node: None for node, does in reaches.items() if does}
+
+
+def _owners(between: Iterable[Node], outputs: Sequence[GradientEdge]) -> dict[Node, Node | None]:
+    """For each node, one that leads to it and is not written in Python; None: the node is an output that has none.
+
+    Args:
+        between: nodes, each after one that leads to it.
+        outputs: edges of the first nodes.
+    """
+    owners: dict[Node, Node | None] = {edge.node: edge.ownership_token for edge in outputs}
+    for node in between:
+        owner = owners[node] if issubclass(type(node), BackwardCFunction) else node
+        for child in _children(node):
+            owners.setdefault(child, owner)
+    return owners
 
 
 def _weights_of(node: Node, between: Container[Node]) -> list[Tensor]:

@@ -13,8 +13,9 @@ Gradients are summed and not averaged, because the loss is already divided by th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -146,9 +147,10 @@ class DataParallel:
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
         self._frozen = [run for run in self.runs if run.scale.frozen]
         self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
+        arrived = _weakly(self._on_gradient)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                parameter.register_post_accumulate_grad_hook(arrived)
         uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
         for parameter in self.parameters:
             bucket = self._bucket_of[parameter.spec.name]
@@ -555,6 +557,18 @@ class _AfterBackward:
 
     def on_backward(self) -> None:
         self.data_parallel._release(self.index)
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that calls a method of an object that it does not keep alive: the garbage collector cannot see the hooks
+    of a tensor whose node in the graph exists."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(parameter)
+
+    return hook
 
 
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
