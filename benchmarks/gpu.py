@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --device cpu --small        try the command itself, without a GPU
 
 It runs the tests marked `gpu`; times every kernel beside a copy, torch, torch.compile and Liger-Kernel; trains GPT-2
-small, GPT-2 XL and Llama-3.2-1B in bf16 at the largest micro batch that fits, plain, compiled and with the optimizer
-offloaded; and saves and loads checkpoints. Each part is a process of its own with a share of the time: one that fails
+small, GPT-2 XL, Llama-3.2-1B and a small Mixtral in bf16 at the largest micro batch that fits, plain, the first three
+compiled too, and one with the optimizer offloaded; and saves and loads checkpoints. Each part is a process of its own with a share of the time: one that fails
 or takes too long costs the others nothing. `gpu-report.json` has every figure, `gpu-report.md` the tables for
 docs/reports/measured.md, and `gpu-report.log` what the parts that did not end well printed.
 
@@ -39,6 +39,7 @@ from benchmarks.gpu_check.wheels import install_missing, missing_packages  # noq
 
 SCHEMA = 1
 SHAPES = ("gpt2-small", "gpt2-xl", "llama-3.2-1b")
+PLAIN_ONLY = "experts"
 # Left for writing the report when the last part has used all of its time.
 _SECONDS_TO_END = 5.0
 
@@ -64,6 +65,7 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
         Part(name="machine", arguments=["-m", "benchmarks.gpu_check.machine", *common], weight=60, required=True),
         Part(name="tests", arguments=_pytest_arguments(small), weight=90),
         *(training(shape, "plain", weight) for shape, weight in zip(SHAPES, (35, 50, 50), strict=True)),
+        training(PLAIN_ONLY, "plain", 35),
         Part(name="kernels", arguments=["-m", "benchmarks.kernels", *common, *_no_compile(small)], weight=120),
         training("gpt2-xl", "offload", 35, like="train gpt2-xl"),
         Part(

@@ -71,6 +71,17 @@ SHAPES = {
             "--num-query-groups", "2", "--ffn-hidden-size", "128", "--vocab-size", "512", "--seq-length", "64",
         ),
     ),
+    # Mixtral's blocks at a size of which one device holds the whole state: 8 experts, of which a token uses 2.
+    "experts": Shape(
+        flags=(
+            "--preset", "mixtral-8x7b", "--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16",
+            "--num-query-groups", "4", "--ffn-hidden-size", "3584", "--seq-length", "4096",
+        ),
+        small=(
+            "--preset", "mixtral-8x7b", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4",
+            "--num-query-groups", "2", "--ffn-hidden-size", "128", "--vocab-size", "512", "--seq-length", "64",
+        ),
+    ),
 }  # fmt: skip
 # What fits is found by trying: without the memory check, which refuses by formula.
 _COMMON = (
