@@ -17,9 +17,12 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.torch_version import TorchVersion
 
 from megacore.errors import UserError
 
+_GRAPH_OWNS_NODES = TorchVersion(torch.__version__) < (2, 13)
+"""Whether a node that is written in Python lives only as long as the graph before it, whoever holds its object."""
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
 
@@ -30,10 +33,17 @@ class WeightHalf:
         operators: with weights and kept gradients, in the order of a backward, so that all weight gradients of a layer
             are computed before those of the layer before it.
         shared: weights of several operators, with the gradients that the first half has computed.
+        outputs: graph edges of the stage's outputs.
     """
 
-    def __init__(self, operators: list[_Operator], shared: list[tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        operators: list[_Operator],
+        shared: list[tuple[Tensor, Tensor]] | None = None,
+        outputs: Sequence[GradientEdge] = (),
+    ) -> None:
         self._operators, self._shared = operators, shared or []
+        self._owners = outputs if _GRAPH_OWNS_NODES else ()
 
     def run(self) -> None:
         """Add the weights' gradients to their `.grad`."""
@@ -47,6 +57,7 @@ class WeightHalf:
                 edges = [GradientEdge(operator.node, i) for i, _ in kept]
                 gradients = [grad for _, grad in kept]
                 torch.autograd.backward(edges, gradients, inputs=operator.weights, retain_graph=True)
+        self._owners = ()
 
 
 class _Operator:
@@ -106,7 +117,7 @@ def input_half(
             by_output = {edge.output_nr: grad for edge, grad in edges if edge.node is operator.node}
             operator.keep(tuple(by_output.get(i) for i in range(max(by_output) + 1)))
     pairs = zip(shared.values(), shared_gradients, strict=True)
-    return input_gradients, WeightHalf(ran, [(weight, grad) for weight, grad in pairs if grad is not None])
+    return input_gradients, WeightHalf(ran, [(weight, grad) for weight, grad in pairs if grad is not None], outputs)
 
 
 def _shared_weights(of_operators: Iterable[list[Tensor]], independent: Sequence[Node]) -> dict[int, Tensor]:

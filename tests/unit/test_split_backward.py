@@ -3,6 +3,8 @@ does: buckets of ZeRO-3 are reduced one after the other, and not held until all 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -53,3 +55,30 @@ def test_the_second_half_goes_back_layer_by_layer() -> None:
     for name, parameter in layers.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name]), name  # type: ignore[arg-type]
+
+
+class Doubled(torch.autograd.Function):
+    """A node that is written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2.0 * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2.0 * grad * weight, 2.0 * grad * x
+
+
+def test_the_second_half_has_nodes_that_only_the_graph_owns() -> None:
+    """torch 2.11 drops a node that is written in Python with the tensors of its graph."""
+    x, weights = torch.randn(3, requires_grad=True), [torch.randn(3, requires_grad=True) for _ in range(2)]
+    y = Doubled.apply(Doubled.apply(x, weights[0]) + 1.0, weights[1])
+    outputs = [get_gradient_edge(y)]
+    expected = torch.autograd.grad(y, weights, torch.ones(3), retain_graph=True)
+    _, half = input_half(outputs, [torch.ones(3)], [get_gradient_edge(x)])
+    del y, outputs
+    half.run()
+    for weight, gradient in zip(weights, expected, strict=True):
+        assert weight.grad is not None and torch.equal(weight.grad, gradient)
