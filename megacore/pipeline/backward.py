@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 
 from megacore.errors import UserError
 
-_GRAPH_OWNS_NODES = TorchVersion(torch.__version__) < (2, 13)
+_GRAPH_OWNS_NODES = TorchVersion(torch.__version__) < "2.13"
 """Whether a node that is written in Python lives only as long as the graph before it, whoever holds its object."""
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
