@@ -57,7 +57,7 @@ class Price:
 
 def held_in(step: Callable[[], Any]) -> int:
     """Most bytes of tensors that the step allocates at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(changes, initial=0))

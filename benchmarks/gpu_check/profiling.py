@@ -27,7 +27,7 @@ def heaviest(step: Callable[[], object], device: torch.device) -> dict[str, Any]
     """
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # or torch 2.11 warns of a second start
         step()
         synchronize(device)
     events = profiler.key_averages()

@@ -117,7 +117,8 @@ def slower_attention(device: torch.device, shape: AttentionShape) -> str | None:
     if not fits(shape.dtype, shape.head_size):
         return None  # no fast kernel takes it: that is what was asked for
     hopper = torch.get_device_module(device).get_device_capability(device) >= (9, 0)
-    best = "efficient" if shape.masked else "cudnn" if hopper else "flash"
+    has_cudnn = hopper and not torch.are_deterministic_algorithms_enabled()  # torch then rules out cudnn's
+    best = "efficient" if shape.masked else "cudnn" if has_cudnn else "flash"
     if backend == best or (best == "flash" and backend == "cudnn") or (best == "efficient" and backend == "cudnn"):
         return None
     switch = "mem_efficient" if best == "efficient" else best

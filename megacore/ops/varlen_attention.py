@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,16 @@ def _of_torch() -> Callable[..., Any] | None:
         kernel: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # torch before 2.10
         return None
-    return kernel
+    return _usable(kernel)
+
+
+def _usable(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The kernel for key heads that several query heads share; None where it has no windows."""
+    options = inspect.signature(kernel).parameters
+    if "window_size" not in options:
+        return None
+    # torch 2.11 has no such option: there heads are shared unasked, as the flash kernel does, forward and backward.
+    return partial(kernel, enable_gqa=True) if "enable_gqa" in options else kernel
 
 
 varlen_attn = _of_torch()
@@ -66,11 +76,8 @@ def fits(dtype: torch.dtype, head_size: int) -> bool:
 
 
 def _runs_here(query: Tensor) -> bool:
-    """Whether torch has the kernel, with windows and shared key heads, and the device runs it."""
-    if varlen_attn is None or not query.is_cuda:
-        return False
-    options = inspect.signature(varlen_attn).parameters
-    return {"window_size", "enable_gqa"} <= options.keys() and _capability(query.device) >= (8, 0)
+    """Whether torch has the kernel, and the device runs it."""
+    return varlen_attn is not None and query.is_cuda and _capability(query.device) >= (8, 0)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -91,7 +98,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility
     Returns:
         [b, n, s, d], laid out as [b, s, n, d].
     """
-    b, n, s, _ = query.shape
+    b, _, s, _ = query.shape
     runs = _runs_of(view.documents) if view.documents is not None else _whole_sequences(b, s, query.device)
     if runs is None:
         return None
@@ -105,7 +112,6 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility
         runs.longest,
         runs.longest,
         window_size=(reach, 0 if view.causal else reach),
-        enable_gqa=key.shape[1] != n,
     )
     return mixed.unflatten(0, (b, s)).transpose(1, 2)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megacore.ops.dispatch import Node
 from megacore.parallel.sharding import GradientSum, ShardedParameter
@@ -105,18 +106,20 @@ TORCH = TorchProducts()
 
 def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device adds products of matrices of a 16-bit dtype to a sum in fp32."""
-    # Asked once for each kind of tensor: fake ones have operators that their device lacks.
-    return dtype in (torch.bfloat16, torch.float16) and _has_addmm_to_fp32(type(torch.empty(0)), device, dtype)
+    # Fake tensors have the operators of the meta device; on that itself, torch does not log that it has none.
+    asked = device if type(torch.empty(0)) is Tensor else torch.device("meta")
+    return dtype in (torch.bfloat16, torch.float16) and _has_addmm_to_fp32(asked, dtype)
 
 
 @cache
-def _has_addmm_to_fp32(kind: type[Tensor], device: torch.device, dtype: torch.dtype) -> bool:
-    total, one = torch.zeros(1, 1, device=device), torch.ones(1, 1, dtype=dtype, device=device)
-    try:
-        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):  # the device has no such operator, or this torch has none
-        return False
-    return True
+def _has_addmm_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    with unset_fake_temporarily():
+        total, one = torch.zeros(1, 1, device=device), torch.ones(1, 1, dtype=dtype, device=device)
+        try:
+            torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+        except (RuntimeError, TypeError):  # the device has no such operator, or this torch has none
+            return False
+        return True
 
 
 def gradient_sum(weight: Tensor | None) -> GradientSum | None:

@@ -7,6 +7,7 @@ the rest of the range.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,9 @@ class StepProfiler:
             activities += sorted(torch.profiler.supported_activities() - set(activities), key=str)
             self._record_memory(True)
         self._profile = profile(activities=activities, profile_memory=self._device.type == "cpu")
-        self._profile.start()
+        with warnings.catch_warnings():  # torch 2.11 warns at every start of what a further start loses
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            self._profile.start()
 
     def end(self, step: int) -> bool:
         """Step number `step` is done; whether the files were written now."""

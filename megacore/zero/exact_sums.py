@@ -41,8 +41,9 @@ def from_units(multiples: Tensor, unit: float) -> Tensor:
 def square_sum_units(tensor: Tensor) -> Tensor:
     """The sum of squares, as multiples of each of three units: int64 [3], to be added like any integers."""
     sums = torch.zeros(len(_SQUARE_UNITS), dtype=torch.int64, device=tensor.device)
-    for chunk in tensor.reshape(-1).split(_CHUNK):
-        rest = chunk.double().square_()  # exact: an fp32 square has 48 bits
+    flat = tensor.reshape(-1)
+    for start in range(0, len(flat), _CHUNK):
+        rest = flat[start : start + _CHUNK].double().square_()  # exact: an fp32 square has 48 bits
         for i, unit in enumerate(_SQUARE_UNITS):
             whole = (rest / unit).round_()
             sums[i] += whole.to(torch.int64).sum()

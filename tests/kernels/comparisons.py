@@ -275,23 +275,21 @@ def _dropouts() -> Iterator[Comparison]:
         )
 
 
-def attention_oracle(query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None) -> Tensor:
-    """With all weights."""
+def attention_oracle(query: Tensor, key: Tensor, value: Tensor, *, slopes: Tensor | None, **seen_by: Any) -> Tensor:
+    """With all weights; `seen_by` are the arguments of Visibility."""
     length, times = query.shape[2], query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(times, 1).transpose(-1, -2) / math.sqrt(query.shape[-1])
     position = torch.arange(length, device=query.device)
     if slopes is not None:
         scores = scores - slopes.to(query)[:, None, None] * (position[:, None] - position).abs()
-    seen = view.mask(range(length), range(length), query.device)
-    scores = scores if seen is None else scores.masked_fill(~seen.to(query.device), -math.inf)
+    seen = Visibility(**seen_by).mask(range(length), range(length), query.device)
+    scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
     return torch.softmax(scores, -1) @ value.repeat_interleave(times, 1)
 
 
 def _attentions() -> Iterator[Comparison]:
-    def operator(query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None) -> Tensor:
-        documents = None if view.documents is None else view.documents.to(query.device)
-        here = Visibility(causal=view.causal, window=view.window, documents=documents)
-        return block_attention(query, key, value, view=here, slopes=slopes)[0]
+    def operator(query: Tensor, key: Tensor, value: Tensor, *, slopes: Tensor | None, **seen_by: Any) -> Tensor:
+        return block_attention(query, key, value, view=Visibility(**seen_by), slopes=slopes)[0]
 
     # Longer than a block of queries and one of keys, and no multiple of either.
     documents = torch.tensor([[1] * 40 + [2] * 90 + [3] * 7 + [0] * 5])
@@ -304,13 +302,12 @@ def _attentions() -> Iterator[Comparison]:
         ("documents-both-ways-window", (142, 2, 16), {"causal": False, "documents": documents, "window": 20}),
         ("one-position", (1, 2, 8), {"causal": True, "window": 1}),
     ):
-        fixed: dict[str, Any] = {"slopes": options.pop("slopes", None), "view": Visibility(**options)}
         yield Comparison(
             name=f"attention-{name}-{length}",
             operator=operator,
             oracle=attention_oracle,
             shapes={"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size)),
-            fixed=fixed,
+            fixed={"slopes": None, **options},
         )
     yield Comparison(
         name="attention-documents-keys-of-another-rank",
@@ -323,13 +320,13 @@ def _attentions() -> Iterator[Comparison]:
 
 def _over_earlier_keys(query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor) -> Tensor:
     """Queries after all keys, of which some see none."""
-    view = Visibility(causal=True, documents=documents.to(query.device))
+    view = Visibility(causal=True, documents=documents)
     return block_attention(query, key, value, view=view, offset=key.shape[2])[0]
 
 
 def _over_earlier_keys_oracle(query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor) -> Tensor:
-    here, keys = documents.to(query.device), key.shape[2]
-    seen = (here[:, keys:, None] == here[:, None, :keys])[:, None]
+    keys = key.shape[2]
+    seen = (documents[:, keys:, None] == documents[:, None, :keys])[:, None]
     weights = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).exp() * seen
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-30) @ value
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from megacore import ops
 from megacore.ops import activation, dropout, loss, norm, position, softmax
 from megacore.ops.dispatch import Operator
+from tests.accelerator.device import needs_pretend
+from tests.distributed import run_distributed
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
 from tests.unit.packaging_builds import ROOT
@@ -28,6 +30,20 @@ def test_reference_is_its_formula(comparison: Comparison, dtype: str) -> None:
     with ops.kernels_chosen("torch"):
         # Norms and GELU run as torch's own functions outside Triton; the form behind the operator is what is tried.
         compare(comparison, comparison.reference or comparison.operator, DTYPES[dtype], CPU)
+
+
+def on_a_device(rank: int, world_size: int) -> None:
+    with ops.kernels_chosen("torch"):
+        for comparison in comparisons():
+            if "rotary" not in comparison.name:  # its oracle uses complex numbers, which that device lacks
+                function = comparison.reference or comparison.operator
+                compare(comparison, function, torch.float32, torch.device("pretend", rank))
+
+
+@needs_pretend
+def test_comparisons_have_all_their_tensors_on_the_device() -> None:
+    """As on a GPU, whose tensors do not mix with the host's."""
+    run_distributed(on_a_device, 1, backend="pretend", init=False)
 
 
 def test_softmax_is_torchs_where_torch_has_one() -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 
 from megacore.models.gpt import gpt_layers
 from megacore.models.spec import LayerSpec
@@ -46,7 +47,8 @@ def dry_runs(rank: int, world_size: int, layout: Layout, cases: Sequence[Changes
         on_cpu = changes.pop("on_cpu", False)
         blocks = layout[1] * changes.get("virtual_stages", 1)
         config = make_config(layout, "unused", **{"num_layers": blocks, **changes})
-        found.append(list(run_ranks(config, on_cpu=on_cpu, workers=1)))
+        with mock.patch.object(fake_tensor.log, "exception", side_effect=AssertionError("torch logs an error")):
+            found.append(list(run_ranks(config, on_cpu=on_cpu, workers=1)))
     return found
 
 

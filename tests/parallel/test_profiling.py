@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from tests.parity.runs import make_config, make_trainer
 
 def run(rank: int, world_size: int, output_dir: str, profile_steps: str | None) -> None:
     config = make_config((1, 1, 2), output_dir, train_iters=4, num_layers=1, profile_steps=profile_steps)
-    make_trainer(config, build_mesh(config.parallel)).run()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*Profiler")
+        make_trainer(config, build_mesh(config.parallel)).run()
 
 
 def losses(directory: Path) -> list[float]:
