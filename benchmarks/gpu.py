@@ -4,10 +4,11 @@
     python benchmarks/gpu.py --device cpu --small        try the command itself, without a GPU
 
 It runs the tests marked `gpu`; times every kernel beside a copy, torch, torch.compile and Liger-Kernel; trains GPT-2
-small, GPT-2 XL, Llama-3.2-1B and a small Mixtral in bf16 at the largest micro batch that fits, plain, the first three
-compiled too, and one with the optimizer offloaded; and saves and loads checkpoints. Each part is a process of its own with a share of the time: one that fails
-or takes too long costs the others nothing. `gpu-report.json` has every figure, `gpu-report.md` the tables for
-docs/reports/measured.md, and `gpu-report.log` what the parts that did not end well printed.
+small, GPT-2 XL, Llama-3.2-1B and a small Mixtral in bf16 at the largest micro batch that fits, the first three compiled
+too, and GPT-2 XL with the optimizer offloaded; and saves and loads checkpoints. Each part is a process of its own with
+a share of the time: one that fails or takes too long costs the others nothing. `gpu-report.json` has every figure,
+`gpu-report.md` the tables for docs/reports/measured.md, and `gpu-report.log` what the parts that did not end well
+printed.
 
 No network is needed. Packages that this interpreter lacks come from a folder of wheels (`--wheels`, filled by
 `make gpu-wheels`), and go into a temporary directory.

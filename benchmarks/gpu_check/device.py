@@ -1,8 +1,8 @@
 """The device that is measured: opening it, timing on it, and what it reaches at best.
 
-On CUDA times come from device events, as medians after a warm-up and with the cache emptied before each call (Triton's
-`do_bench`). On any other device (a CPU, the tests' pretend accelerator) they come from the host's clock and serve to
-try out the benchmarks themselves.
+On CUDA times come from device events, as medians after a warm-up and with the cache emptied before each call. The
+device is kept busy until the host has launched the call, so that a time is the device's alone. On any other device (a
+CPU, the tests' pretend accelerator) they come from the host's clock and serve to try out the benchmarks themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from megacore.parallel.mesh import select_device
 from megacore.train.metrics import device_name, synchronize
 
 _HOST_CALLS = 3
+# How many calls are timed: as many as fit into the time for them, between a least and a most number.
+_SECONDS_OF_CALLS, _LEAST_CALLS, _MOST_CALLS = 0.1, 5, 50
+_CACHE_BYTES = 256 << 20  # more than any cache holds
+# What keeps the device busy while the host launches a call: for twice the time of one, and some more.
+_LAUNCH_SLACK, _CYCLES_PER_SECOND = 50e-6, 2e9
 # The tests' accelerator, which needs no hardware: what makes it known to torch, and what counts on it.
 _REGISTER, _COUNT = "tests.accelerator.collectives", "tests.accelerator.device"
 
@@ -53,9 +58,30 @@ def version_of(package: str) -> str | None:
 
 def median_seconds(function: Callable[[], object], device: torch.device) -> float:
     """Median time of a call."""
-    if device.type == "cuda":
-        triton_testing = importlib.import_module("triton.testing")
-        return float(triton_testing.do_bench(function, warmup=50, rep=200, return_mode="median")) / 1e3
+    return _median_on_cuda(function, device) if device.type == "cuda" else _median_on_host(function, device)
+
+
+def _median_on_cuda(function: Callable[[], object], device: torch.device) -> float:
+    function()  # compiles its kernels
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    function()
+    to_launch = time.perf_counter() - started
+    torch.cuda.synchronize(device)
+    calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(_SECONDS_OF_CALLS / (time.perf_counter() - started))))
+    cache = torch.empty(_CACHE_BYTES, dtype=torch.int8, device=device)
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    for start, end in pairs:
+        cache.zero_()
+        torch.cuda._sleep(int((2 * to_launch + _LAUNCH_SLACK) * _CYCLES_PER_SECOND))
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+
+def _median_on_host(function: Callable[[], object], device: torch.device) -> float:
     function()
     seconds = []
     for _ in range(_HOST_CALLS):
