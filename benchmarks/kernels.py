@@ -4,10 +4,11 @@
     python benchmarks/kernels.py --only rms_norm --no-compile
 
 A rate counts the bytes that the operator cannot avoid (inputs once, outputs once), and the share is of what copying a
-tensor reaches on the same device: 100% is a copy. Times are medians between device events, with the
-cache emptied before each call; the host has launched a call before the device begins with it. Backward is timed alone, on a graph that is kept, except where the gradient overwrites the input.
-One table is written as Markdown and as CSV, with the machine's name. A figure that cannot be taken is reported with
-its error, and the others are taken all the same; the exit status is then 1.
+tensor reaches on the same device: 100% is a copy. Times are medians between device events, with the cache emptied
+before each call; the host has launched a call before the device begins with it. Backward is timed alone, on a graph
+that is kept, except where the gradient overwrites the input. One table is written as Markdown and as CSV, with the
+machine's name. A figure that cannot be taken is reported with its error, and the others are taken all the same; the
+exit status is then 1.
 """
 
 from __future__ import annotations
