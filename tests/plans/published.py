@@ -14,7 +14,7 @@ Sources, each also in docs/guides/planner.md:
 - 175B with Megatron-LM on 256 to 1,024 Ampere devices and batch 768: Jiang et al. 2024 (arXiv 2402.15627), table 2.
 - Held out, no constant is fitted to them: the other rows of the tables of Narayanan et al. 2021 and Korthikanti et al.
   2022; the rows of Jiang et al. with batch 6144 on up to 12,288 devices; Turing-NLG 530B on more nodes; Llama 3 405B,
-  Grattafiori et al. 2024 (arXiv 2407.21783), table 4.
+  Grattafiori et al. 2024 (arXiv 2407.21783), table 4; megacore itself on one H100 (docs/reports/measured.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.planner import Plan, make_plan, step_flops
-from megacore.plan.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_LM, TORCH_EAGER, Software
+from megacore.plan.software import MEGACORE, MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_LM, TORCH_EAGER, Software
 
 A100 = CLUSTERS["a100-80g"]
 _NETWORK = replace(A100.device.network, bandwidth=4 * 12.5e9 / 8)
@@ -57,9 +57,11 @@ class Run:
     @property
     def config(self) -> ResolvedConfig:
         """The run's configuration."""
-        schedule = "" if "--schedule" in self.flags else "--schedule 1f1b"
-        flags = f"--mock-data --train-iters 10 --pipeline-balance parameters {schedule} {self.flags}".split()
-        if "--sequence-parallel" not in flags:  # those trainers' default
+        flags = f"--mock-data --train-iters 10 {self.flags}".split()
+        if self.flags.count("--pp ") > self.flags.count("--pp 1 "):  # what those trainers do
+            flags += ["--pipeline-balance", "parameters"]
+            flags += [] if "--schedule" in flags else ["--schedule", "1f1b"]
+        if "--tp" in flags and "--sequence-parallel" not in flags:
             flags.append("--no-sequence-parallel")
         return parse_config(flags, prog="test", description="", kind=Config, planned=True)
 
@@ -247,6 +249,31 @@ def held_out_runs() -> Iterator[Run]:
         )
         run = Run(model="llama-405B", flags=flags, cluster=CLUSTERS["h100"], software=TORCH_EAGER)
         yield _with_tflops(run, tflops, hardware=False)
+    yield from own_runs()
+
+
+def own_runs() -> Iterator[Run]:
+    """megacore on one H100, a microbatch in a step; `gib`: of the tensors alone."""
+    experts = (
+        "--preset mixtral-8x7b --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4 "
+        "--ffn-hidden-size 3584 --seq-length 4096"
+    )
+    measured = (
+        ("--preset gpt2-small", 244, 0.5119, 74.45),
+        ("--preset gpt2-xl", 17, 0.3856, 68.38),
+        (experts, 28, 0.4578, 73.20),
+        ("--preset llama-3.2-1b", 5, 0.7549, 70.32),
+    )
+    for model, sequences, seconds, gib in measured:
+        flags = f"{model} --precision bf16 --micro-batch-size {sequences} --global-batch-size {sequences}"
+        yield Run(
+            model="megacore-one-h100",
+            flags=flags,
+            cluster=CLUSTERS["h100"],
+            software=MEGACORE,
+            seconds=seconds,
+            gib=gib,
+        )
 
 
 def _with_tflops(run: Run, tflops: float, *, hardware: bool) -> Run:

@@ -12,7 +12,16 @@ import torch
 from megacore.plan.memory import GIB
 from megacore.plan.planner import step_flops
 from megacore.plan.software import MEGACORE
-from tests.plans.published import BLOOM, Run, held_out_runs, megatron_runs, memory_runs, single_node_runs, timed_runs
+from tests.plans.published import (
+    BLOOM,
+    Run,
+    held_out_runs,
+    megatron_runs,
+    memory_runs,
+    own_runs,
+    single_node_runs,
+    timed_runs,
+)
 from tests.plans.table import checked
 
 # Models with one run or two of one layout: their errors are printed in docs/guides/planner.md, and bounded loosely.
@@ -77,10 +86,18 @@ def test_models_that_were_measured_once(errors: dict[str, list[tuple[Run, float]
 @pytest.mark.slow
 def test_held_out_runs() -> None:
     rows = [(run, run.plan().time.seconds) for run in held_out_runs()]
-    assert len(rows) == 19
+    assert len(rows) == 23
     assert median_error(rows) <= 0.10
     for run, predicted in rows:
         assert run.seconds is not None and abs(predicted / run.seconds - 1) <= 0.20, run.flags
+
+
+@pytest.mark.parametrize("run", list(own_runs()), ids=lambda run: run.flags.split()[1])
+def test_one_h100(run: Run) -> None:
+    """The time within the error of other runs; the bytes of tensors at the peak within 1 %."""
+    plan = run.plan()
+    assert run.seconds is not None and abs(plan.time.seconds / run.seconds - 1) <= 0.16
+    assert plan.fullest.expected_tensors / GIB == pytest.approx(run.gib, rel=0.01)
 
 
 @pytest.mark.parametrize("hidden", [1024, 2048])
