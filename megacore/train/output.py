@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megacore.checkpoint.choose import choose_checkpoint
-from megacore.checkpoint.directory import sweep
+from megacore.checkpoint.directory import published, sweep
 from megacore.checkpoint.lock import WriterLock, sees_lock
 from megacore.config import ResolvedConfig
 from megacore.config.cli import save_toml
@@ -18,7 +18,7 @@ from megacore.config.messages import ranks_in_words
 from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh
-from megacore.remote import location
+from megacore.remote import Location, location
 
 C = TypeVar("C", bound=ResolvedConfig)
 _PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a file is not there
@@ -42,6 +42,8 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
         if mesh.world.is_first:
             for problem in choice.refused:
                 _warn(f"passed over a checkpoint: {problem}")
+            if config.checkpoint.load is None and not config.training.skip_train:
+                _tell_of_earlier(location(config.checkpoint_dir))
             settings = Path(config.training.output_dir) / "config.toml"
             if not (config.training.skip_train and settings.exists()):  # an evaluation leaves those of the training
                 save_toml(config, settings)
@@ -50,6 +52,15 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
     finally:
         if lock is not None:
             lock.release()
+
+
+def _tell_of_earlier(checkpoints: Location) -> None:
+    """A run without --load begins anew, also where there is something to continue."""
+    if earlier := published(checkpoints):
+        _warn(
+            f"{checkpoints} holds checkpoints of an earlier run, the newest of them {earlier[0].name}: they are kept, "
+            "and this run begins at step 0. --load auto continues from the newest"
+        )
 
 
 def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
