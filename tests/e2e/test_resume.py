@@ -176,8 +176,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change
     anew = alone(*small_run(tmp_path, **{**OPTIONS, "load": None, "exit_interval": 1}), timeout=PATIENCE)
     (warning,) = anew.stderr.splitlines()
     assert warning == (
-        f"megacore: warning: {tmp_path} holds checkpoints of an earlier run, the newest of them step_00000012: they are "
-        "kept, and this run begins at step 0. --load auto continues from the newest"
+        f"megacore: warning: {tmp_path} holds checkpoints of an earlier run, the newest of them step_00000012: they "
+        "are kept, and this run begins at step 0. --load auto continues from the newest"
     )
     refused = alone(*small_run(tmp_path, **{**OPTIONS, "optimizer": "sgd", "num_layers": 3}), timeout=PATIENCE)
     assert refused.returncode == 2
