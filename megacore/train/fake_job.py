@@ -103,8 +103,8 @@ class _AbsentModule(backend_registration._DummyBackendModule):
 class _Idle:
     """An event or a stream of an absent device: whatever it waits for has happened."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = None
+    def __init__(self, device: torch.device | None = None, **_: Any) -> None:
+        self.device = device
 
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...

@@ -77,6 +77,7 @@ def test_recomputation_and_other_models_take_a_step() -> None:
         {"recompute": "selective", "reproducible": True, **LLAMA},
         {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp16"},
         {"zero_stage": 3, "offload_optimizer": True, "offload_params": True, "precision": "bf16"},
+        {"offload_activations": True, "recompute": "full", "precision": "bf16"},
     ]
     require_ok(in_a_process((2, 1, 1), *cases), cases)
 
