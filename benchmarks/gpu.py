@@ -46,7 +46,7 @@ _SECONDS_TO_END = 5.0
 
 
 def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
-    """The parts in order: first what later ones need, last what may take longest. Weights are guesses of the seconds
+    """The parts in order: first what later ones need, last what may take longest. Weights are about the seconds
     that each needs on an H200; `machine` pays for loading torch from a cold disk.
 
     Args:
@@ -64,10 +64,10 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
 
     return [
         Part(name="machine", arguments=["-m", "benchmarks.gpu_check.machine", *common], weight=60, required=True),
-        Part(name="tests", arguments=_pytest_arguments(small), weight=90),
-        *(training(shape, "plain", weight) for shape, weight in zip(SHAPES, (35, 50, 50), strict=True)),
-        training(PLAIN_ONLY, "plain", 35),
-        Part(name="kernels", arguments=["-m", "benchmarks.kernels", *common, *_no_compile(small)], weight=120),
+        Part(name="tests", arguments=_pytest_arguments(small), weight=80),
+        *(training(shape, "plain", weight) for shape, weight in zip(SHAPES, (45, 45, 40), strict=True)),
+        training(PLAIN_ONLY, "plain", 40),
+        Part(name="kernels", arguments=["-m", "benchmarks.kernels", *common, *_no_compile(small)], weight=110),
         training("gpt2-xl", "offload", 35, like="train gpt2-xl"),
         Part(
             name="checkpoint",
