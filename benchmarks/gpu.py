@@ -47,7 +47,7 @@ _SECONDS_TO_END = 5.0
 
 def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
     """The parts in order: first what later ones need, last what may take longest. Weights are about the seconds
-    that each needs on an H200; `machine` pays for loading torch from a cold disk.
+    that each needs on an H100; `machine` pays for loading torch from a cold disk.
 
     Args:
         device: kind of device.
