@@ -25,7 +25,7 @@ from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
 from megacore.config.proposals import with_tried_ways
 from megacore.config.reproducible import REPRODUCIBLE_RULES
-from megacore.config.schema import Config, sections_of
+from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
 
 _RULES = [
     *chain(
@@ -41,6 +41,7 @@ def validate(
     *,
     unread: frozenset[str] = frozenset(),
     follows_degrees: bool = False,
+    on_cpu: bool | None = None,
     further: Callable[[Config], list[str]] | None = None,
 ) -> list[str]:
     """Names every violated constraint of a configuration, resolved or not.
@@ -50,6 +51,7 @@ def validate(
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read. Constraints on them are not checked.
         follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
+        on_cpu: as for `violations`.
         further: constraints of the caller.
 
     Returns:
@@ -58,7 +60,7 @@ def validate(
     """
 
     def found_in(one: Config, ranks: int) -> list[str]:
-        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread)]
+        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread, on_cpu=on_cpu)]
 
     def recheck(changes: Mapping[str, Any]) -> list[str]:
         values = dict(changes)
@@ -86,13 +88,17 @@ def _with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **sections)
 
 
-def violations(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
+def violations(
+    config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), on_cpu: bool | None = None
+) -> list[str]:
     """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid.
 
     Args:
         config: the configuration to check; none of its values need be valid.
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read.
+        on_cpu: whether the ranks compute on a CPU, whose defaults the rules then see, or else on accelerators. None:
+            not known, and what the device decides counts as off.
     """
     sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
     wrong_by_section = [section.wrong_fields() for section in sections]
@@ -103,6 +109,8 @@ def violations(config: Config, world_size: int, *, unread: frozenset[str] = froz
     for section, messages in zip(sections, wrong_by_section, strict=True):
         problems += [message for name, message in messages.items() if name not in unread]
         problems += section.constraints(wrong)
+    if on_cpu is not None and not DECIDE_SEQUENCES & wrong:
+        config = config.with_sequences_of_device(on_cpu=on_cpu)
     for names, rule in _RULES:
         if not names & wrong:
             problems += rule(config, world_size)
