@@ -295,7 +295,9 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
             ]
         )
     if config.repeats_tokens:  # known for certain only once torch has found the device
-        raise ConfigError([f"--etp 1 with --tp {config.tp} needs --sequence-parallel: add it, or use --etp {config.tp}"])
+        raise ConfigError(
+            [f"--etp 1 with --tp {config.tp} needs --sequence-parallel: add it, or use --etp {config.tp}"]
+        )
     device, world = join_job(config)
     return _mesh_of(device, world, dimensions, degrees, config)
 
