@@ -542,6 +542,8 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
         if change.flags in seen or not _is_valid(change, limits):
             continue
         seen.add(change.flags)
+        if limits.fits(change.config):  # the machines that there are suffice
+            continue
         demand = limits.demand(change.config)
         if limits.host_allows(demand) and (_tenths(demand) < most or not change.flags):
             flags, number = " ".join(change.flags) or "the same flags", _number_of(change, start.config, limits)
