@@ -83,6 +83,7 @@ def parse_config(
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
     world_size: int | None = None,
+    divided: int | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
     problems: Sequence[str] = (),
     typed: Mapping[str, Any] | None = None,
@@ -104,6 +105,7 @@ def parse_config(
             then `UNKNOWN_VOCAB_SIZE`.
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
         world_size: of a planned run, the number of its processes, where it is given.
+        divided: as for `validate`.
         computes_on_cpu: whether the ranks compute on a CPU, given --device; None: not known, and what is on by default
             on accelerators only counts as off in what is checked here.
         problems: what the caller has found wrong; reported with the others.
@@ -118,7 +120,14 @@ def parse_config(
         process = replace(process, world_size=world_size, follows_degrees=False)
     _answer_question(argv, prog, description, config_class, process)
     reading = _read(
-        argv, process, config_class, shape, continued, is_planned=planned, computes_on_cpu=computes_on_cpu
+        argv,
+        process,
+        config_class,
+        shape,
+        continued,
+        is_planned=planned,
+        divided=divided,
+        computes_on_cpu=computes_on_cpu,
     )
     is_valid = not (reading.problems or reading.local_problems)
     reading.local_problems.extend(problems)
@@ -248,6 +257,7 @@ def _read(
     continued: Shape | None = None,
     *,
     is_planned: bool = False,
+    divided: int | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
@@ -295,6 +305,7 @@ def _read(
             process.world_size,
             unread=unread,
             follows_degrees=process.follows_degrees,
+            divided=divided,
             on_cpu=on_cpu,
             further=partial(_idle_flags, flags),
         )

@@ -41,6 +41,7 @@ def validate(
     *,
     unread: frozenset[str] = frozenset(),
     follows_degrees: bool = False,
+    divided: int | None = None,
     on_cpu: bool | None = None,
     further: Callable[[Config], list[str]] | None = None,
 ) -> list[str]:
@@ -51,6 +52,8 @@ def validate(
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read. Constraints on them are not checked.
         follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
+        divided: the number of ranks that a search divides in other ways than the run, which it begins from: degrees
+            whose product does not divide it are no way out.
         on_cpu: as for `violations`.
         further: constraints of the caller.
 
@@ -66,8 +69,11 @@ def validate(
         values = dict(changes)
         given = values.pop(WORLD_SIZE, world_size)
         changed = _with_values(config, values)
-        ranks = degrees_product(changed) if follows_degrees else given
-        return found_in(changed, ranks)
+        product = degrees_product(changed)
+        left = found_in(changed, product if follows_degrees else given)
+        if divided is not None and product and divided % product:
+            left.append(f"{product} ranks do not divide {divided}")
+        return left
 
     found = found_in(config, world_size)
     return with_tried_ways(found, recheck, processes=None if follows_degrees else world_size) if found else []
