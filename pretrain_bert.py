@@ -20,7 +20,7 @@ from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.fit import check_memory
+from megacore.plan.fit import check_memory, computes_on_cpu
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
 from megacore.watch.start import begin_watch
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
         continued=settings_to_continue,
         vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
+        computes_on_cpu=computes_on_cpu,
     )
     begin_watch(config)
     set_torch_defaults()

@@ -23,7 +23,7 @@ from megacore.config.cli import parse_config
 from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fields, shape_from_hf
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.fit import check_memory
+from megacore.plan.fit import check_memory, computes_on_cpu
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
 from megacore.watch.start import begin_watch
@@ -55,6 +55,7 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
         continued=settings_to_continue,
         vocabulary=vocabulary_size,
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
+        computes_on_cpu=computes_on_cpu,
     )
     begin_watch(config)
     set_torch_defaults()

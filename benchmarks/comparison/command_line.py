@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.fit import misfits
 from benchmarks.comparison.job import KINDS, PEERS, Layout, Sizes, is_combination, layouts, rank_counts
 from megacore.commands.plan_parser import PlanParser
+from megacore.commands.tool import whole
 from megacore.config.messages import nearest_name
-from megacore.config.numbers import parse_int
 from megacore.errors import ConfigError
 from megacore.files import why_unwritable
 
@@ -121,34 +121,21 @@ def parser(description: str = "") -> PlanParser:
     )
     flags.set_defaults(entry=None)  # which a plan has
     add = flags.add_argument
-    add("--ranks", type=_whole(1, _MOST_RANKS), default=2, metavar="N",
+    add("--ranks", type=whole(1, _MOST_RANKS), default=2, metavar="N",
         help="most ranks. Default: 2; combinations take 4")  # fmt: skip
     add("--peers", type=_names, default=list(PEERS), help=f"from {','.join(PEERS)}. Default: all")
     add("--modes", type=_names, default=list(KINDS), help=f"from {','.join(KINDS)}. Default: all")
-    add("--rounds", type=_whole(1), default=6, metavar="N", help="rounds of each framework. Default: 6")
-    add("--steps", type=_whole(1), default=2, metavar="N", help="steps of a round. Default: 2")
-    add("--patience", type=_whole(1), default=300, metavar="S",
+    add("--rounds", type=whole(1), default=6, metavar="N", help="rounds of each framework. Default: 6")
+    add("--steps", type=whole(1), default=2, metavar="N", help="steps of a round. Default: 2")
+    add("--patience", type=whole(1), default=300, metavar="S",
         help="seconds that a framework has to start, and for each turn; else it is left out. Default: 300")  # fmt: skip
-    add("--memory-limit-mib", type=_whole(0), default=1024, metavar="N",
+    add("--memory-limit-mib", type=whole(0), default=1024, metavar="N",
         help="memory per rank of the largest model; 0: do not seek it. Default: 1024")  # fmt: skip
     add("--output", type=Path, default=ROOT / "output" / "compare", metavar="DIR", help="Default: output/compare")
     add("--measured", action="store_true", help=f"write the section of {MEASURED.relative_to(ROOT)} as well")
     for field in dataclasses.fields(Sizes):
-        add(f"--{field.name}", type=_whole(1), default=field.default, metavar="N", help=f"Default: {field.default}")
+        add(f"--{field.name}", type=whole(1), default=field.default, metavar="N", help=f"Default: {field.default}")
     return flags
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A type of argparse: whole numbers of a range."""
-
-    def whole(text: str) -> int:
-        value = parse_int(text)
-        if value < least or (most is not None and value > most):
-            limits = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
-        return value
-
-    return whole
 
 
 def _names(text: str) -> list[str]:

@@ -202,11 +202,11 @@ def _plan(args: argparse.Namespace) -> None:
         run_search(args, request.config, request.cluster)
         return
     plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
+    _draw(args, plan)  # before the report, whose reader may stop reading: `| head`
     if args.json:
         print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
         print(markdown(plan, tokens=args.tokens, goodput=args.goodput))
-    _draw(args, plan)
 
 
 def _run_fully(args: argparse.Namespace) -> None:
@@ -282,6 +282,8 @@ def _read(args: argparse.Namespace) -> _Request:
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
         ],
         planned=True,
+        divided=args.world_size if args.search else None,
+        computes_on_cpu=None if cluster is None else lambda _: cluster.on_cpu,
         world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
         typed={} if args.search else typed,

@@ -233,13 +233,13 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     constraints = _constraints(args)
     found = search(config, cluster, constraints, names_batch=args.names_batch)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
+    if args.picture is not None:  # before the table, whose reader may stop reading: `| head`
+        save(frontier_picture(found), args.picture)
+        print(f"wrote {args.picture}", file=sys.stderr)
     if args.json:
         print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
         print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
-    if args.picture is not None:
-        save(frontier_picture(found), args.picture)
-        print(f"wrote {args.picture}", file=sys.stderr)
 
 
 def _constraints(args: argparse.Namespace) -> Constraints:

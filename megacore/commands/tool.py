@@ -4,8 +4,10 @@ configuration are listed as the trainer lists them, and any other mistake is one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
+import math
 import os
 import signal
 import sys
@@ -18,7 +20,9 @@ from types import FrameType
 from typing import NoReturn
 
 from megacore.config.cli import GRACE_SECONDS, refusal
-from megacore.config.numbers import parse_int
+from megacore.config.fields import LARGEST_INT
+from megacore.config.messages import one_of
+from megacore.config.numbers import parse_float, parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed
 from megacore.remote import is_url
@@ -121,9 +125,36 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    value = parse_int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type for argparse: whole numbers of a range, which a refusal names with the value next to the given one."""
+
+    def parsed(text: str) -> int:
+        try:
+            value = parse_int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}: use {_range_or_nearest(text, least, most)}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}: use {_range(least, most)}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"{text} must be at most {most}: use {most} or less")
+        return value
+
+    return parsed
+
+
+def _range(least: int, most: int | None) -> str:
+    return f"{least} or more" if most is None else f"{least} to {most}"
+
+
+def _range_or_nearest(text: str, least: int, most: int | None) -> str:
+    """The whole numbers next to a number between them; of other texts, what is accepted."""
+    with contextlib.suppress(ValueError, OverflowError):
+        number = parse_float(text)
+        nearest = sorted({math.floor(number), math.ceil(number)})
+        if least <= nearest[0] and nearest[-1] <= (LARGEST_INT if most is None else most):
+            return one_of(nearest)
+    return _range(least, most)
+
+
+positive = whole(1)
+"""An integer of at least 1, for argparse."""

@@ -83,6 +83,8 @@ def parse_config(
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
     world_size: int | None = None,
+    divided: int | None = None,
+    computes_on_cpu: Callable[[str], bool] | None = None,
     problems: Sequence[str] = (),
     typed: Mapping[str, Any] | None = None,
 ) -> R:
@@ -103,6 +105,9 @@ def parse_config(
             then `UNKNOWN_VOCAB_SIZE`.
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
         world_size: of a planned run, the number of its processes, where it is given.
+        divided: as for `validate`.
+        computes_on_cpu: whether the ranks compute on a CPU, given --device; None: not known, and what is on by default
+            on accelerators only counts as off in what is checked here.
         problems: what the caller has found wrong; reported with the others.
         typed: values by field that the user has given, if the caller has added to `argv`.
 
@@ -114,7 +119,16 @@ def parse_config(
     if planned and world_size is not None:
         process = replace(process, world_size=world_size, follows_degrees=False)
     _answer_question(argv, prog, description, config_class, process)
-    reading = _read(argv, process, config_class, shape, continued, is_planned=planned)
+    reading = _read(
+        argv,
+        process,
+        config_class,
+        shape,
+        continued,
+        is_planned=planned,
+        divided=divided,
+        computes_on_cpu=computes_on_cpu,
+    )
     is_valid = not (reading.problems or reading.local_problems)
     reading.local_problems.extend(problems)
     if not is_valid:
@@ -243,6 +257,8 @@ def _read(
     continued: Shape | None = None,
     *,
     is_planned: bool = False,
+    divided: int | None = None,
+    computes_on_cpu: Callable[[str], bool] | None = None,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
     typed = dict(flags.values)
@@ -283,17 +299,22 @@ def _read(
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = list(flags.problems)
     if not process.problems:
+        on_cpu = None if computes_on_cpu is None else computes_on_cpu(config.parallel.device)
         found = validate(
             config,
             process.world_size,
             unread=unread,
             follows_degrees=process.follows_degrees,
+            divided=divided,
+            on_cpu=on_cpu,
             further=partial(_idle_flags, flags),
         )
         for name, values in flags.contradictions.items():
             kept = [build({**given, name: value}) for value in values]
             sizes = [degrees_product(one) if process.follows_degrees else process.world_size for one in kept]
-            found += _wrong_whichever_is_kept(list(zip(kept, sizes, strict=True)), unread - {name}, found)
+            found += _wrong_whichever_is_kept(
+                list(zip(kept, sizes, strict=True)), unread - {name}, found, on_cpu=on_cpu
+            )
         problems = problems + found
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
@@ -316,15 +337,13 @@ def _read(
 
 
 def _wrong_whichever_is_kept(
-    kept: Sequence[tuple[Config, int]], unread: frozenset[str], known: Sequence[str]
+    kept: Sequence[tuple[Config, int]], unread: frozenset[str], known: Sequence[str], *, on_cpu: bool | None
 ) -> list[str]:
     """What is wrong with each value of a flag that is given twice, as configurations with their number of processes;
     nothing where one of them is right."""
     said = {problem.partition(": ")[0] for problem in known}
-    found = [
-        [problem for problem in validate(config, world_size, unread=unread) if problem.partition(": ")[0] not in said]
-        for config, world_size in kept
-    ]
+    every = [validate(config, world_size, unread=unread, on_cpu=on_cpu) for config, world_size in kept]
+    found = [[problem for problem in one if problem.partition(": ")[0] not in said] for one in every]
     return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
 
 

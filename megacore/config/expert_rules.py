@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from megacore.config.dimensions import fill_degrees
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, multiples_of, up_to
 from megacore.config.rules import Rules
-from megacore.config.schema import Config
+from megacore.config.schema import DECIDE_SEQUENCES, Config
 
 EXPERT_RULES = Rules()
 
 
-@EXPERT_RULES.about("num_experts", "ep", "etp", "tp", "dp", "cp", "pp", "sequence_parallel")
+@EXPERT_RULES.about("num_experts", "ep", "etp", "tp", "dp", "cp", "pp")
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
     parallel, experts, tp = config.parallel, config.experts.num_experts, config.parallel.tp
     ep, etp = parallel.ep, parallel.expert_split
@@ -35,12 +35,6 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
             Change("leave it out", {"etp": None}),
         )
         return
-    if etp < tp and not parallel.sequence_parallel:
-        yield Problem(
-            f"--etp 1 with --tp {tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens",
-            Change("add it", {"sequence_parallel": True}),
-            Values(name="etp", among=[tp], near=etp),
-        )
     degrees = fill_degrees(parallel, world_size)
     block = degrees["dp"] * degrees["cp"] * tp
     if block and block % (ep * etp):
@@ -55,6 +49,17 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
             multiples_of("dp", replicas, larger),
             multiples_of(WORLD_SIZE, world_size, larger * others * parallel.pp),
             about=("dp", *(("etp",) if parallel.etp is None else ())),
+        )
+
+
+@EXPERT_RULES.about("num_experts", "etp", *DECIDE_SEQUENCES)
+def _tokens_of_ranks(config: Config, world_size: int) -> Iterator[str]:
+    tp = config.parallel.tp
+    if config.experts.num_experts is not None and config.parallel.repeats_tokens:
+        yield Problem(
+            f"--etp 1 with --tp {tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens",
+            Change("add it", {"sequence_parallel": True}),
+            Values(name="etp", among=[tp], near=1),
         )
 
 

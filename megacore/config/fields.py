@@ -33,6 +33,7 @@ from megacore.config.problem import flag as flag
 # Larger integers are typing errors, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
 _TRIED = 60  # numbers from a bound on
+_FEW = 8  # values of a range that are all named, at most
 _LARGEST_FLOAT = sys.float_info.max
 
 R = TypeVar("R", bound="Section")
@@ -306,14 +307,22 @@ def _in_range(info: FieldInfo, value: float) -> Iterator[Way]:
     high = LARGEST_INT if bounds.high is None else int(bounds.high)
     low = -high if bounds.low is None else int(bounds.low)
     is_low, near = value < low, int(value)
+    if bounds.low is not None and high - low < _FEW:
+        yield Values(name=info.name, among=range(low, high + 1), near=near, bare=True, most=_FEW)
+        return
     among = list(range(low, min(low + _TRIED, high + 1)))
     if not is_low:  # the largest values, and where they violate another constraint, small ones
         powers = [1 << exponent for exponent in range(high.bit_length())]
         among = sorted({*range(max(high - 40, low), high + 1), *(n for n in powers if low <= n <= high), *among})[::-1]
-    bound = "or more" if is_low else "or less"
+    bound = _above_low(bounds) if is_low else "or less"
     yield Values(name=info.name, among=among, near=near, bound=bound, bare=True, most=4)
     if info.optional and is_low:
         yield Change("leave the flag out", {info.name: None})
+
+
+def _above_low(bounds: Range) -> str:
+    """The values above the lowest of a range, in words that follow it."""
+    return "or more" if bounds.high is None or bounds.high >= LARGEST_INT else f"to {number(bounds.high)}"
 
 
 def _way_out(info: FieldInfo, value: float) -> str:
@@ -322,7 +331,9 @@ def _way_out(info: FieldInfo, value: float) -> str:
     is_finite = -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT
     if is_finite:
         if bounds.low is not None and value < bounds.low:
-            return f"use {number(bounds.low)} or more" + (", or leave the flag out" if info.optional else "")
+            return f"use {number(bounds.low)} {_above_low(bounds)}" + (
+                ", or leave the flag out" if info.optional else ""
+            )
         if bounds.high is not None and value > bounds.high:
             return f"use {number(bounds.high)} or less"
     if isinstance(info.default, int | float):

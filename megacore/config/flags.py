@@ -308,7 +308,7 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     if len(values) > 1:
         extra = " ".join(values[1:])
         raise ValueError(
-            f"{word.flag} {values[0]} {extra}: '{extra}' belongs to no flag: leave it out, or name its flag"
+            f"'{extra}' belongs to no flag (it follows {word.flag} {values[0]}): leave it out, or name its flag"
         )
     if info.optional and values[0] == "None":
         return None

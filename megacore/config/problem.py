@@ -31,7 +31,7 @@ class Values:
         name: of the field, or `WORLD_SIZE`.
         among: what it may be, as far as this constraint goes; with `bound` in order, from the bound on.
         near: the value that it has; those nearest to it are tried and named first.
-        bound: `or more` or `or less`, where every value beyond the first of `among` keeps the constraint.
+        bound: `or more`, `or less` or `to N`, where every value beyond the first of `among` keeps the constraint.
         bare: the message is about this field, and its values need no flag.
         most: how many are named.
         around: only the nearest below and the nearest above the value that it has are named.
@@ -156,4 +156,4 @@ def message(said: str, ways: Sequence[str]) -> str:
     return f"{said}: {', or '.join(words)}" if words else said
 
 
-_VERBS = ("leave ", "add ", "start ", "choose ", "give ")
+_VERBS = ("use, ", "leave ", "add ", "start ", "choose ", "give ")

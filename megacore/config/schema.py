@@ -102,6 +102,20 @@ class Config:
     }
     """Commands for the help, each with its purpose. A line is at most 76 characters."""
 
+    def with_sequences_of_device(self, *, on_cpu: bool) -> Self:
+        """With the default of --sequence-parallel on a CPU or an accelerator; the values that it depends on
+        (`DECIDE_SEQUENCES`) must be valid.
+
+        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
+        decides it anew.
+        """
+        parallel = self.parallel
+        if parallel.sequence_parallel is not None or parallel.tp == 1:
+            return self
+        splits = not on_cpu and self.data.seq_length % parallel.sequence_unit(sequence_parallel=True) == 0
+        splits = splits and not self.training.distribute_saved_activations
+        return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
+
     @property
     def checkpoint_dir(self) -> str:
         """Where the checkpoints of the run go: the URL of --save, or else the output directory."""
@@ -317,23 +331,13 @@ class ResolvedConfig(Config):
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
 
-        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
-        decides it anew.
-
         Args:
             on_cpu: not on accelerators.
             bf16: whether matrix products in bf16 are fast there; None: not known, and --precision auto stays undecided.
         """
-        parallel, precision = self.parallel, self.precision
-        if parallel.sequence_parallel is None and parallel.tp > 1:
-            splits = not on_cpu and self.data.seq_length % parallel.sequence_unit(sequence_parallel=True) == 0
-            splits = splits and not self.training.distribute_saved_activations
-            parallel = dataclasses.replace(parallel, sequence_parallel=splits)
-        if bf16 is not None:
-            precision = precision.for_device(bf16=bf16)
-        if parallel is self.parallel and precision is self.precision:
-            return self  # with what is known of it already
-        return dataclasses.replace(self, parallel=parallel, precision=precision)
+        config = self.with_sequences_of_device(on_cpu=on_cpu)
+        precision = config.precision if bf16 is None else config.precision.for_device(bf16=bf16)
+        return config if precision is config.precision else dataclasses.replace(config, precision=precision)
 
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
@@ -374,6 +378,8 @@ SECTIONS = sections_of(Config)
 
 RANKS_OF_FAST_LINK = 8
 """Ranks that are taken to share a node, whose links are fast; neighbours, as --tp and --cp ranks are."""
+DECIDE_SEQUENCES = frozenset({"tp", "cp", "seq_length", "sequence_parallel", "distribute_saved_activations"})
+"""Fields that the default of --sequence-parallel depends on."""
 UNKNOWN_VOCAB_SIZE = 0
 """The size of a vocabulary that could not be read. Only the checks of input files ever see it, in a run that is about
 to be refused (`parse_config`)."""

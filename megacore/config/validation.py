@@ -25,7 +25,7 @@ from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
 from megacore.config.proposals import with_tried_ways
 from megacore.config.reproducible import REPRODUCIBLE_RULES
-from megacore.config.schema import Config, sections_of
+from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
 
 _RULES = [
     *chain(
@@ -41,6 +41,8 @@ def validate(
     *,
     unread: frozenset[str] = frozenset(),
     follows_degrees: bool = False,
+    divided: int | None = None,
+    on_cpu: bool | None = None,
     further: Callable[[Config], list[str]] | None = None,
 ) -> list[str]:
     """Names every violated constraint of a configuration, resolved or not.
@@ -50,6 +52,9 @@ def validate(
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read. Constraints on them are not checked.
         follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
+        divided: the number of ranks that a search divides in other ways than the run, which it begins from: degrees
+            whose product does not divide it are no way out.
+        on_cpu: as for `violations`.
         further: constraints of the caller.
 
     Returns:
@@ -58,14 +63,17 @@ def validate(
     """
 
     def found_in(one: Config, ranks: int) -> list[str]:
-        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread)]
+        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread, on_cpu=on_cpu)]
 
     def recheck(changes: Mapping[str, Any]) -> list[str]:
         values = dict(changes)
         given = values.pop(WORLD_SIZE, world_size)
         changed = _with_values(config, values)
-        ranks = degrees_product(changed) if follows_degrees else given
-        return found_in(changed, ranks)
+        product = degrees_product(changed)
+        left = found_in(changed, product if follows_degrees else given)
+        if divided is not None and product and divided % product:
+            left.append(f"{product} ranks do not divide {divided}")
+        return left
 
     found = found_in(config, world_size)
     return with_tried_ways(found, recheck, processes=None if follows_degrees else world_size) if found else []
@@ -86,13 +94,17 @@ def _with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **sections)
 
 
-def violations(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
+def violations(
+    config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), on_cpu: bool | None = None
+) -> list[str]:
     """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid.
 
     Args:
         config: the configuration to check; none of its values need be valid.
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read.
+        on_cpu: whether the ranks compute on a CPU, whose defaults the rules then see, or else on accelerators. None:
+            not known, and what the device decides counts as off.
     """
     sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
     wrong_by_section = [section.wrong_fields() for section in sections]
@@ -103,6 +115,8 @@ def violations(config: Config, world_size: int, *, unread: frozenset[str] = froz
     for section, messages in zip(sections, wrong_by_section, strict=True):
         problems += [message for name, message in messages.items() if name not in unread]
         problems += section.constraints(wrong)
+    if on_cpu is not None and not DECIDE_SEQUENCES & wrong:
+        config = config.with_sequences_of_device(on_cpu=on_cpu)
     for names, rule in _RULES:
         if not names & wrong:
             problems += rule(config, world_size)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from megacore.config import ResolvedConfig
-from megacore.config.messages import counted
+from megacore.config.messages import counted, one_of
 from megacore.config.parallel import ScheduleName
 from megacore.errors import ConfigError, UserError
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
@@ -113,8 +113,11 @@ def base_of(name: str | None, launch: Launch) -> Cluster:
         name = known[0]
     base = cluster_named(name or "cpu")
     if device is not None and base.on_cpu != (device == "cpu"):
-        kind = "computes on CPUs" if base.on_cpu else "has accelerators"
-        raise ConfigError([f"--cluster {name} {kind}, but the run computed on {device}: leave it out, or name another"])
+        kind, wanted = ("computes on CPUs", "has accelerators")[:: 1 if base.on_cpu else -1]
+        others = [known for known, one in CLUSTERS.items() if one.on_cpu != base.on_cpu]
+        ways = ["leave --cluster out"] if device == "cpu" or any(one.reported_as == device for one in DEVICES) else []
+        ways.append(f"use --cluster {one_of([*others, f'a FILE.toml of one that {wanted}'])}")
+        raise ConfigError([f"--cluster {name} {kind}, but the run computed on {device}: {', or '.join(ways)}"])
     return base
 
 

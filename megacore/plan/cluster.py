@@ -171,6 +171,7 @@ _BOUNDS = {
 }
 _MOST_BYTES = 1 << 20  # of a cluster file
 _LEAST_SHARE = 1e-3
+_MOST_MICROSECONDS = 1_000_000
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -358,12 +359,12 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
         is_time = name.endswith("_us")
         triple = values if isinstance(values, list) else [values] * 3
         number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in triple)
-        if len(triple) != 3 or not number or not all(0 <= v <= (1e6 if is_time else 1) for v in triple):
-            bounds = "microseconds" if is_time else "shares from 0 to 1"
-            problems.append(f"{path}: efficiency.{name} = {_shown(values)} must be [slow, expected, fast], {bounds}")
-            continue
-        if not is_time and min(triple) < _LEAST_SHARE:
-            problems.append(f"{path}: efficiency.{name} = {_shown(values)} must be at least {_LEAST_SHARE}")
+        low, high = (0, _MOST_MICROSECONDS) if is_time else (_LEAST_SHARE, 1)
+        if len(triple) != 3 or not number or not all(low <= v <= high for v in triple):
+            bounds = f"{'microseconds' if is_time else 'shares'} from {low} to {high:,}"
+            problems.append(
+                f"{path}: efficiency.{name} = {_shown(values)} must be one number or [slow, expected, fast], {bounds}"
+            )
             continue
         if triple != sorted(triple, reverse=is_time):
             order = "fall" if is_time else "rise"

@@ -27,6 +27,12 @@ _TRY_ANYWAY = "--no-memory-check starts the run all the same"
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 
+def computes_on_cpu(device: str) -> bool:
+    """Whether ranks of this machine compute on its CPU, given --device, as far as that is seen before torch is loaded:
+    False where there may be an accelerator."""
+    return device == "cpu" or not any(map(os.path.exists, _DEVICE_FILES))
+
+
 def check_memory(config: ResolvedConfig) -> None:
     """Refuse a run on a machine without an accelerator whose host memory it cannot fit into; before torch is loaded.
 
@@ -35,8 +41,8 @@ def check_memory(config: ResolvedConfig) -> None:
     Raises:
         ConfigError: it does not fit; with what it needs and what would fit.
     """
-    may_accelerate = config.parallel.device != "cpu" and any(map(os.path.exists, _DEVICE_FILES))
-    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check:
+    on_cpu = computes_on_cpu(config.parallel.device)
+    if not on_cpu or config.model.vocab_size is None or not config.training.memory_check:
         return
     if problem := host_problem(config, outline(config)):
         raise ConfigError([problem])

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining
 from megacore.config.fields import flag_and_value
+from megacore.config.messages import at_most
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
@@ -176,9 +177,19 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints, *, names
         said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
         problems.append(
             f"{' and '.join(texts)} {said}: those that divide --world-size {constraints.world_size}{also} are "
-            f"{', '.join(map(str, values))}"
+            f"{', '.join(map(str, values))}{_other_limits(name, values, least, most)}"
         )
     return problems
+
+
+def _other_limits(name: str, values: Sequence[int], least: int | None, most: int | None) -> str:
+    """The limits of a degree that leave it one of its values, each with the other limit as it is."""
+    ways = []
+    if least is not None and (below := [value for value in values if most is None or value <= most]):
+        ways.append(f"--min-{name} {at_most(max(below))}")
+    if most is not None and (above := [value for value in values if least is None or value >= least]):
+        ways.append(f"--max-{name} {min(above)} or more")
+    return f": use {', or '.join(ways)}" if ways else ""
 
 
 def context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:

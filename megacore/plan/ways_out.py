@@ -150,7 +150,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
 
     def add(candidates: Iterator[Change], note: str = "") -> None:
         for change in map(_with_its_batch, candidates):
-            if any(set(way) <= set(change.flags) for way in ways) or not _is_valid(change):
+            if any(set(way) <= set(change.flags) for way in ways) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
@@ -190,8 +190,8 @@ def _much_above(smaller: list[int]) -> float:
     return 2.0 * max(smaller, default=0)
 
 
-def _is_valid(change: Change) -> bool:
-    return not violations(change.config, change.config.parallel.ranks)
+def _is_valid(change: Change, limits: Limits) -> bool:
+    return not violations(change.config, change.config.parallel.ranks, on_cpu=limits.on_cpu)
 
 
 def _with_auto_schedule(change: Change, limits: Limits) -> ResolvedConfig:
@@ -528,7 +528,8 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
     """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model,
     with some saving flags, and on more of them; what needs as much as the unchanged run is left out."""
     machines = "machines" if limits.on_cpu else "devices"
-    smallest = next((change for change in map(_thriftiest, reversed(_much_smaller(start))) if _is_valid(change)), None)
+    models = map(_thriftiest, reversed(_much_smaller(start)))
+    smallest = next((change for change in models if _is_valid(change, limits)), None)
     further = itertools.chain(
         _savings(start, on_cpu=limits.on_cpu),
         _more_replicas(start, limits),
@@ -538,9 +539,11 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
     seen: set[tuple[str, ...]] = set()
     most = _tenths(limits.demand(start.config))
     for change in map(_with_its_batch, candidates):
-        if change.flags in seen or not _is_valid(change):
+        if change.flags in seen or not _is_valid(change, limits):
             continue
         seen.add(change.flags)
+        if limits.fits(change.config):  # the machines that there are suffice
+            continue
         demand = limits.demand(change.config)
         if limits.host_allows(demand) and (_tenths(demand) < most or not change.flags):
             flags, number = " ".join(change.flags) or "the same flags", _number_of(change, start.config, limits)

@@ -233,8 +233,19 @@ def test_the_base_is_what_the_run_computed_on(tmp_path: Path) -> None:
     assert base_of(None, Launch(device="NVIDIA H100 80GB HBM3")).name == "h100"
     for name, device, said in (
         (None, "NVIDIA T4", "--cluster is missing: the run computed on NVIDIA T4"),
-        ("h100", "cpu", "--cluster h100 has accelerators, but the run computed on cpu"),
-        ("cpu", "NVIDIA H100 80GB HBM3", "--cluster cpu computes on CPUs, but the run computed on NVIDIA H100"),
+        (
+            "h100",
+            "cpu",
+            "--cluster h100 has accelerators, but the run computed on cpu: leave --cluster out, or use --cluster "
+            "laptop, cpu or a FILE.toml of one that computes on CPUs",
+        ),
+        (
+            "cpu",
+            "NVIDIA H100 80GB HBM3",
+            "--cluster cpu computes on CPUs, but the run computed on NVIDIA H100 80GB HBM3: leave --cluster out, or "
+            "use --cluster a100-40g, ",
+        ),
+        ("cpu", "NVIDIA T4", "--cluster cpu computes on CPUs, but the run computed on NVIDIA T4: use --cluster a100"),
     ):
         with pytest.raises(ConfigError) as refused:
             base_of(name, Launch(device=device))

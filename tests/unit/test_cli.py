@@ -243,7 +243,7 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--lr", "nan"], ("--lr nan", "finite")),
     (["--lr"], ("--lr needs a value: --lr FLOAT",)),
     (["--tp", "--pp", "1"], ("--tp needs a value: --tp INT",)),
-    (["--tp", "1", "2"], ("--tp 1 2", "'2' belongs to no flag")),
+    (["--tp", "1", "2"], ("--tp 1", "'2' belongs to no flag")),
     (["--tp", "1", "--tp", "2"], ("--tp is given twice, as --tp 1 and as --tp 2", "keep one")),
     (["--tp", "1", "--tensor-model-parallel-size", "2"], ("--tp 1", "--tensor-model-parallel-size 2", "keep one")),
     (["--eod-mask-loss", "--no-eod-mask-loss"], ("--eod-mask-loss", "--no-eod-mask-loss", "keep one")),

@@ -134,7 +134,18 @@ def test_a_cluster_file_of_wrong_types_is_refused(
         ("node_latency_us = -1", "node_latency_us = -1 must be a number from 0 to 10,000,000"),
         ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number from 1 to 100,000"),
         ("[peak_tflops]\nbf16 = 1e-308", "peak_tflops.bf16 = 1e-308 must be a number from 1e-06 to 1,000,000"),
-        ("[efficiency]\nlinks = 1e-300", "efficiency.links = 1e-300 must be at least 0.001"),
+        (
+            "[efficiency]\nlinks = 1e-300",
+            "efficiency.links = 1e-300 must be one number or [slow, expected, fast], shares from 0.001 to 1",
+        ),
+        (
+            "[efficiency]\nlinks = 3",
+            "efficiency.links = 3 must be one number or [slow, expected, fast], shares from 0.001 to 1",
+        ),
+        (
+            "[efficiency]\nhost_us = -1",
+            "efficiency.host_us = -1 must be one number or [slow, expected, fast], microseconds from 0 to 1,000,000",
+        ),
     ],
 )
 def test_a_number_that_no_machine_has_is_refused_with_its_bounds(field: str, said: str, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def refused(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_all_that_is_wrong_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused("--ranks 0 --peers torch,deepspeedd --modes foo,dp --output /proc/x --bogus --rank 2 x", capsys)
     for problem in (
-        "--ranks 0 must be a whole number from 1",
+        "--ranks 0 must be at least 1: use 1 to 1024",
         "--peers deepspeedd is not known: did you mean deepspeed?",
         "--modes foo is not known: use dp, ",
         "--output /proc/x cannot be written: /proc takes no new files",
@@ -267,10 +267,17 @@ def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(result
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("compare.py --ranks 0", ["--ranks 0 must be a whole number from 1 to 1024"]),
+        ("compare.py --ranks 0", ["--ranks 0 must be at least 1: use 1 to 1024"]),
+        ("compare.py --ranks two", ["--ranks 'two' is not a whole number: use 1 to 1024\n"]),
         (
             "many_ranks.py --tp x --pp 0 --dp z --steps 0 --timeout 0",
-            ["--tp 'x' is not a", "--pp 0 must be at least 1", "--dp 'z'", "--steps 0 must", "--timeout 0 must"],
+            [
+                "--tp 'x' is not a",
+                "--pp 0 must be at least 1: use 1 or more\n",
+                "--dp 'z' is not a whole number: use 1 or",
+                "--steps 0 must",
+                "--timeout 0 must",
+            ],
         ),
         (
             "many_ranks.py --tp 3 --pp 0 --dp 2 --schedule interleaved --virtual-stages 2",
@@ -290,7 +297,7 @@ def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(result
             "many_ranks.py --tp 3 --pp 2 --dp 1 --zero-stage 9 --output-dir x",
             [
                 "--tp 3 must divide --num-attention-heads 4: use 1, 2 or 4",
-                "use 3 or less",
+                "--zero-stage 9 must be at least 0 and at most 3: use 0, 1, 2 or 3\n",
                 "--output-dir has no effect",
             ],
         ),

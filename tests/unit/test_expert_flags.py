@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import Config
+from megacore.config import Config, ParallelConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import load_toml, parse_config, save_toml
 from megacore.config.experts import ARCHITECTURE_OF_EXPERTS
+from megacore.errors import ConfigError
+from megacore.parallel.mesh import build_mesh
 from tests.unit.refusals import GOOD, Refuse, alone, parse, problems, refuse
 
 __all__ = ["alone", "refuse"]
@@ -166,3 +168,23 @@ def test_a_file_has_a_table_of_experts(tmp_path: Path) -> None:
 def test_the_architecture_is_what_the_model_computes() -> None:
     assert {"num_experts", "moe_router_topk"} <= set(ARCHITECTURE_OF_EXPERTS)
     assert "moe_aux_loss_coeff" not in ARCHITECTURE_OF_EXPERTS
+
+
+@pytest.mark.usefixtures("ranks")
+def test_whole_experts_per_rank_go_with_the_default_of_the_device(refuse: Refuse) -> None:
+    flags = [*EXPERTS, "--tp", "2", "--etp", "1"]
+    said = "--etp 1 with --tp 2 needs --sequence-parallel"
+    assert parse(*flags, computes_on_cpu=lambda _: False).parallel.sequence_parallel is None
+    for hooks in ({}, {"computes_on_cpu": lambda _: True}):
+        (problem,) = problems(refuse(*flags, **hooks))
+        assert problem.startswith(said) and problem.endswith(": add it, or use --etp 2")
+    for off in (["--no-sequence-parallel"], ["--seq-length", "33"]):  # by a flag, and as --tp does not divide it
+        assert said in refuse(*flags, *off, computes_on_cpu=lambda _: False)
+    (problem,) = problems(refuse(*flags, "--seq-length", "0", computes_on_cpu=lambda _: False))
+    assert problem.startswith("--seq-length 0")  # and nothing of a default that depends on it
+
+
+def test_a_mesh_has_no_ranks_that_repeat_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--etp 1 with --tp 2 needs --sequence-parallel: add it, or use --etp 2"):
+        build_mesh(ParallelConfig(tp=2, dp=1, etp=1, sequence_parallel=False))

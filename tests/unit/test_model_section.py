@@ -89,7 +89,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({**ROPE, "rotary_percent": 0.01}, 1, ("a head of 64 is 0 dimensions", "--rotary-percent 0.03125")),
     ({"normalization": "RMSNorm", "norm_bias": False}, 1, ("--no-norm-bias has no effect", "RMSNorm", "leave it out")),
     ({"add_qkv_bias": True}, 1, ("--add-qkv-bias has no effect without --disable-bias-linear",)),
-    ({"window_size": 0}, 1, ("--window-size 0", "1 or more", "leave the flag out")),
+    ({"window_size": 0}, 1, ("--window-size 0", "use 1 to 100000000", "leave the flag out")),
     ({"rope_scaling_factor": 0.5, **ROPE, "rope_scaling": "linear"}, 1, ("--rope-scaling-factor 0.5", "1 or more")),
 ]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +27,8 @@ from tests.parity.runs import make_config
 from tests.unit.planning import BLOOM, planned, resolved
 from tools.plan import main
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_the_picture_of_a_search_shows_its_list_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "found.svg"
@@ -37,6 +42,27 @@ def test_the_picture_of_a_search_shows_its_list_whole(tmp_path: Path, capsys: py
     words = " ".join(listed).split()
     assert all(set(row["flags"].split()) <= set(words) for row in found["frontier"][:12])
     assert " ".join(words).count("--tp ") == len(found["frontier"][:12])
+
+
+@pytest.mark.parametrize(
+    ("flags", "pictures"),
+    [("", ("timeline", "memory-timeline")), ("--world-size 2 --search --max-micro-batch-size 1", ("picture",))],
+)
+def test_pictures_are_drawn_although_nobody_reads_the_report(
+    flags: str, pictures: tuple[str, ...], tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{name}.svg" for name in pictures]
+    given = [word for name, path in zip(pictures, paths, strict=True) for word in (f"--{name}", str(path))]
+    command = [sys.executable, "tools/plan.py", "pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", "h100"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        words = [*command, "--global-batch-size", "2", *flags.split(), *given]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, [path.is_file() for path in paths]) == (141, [True] * len(paths)), done.stderr
 
 
 def found_of(sizes: Sequence[tuple[float, float]]) -> Found:

@@ -222,8 +222,14 @@ def test_a_flag_that_cannot_be_read_hides_no_other_problem(
             "--preset gpt2-small --cluster h100 --dry-run full",
             ["--dry-run has no effect here, as plan.py always plans"],
         ),
-        ("--cluster h100 --preset gpt2-small foo", ["--preset gpt2-small foo: 'foo' belongs to no flag"]),
-        ("--cluster h100 --preset gpt2-small --train-iters 10 foo", ["--train-iters 10 foo: 'foo' belongs to no flag"]),
+        (
+            "--cluster h100 --preset gpt2-small foo",
+            ["'foo' belongs to no flag (it follows --preset gpt2-small): leave it out"],
+        ),
+        (
+            "--cluster h100 --preset gpt2-small --train-iters 10 foo",
+            ["'foo' belongs to no flag (it follows --train-iters 10)"],
+        ),
         (
             "--preset gpt2-small --cluster h100 --timeline .svg",
             ["--timeline .svg must end in .svg or .png: use --timeline out.svg"],
@@ -373,3 +379,10 @@ def test_a_full_dry_run_reports_what_it_cannot_do_with_the_rest(
         assert stop.value.code == 2
         text = capsys.readouterr().err
         assert all(part in text for part in said) and text.count("fake tensors") == 1, text
+
+
+def test_whole_experts_per_rank_need_no_flag_on_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset mixtral-8x7b --tp 2 --dp 4 --ep 8 --etp 1 --global-batch-size 8 --cluster"
+    assert planned(capsys, f"{flags} h100")["layout"] == planned(capsys, f"{flags} h100 --sequence-parallel")["layout"]
+    assert main(f"{flags} cpu".split()) == 2
+    assert "--etp 1 with --tp 2 needs --sequence-parallel" in capsys.readouterr().err

@@ -422,3 +422,13 @@ def test_a_cpu_has_no_price_and_its_ranks_are_no_gpus(capsys: pytest.CaptureFixt
     assert "- TFLOP/s per rank, model FLOPs, full attention: " in text and "GPU" not in text
     assert main([*flags.split(), "--price-per-hour", "0.5"]) == 0
     assert " USD at 0.5 USD per device and hour (assumed; " in capsys.readouterr().out
+
+
+def test_a_device_that_is_large_enough_is_no_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 50304"
+    batch = "--micro-batch-size 1000000 --global-batch-size 1000000"
+    plan = planned(capsys, f"pretrain_gpt.py {flags} {batch} --precision bf16 --cluster h100")
+    needed = [
+        float(one.replace(",", "")) for one in re.findall("devices with at least (.*) GiB", str(plan["ways_out"]))
+    ]
+    assert needed and min(needed) > CLUSTERS["h100"].device.memory_bytes / GIB, plan["ways_out"]

@@ -15,7 +15,7 @@ from tools.plan import main
             [
                 "--max-tp 0 must be at least 1",
                 "--min-pp 200 leaves no --pp: those that divide --world-size 64 and are at most --num-layers 12 are "
-                "1, 2, 4, 8",
+                "1, 2, 4, 8: use --min-pp 8 or less\n",
             ],
         ),
         (
@@ -23,10 +23,12 @@ from tools.plan import main
             [
                 "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64",
                 "--min-tp 16 leaves no --tp: those that divide --world-size 64 and divide --num-attention-heads 12 are "
-                "1, 2, 4",
-                "--min-cp 3 and --max-cp 3 leave no --cp",
+                "1, 2, 4: use --min-tp 4 or less\n",
+                "--min-cp 3 and --max-cp 3 leave no --cp: those that divide --world-size 64 and divide --seq-length "
+                "1024 are 1, 2, 4, 8, 16, 32, 64: use --min-cp 2 or less, or --max-cp 4 or more\n",
             ],
         ),
+        ("--tp 24", ["--tp 24 must divide --num-attention-heads 12: use 1, 2 or 4\n"]),
         ("--min-dp 3 --max-dp 3", ["--min-dp 3 and --max-dp 3 leave no --dp"]),
     ],
 )
