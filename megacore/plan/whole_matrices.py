@@ -26,31 +26,17 @@ from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeBuckets:
-    """The buckets of a pipeline stage.
+class WholeBucket(NamedTuple):
+    """A bucket of a pipeline stage: its elements with padding, and how many matrices it has, all of experts or none."""
 
-    Attributes:
-        size: elements of each, padding included, the last used first.
-        padding: elements of all that belong to no parameter, without those of experts.
-        expert_padding: the same of experts.
-        of_layer: by the number of a layer, the numbers of the buckets that hold its matrices; none where it has none.
-    """
-
-    size: Sequence[int] = ()
-    padding: int = 0
-    expert_padding: int = 0
-    of_layer: Sequence[Sequence[int]] = ()
-
-    def unreduced(self, layer: int) -> tuple[int, int]:
-        """While backward is in a layer with matrices: elements of the bucket that is filled and of the one before it,
-        which is being reduced, where these are most."""
-        pairs = ((self.size[number], self.size[number - 1] if number else 0) for number in self.of_layer[layer])
-        return max(pairs, key=sum)
+    size: int
+    matrices: int
+    of_experts: bool
 
 
-def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> WholeBuckets:
-    """The buckets of a pipeline stage.
+@once_per_state
+def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> tuple[WholeBucket, ...]:
+    """The buckets of a pipeline stage, the last used first; those of experts follow the others.
 
     Args:
         config: a resolved configuration, of ZeRO's stages 0 to 2.
@@ -59,15 +45,8 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     """
     shards = shard_ranks(config.parallel) if config.parallel.zero_stage else 1
     copies = expert_copies(config.parallel) if config.parallel.zero_stage else 1
-    buckets = list(_all_buckets(config, chunk, on_cpu=on_cpu, shards=shards, copies=copies))
-    buckets.sort(key=lambda bucket: bucket.last)
-    of_layer = [[n for n, bucket in enumerate(buckets) if number in bucket.layers] for number in range(len(chunk))]
-    return WholeBuckets(
-        size=[bucket.size for bucket in buckets],
-        padding=sum(bucket.padding for bucket in buckets if not bucket.of_experts),
-        expert_padding=sum(bucket.padding for bucket in buckets if bucket.of_experts),
-        of_layer=of_layer,
-    )
+    buckets = _all_buckets(config, chunk, on_cpu=on_cpu, shards=shards, copies=copies)
+    return tuple(WholeBucket(bucket.size, len(bucket.matrices), bucket.of_experts) for bucket in buckets)
 
 
 def with_padding(
@@ -414,11 +393,31 @@ def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides:
     return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
-def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_Matrix, ...]:
-    """The matrices of a layer that the optimizer takes whole."""
-    if layer.block is None or not config.optimizer_settings.takes_some_whole:
-        return ()
-    return tuple(_matrices(config, layer.block, layer.name, on_cpu=False))
+class Weight(NamedTuple):
+    """A weight of a block on one rank: its elements, whether it is of experts, whether the optimizer takes it whole,
+    and whether one product gives its gradient and the next one's."""
+
+    size: int
+    of_experts: bool
+    is_whole: bool
+    is_joined: bool
+
+
+def weights(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Weight]:
+    """The weights with two dimensions or more of a block, the last used first.
+
+    Args:
+        config: a resolved configuration.
+        block: the block.
+        name: of its layer.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    found = _of_block(config, block, on_cpu=on_cpu)
+    taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
+    return [
+        Weight(one.matrix.size, one.matrix.of_expert, is_taken, one.matrix.is_joined)
+        for one, is_taken in zip(found, taken, strict=True)
+    ]
 
 
 def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bool, ...]:
@@ -450,6 +449,11 @@ def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Buck
 
 def _aligned(matrix: _Matrix) -> int:
     return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
+
+
+def joins_up_and_gate(block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether one product gives the gradients of up and gate of a block's MLP."""
+    return block.activation == "swiglu" and not block.mlp_bias and not on_cpu
 
 
 @once_per_layers
@@ -489,7 +493,7 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
     if share is not None:
         inner, mlp = share.experts.moe_shared_expert_size or 0, "mlp.shared"
     into = ["up", "gate"] if block.gated else ["up"]
-    joins = block.activation == "swiglu" and not block.mlp_bias and share is None and not on_cpu
+    joins = joins_up_and_gate(block, on_cpu=on_cpu)
 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
         matrix = _Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how)
