@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -25,12 +26,19 @@ _BYTES = 4  # of an element, when buckets are made
 
 
 class Piece(NamedTuple):
-    """Parameters of a layer whose gradients arrive together, and that are in one bucket: their elements, and how many
-    they are if the optimizer takes them whole, else 0."""
+    """Parameters of a layer whose gradients arrive together, and that are in one bucket.
+
+    Attributes:
+        size: their elements.
+        kind: whose buckets they share.
+        whole: how many they are if the optimizer takes them whole, else 0.
+        beside: whether they arrive with those of the piece before.
+    """
 
     size: int
     kind: Kind = "others"
     whole: int = 0
+    beside: bool = False
 
 
 class Held(NamedTuple):
@@ -40,7 +48,7 @@ class Held(NamedTuple):
         total: of all.
         made: of the one that is made for the piece; 0 where it exists.
         reduced: of the one that is being reduced, this rank's part, if it is added to an earlier one.
-        piece: number of the piece in its layer.
+        piece: number of the piece in its layer; one that arrives with another has its number.
         arrived: whether the gradient has been added, and a reduction has begun.
         sharded: this rank's parts of all whose reductions have begun, if they are the first.
     """
@@ -84,8 +92,8 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
             parts = Piece(table, "apart" if is_apart else "others"), Piece(size - table)
             return tuple(part for part in parts if part.size > 0)
         return (Piece(size),) if size else ()
-    found, joins = list[Piece](), False
-    for weight in weights(config, layer.block, layer.name, on_cpu=on_cpu):
+    block, found, joins, of_mlp = layer.block, list[Piece](), False, 0
+    for weight in weights(config, block, layer.name, on_cpu=on_cpu):
         if weight.of_experts and not experts:
             continue
         piece = Piece(weight.size, "experts" if weight.of_experts else "others", int(weight.is_whole))
@@ -94,8 +102,13 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
             piece = Piece(other.size + piece.size, piece.kind, other.whole + piece.whole)
         found.append(piece)
         joins = weight.is_joined
-    # Vectors; the first norm's is the last one.
-    return (*found, Piece(size - sum(piece.size for piece in found)))
+        of_mlp = len(found) if weight.name.startswith("mlp") else of_mlp
+    # Vectors: the first norm's is the last one, and the first one is the last product's bias, or a norm's.
+    vectors = size - sum(piece.size for piece in found)
+    if (early := vectors - block.hidden_size) > 0:
+        has_bias = block.mlp_bias and block.experts is None
+        found.insert(1 if has_bias else of_mlp, Piece(early, beside=has_bias))
+    return (*found, Piece(min(vectors, block.hidden_size)))
 
 
 def pieces_of_mlp(block: ResolvedModel, inner: int, *, on_cpu: bool) -> int:
@@ -130,13 +143,13 @@ def unreduced(
     added, new = {-1: 0.0 if sums[0] else before / ranks[0]}, {-1: 0.0}  # of shards: added to another, or stays
     reduced, due, sharded = -1, 0, 0.0
     found: list[list[Held]] = [[] for _ in layers]
-    places = [place for layer in reversed(layers) for place in range(len(layer))]
+    places = [place for layer in reversed(layers) for place in accumulate(not one.beside for one in layer)]
     for (number, piece), bucket, place in zip(last_first, bucket_of, places, strict=True):
         made = 0 if bucket in held else sizes[bucket]
         held[bucket] = sizes[bucket]
         shard = sizes[bucket] / ranks[piece.kind == "experts"]
         added[bucket], new[bucket] = (0.0, shard) if sums[1] else (shard, 0.0)
-        found[number].append(Held(sum(held.values()), made, added[reduced], place, False, sharded))
+        found[number].append(Held(sum(held.values()), made, added[reduced], place - 1, False, sharded))
         missing[bucket] -= 1
         before_it = reduced
         while due < len(sizes) and not missing[due]:
@@ -144,7 +157,7 @@ def unreduced(
             reduced, due = due, due + 1
             sharded += new[reduced]
         if reduced != before_it:
-            found[number].append(Held(sum(held.values()), 0, added[reduced], place, True, sharded))
+            found[number].append(Held(sum(held.values()), 0, added[reduced], place - 1, True, sharded))
     return Unreduced(found, sum(held.values()))
 
 

@@ -394,9 +394,10 @@ def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides:
 
 
 class Weight(NamedTuple):
-    """A weight of a block on one rank: its elements, whether it is of experts, whether the optimizer takes it whole,
-    and whether one product gives its gradient and the next one's."""
+    """A weight of a block on one rank: its name in the block, its elements, whether it is of experts, whether the
+    optimizer takes it whole, and whether one product gives its gradient and the next one's."""
 
+    name: str
     size: int
     of_experts: bool
     is_whole: bool
@@ -415,7 +416,7 @@ def weights(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: 
     found = _of_block(config, block, on_cpu=on_cpu)
     taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
     return [
-        Weight(one.matrix.size, one.matrix.of_expert, is_taken, one.matrix.is_joined)
+        Weight(one.part.name, one.matrix.size, one.matrix.of_expert, is_taken, one.matrix.is_joined)
         for one, is_taken in zip(found, taken, strict=True)
     ]
 
