@@ -233,14 +233,14 @@ def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on
         yield from (bucket for _, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu))
         return
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
-    matrices = tuple((at, *one) for at, one in enumerate(_of_chunk(config, chunk, on_cpu=on_cpu)))
+    matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
     (held,) = held_by_layer([chunk])
     limit = _bucket_bytes(config, held)
     if shards == copies == 1:
         yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
         return
     for kind, ranks in ((False, shards), (True, copies)):
-        alike = tuple(one for one in matrices if one[2].of_expert == kind)
+        alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == kind)
         yield from _buckets(alike, ranks, limit, divides=True)
 
 
@@ -249,33 +249,34 @@ def _layer_buckets(
 ) -> Iterator[tuple[int, _Bucket]]:
     """Those of ZeRO's stage 3, each of one layer: its number, and the bucket. The first layer comes first."""
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
-    matrices = [(0, *one) for one in _of_chunk(config, chunk, on_cpu=on_cpu)]
     (held,) = held_by_layer([chunk])
-    for number, inside in reversed(_by_layer(matrices).items()):
+    for number, inside in reversed(_by_layer(_of_chunk(config, chunk, on_cpu=on_cpu)).items()):
         beside = held[number] - sum(matrix.size for matrix in inside)
         for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
-            if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
+            if members := tuple(matrix for matrix in inside if matrix.of_expert == kind):
                 yield number, _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
 
 
-def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) -> Iterator[tuple[_Placed, ...]]:
+def _among_others(
+    matrices: Sequence[tuple[int, _Matrix]], held: Sequence[int], limit: int
+) -> Iterator[tuple[_Matrix, ...]]:
     """The matrices of each bucket where all parameters of a layer follow each other: a bucket is full at `limit`
-    bytes. The few vectors of a block count with its last matrix. Places and layers are left out.
+    bytes. The few vectors of a block count with its last matrix.
 
     Args:
-        matrices: the last used first.
+        matrices: with the numbers of their layers, the last used first.
         held: parameters of each layer.
         limit: of a bucket.
     """
     by_layer = _by_layer(matrices)
     for kind in (False, True):
-        members: list[_Placed] = []
+        members: list[_Matrix] = []
         size = 0
         for number in reversed(range(len(held))):
             inside = by_layer.get(number, [])
             for matrix in inside:
                 if matrix.of_expert == kind:
-                    members.append((0, 0, matrix))
+                    members.append(matrix)
                     size += 4 * matrix.size
                     if size >= limit and not matrix.is_joined:
                         yield tuple(members)
@@ -290,10 +291,10 @@ def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) 
             yield tuple(members)
 
 
-def _by_layer(matrices: Iterable[_Placed]) -> dict[int, list[_Matrix]]:
+def _by_layer(matrices: Iterable[tuple[int, _Matrix]]) -> dict[int, list[_Matrix]]:
     """Matrices by the number of their layer."""
     found: dict[int, list[_Matrix]] = {}
-    for _, layer, matrix in matrices:
+    for layer, matrix in matrices:
         found.setdefault(layer, []).append(matrix)
     return found
 
@@ -322,7 +323,7 @@ def _all_buckets(
     matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
     for of_experts, ranks in ((False, shards), (True, copies)):
         if ranks > 1 or not of_experts:
-            alike = tuple((at, *one) for at, one in enumerate(matrices) if one[1].of_expert == of_experts)
+            alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == of_experts)
             yield from _buckets(alike, ranks, limit, divides=ranks > 1)
 
 
@@ -354,21 +355,14 @@ class _Matrix(NamedTuple):
     is_cut: bool = True
 
 
-_Placed = tuple[int, int, _Matrix]
-"""A matrix with its place among those of a stage, and the number of its layer."""
-
-
 class _Bucket(NamedTuple):
-    """A bucket: elements with padding, those of a shard, those before its matrices, padding, the place of its last
-    matrix, the layers of its matrices, these with the shard of each, and how many shards, the first ones, have no
-    choice of a rank."""
+    """A bucket: elements with padding, those of a shard, those before its matrices, padding, its matrices with the
+    shard of each, and how many shards, the first ones, have no choice of a rank."""
 
     size: int
     shard_size: int
     taken: int
     padding: int
-    last: int
-    layers: frozenset[int]
     of_experts: bool
     matrices: Sequence[_Matrix]
     shard_of: Sequence[int]
@@ -376,7 +370,7 @@ class _Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
+def _buckets(matrices: tuple[_Matrix, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
     """The buckets of matrices over so many shards.
 
     Args:
@@ -385,8 +379,8 @@ def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides:
         limit: bytes of a bucket in a small replica group.
         divides: whether there are several.
     """
-    aligned = [_aligned(matrix) for _, _, matrix in matrices]
-    joined = {number for number, (_, _, matrix) in enumerate(matrices) if matrix.is_joined}
+    aligned = [_aligned(matrix) for matrix in matrices]
+    joined = {number for number, matrix in enumerate(matrices) if matrix.is_joined}
     ends = [len(matrices)] if matrices else []
     if divides:
         ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
@@ -430,19 +424,17 @@ def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bo
 
 
 @functools.lru_cache(maxsize=256)
-def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Bucket:
+def _bucket(matrices: tuple[_Matrix, ...], shards: int, taken: int = 0) -> _Bucket:
     """A bucket of matrices; `taken`: elements before them that shards may split."""
-    packing = pack([_aligned(matrix) for _, _, matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
+    packing = pack([_aligned(matrix) for matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
     size = shards * packing.shard_size
     return _Bucket(
         size=size,
         shard_size=packing.shard_size,
         taken=taken,
-        padding=size - taken - sum(matrix.size for _, _, matrix in matrices),
-        last=matrices[-1][0],
-        layers=frozenset(layer for _, layer, _ in matrices),
-        of_experts=matrices[0][2].of_expert,
-        matrices=[matrix for _, _, matrix in matrices],
+        padding=size - taken - sum(matrix.size for matrix in matrices),
+        of_experts=matrices[0].of_expert,
+        matrices=matrices,
         shard_of=packing.shard_of,
         fixed=-(-taken // max(packing.shard_size, 1)),
     )
