@@ -34,7 +34,7 @@ from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
 from megacore.plan.traffic import recomputed_whole
 from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, unreduced
-from megacore.plan.whole_matrices import WholeBuckets, whole_buckets, with_padding
+from megacore.plan.whole_matrices import WholeBucket, whole_buckets, with_padding
 
 
 def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
@@ -139,8 +139,7 @@ def passing_bytes(
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
     - stage 2: the buckets that are filled and the one that is reduced (unreduced.py). While a block's second gradient
-      is added, the tensors of the inner width are freed. Of matrices that the optimizer takes whole, the bucket that
-      holds the layer's, and the one after it;
+      is added, the tensors of the inner width are freed;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
       the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
@@ -182,7 +181,8 @@ def passing_bytes(
         limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(on_rank.by_layer[at]))
         of_layer = zip(on_rank.chunks[at], sizes_of(at), strict=True)
         parts = tuple(pieces(config, *pair, experts=has_copies, on_cpu=on_cpu) for pair in of_layer)
-        return _Buckets(parts, (grown(limit, shards), grown(limit, copies)), (shards, copies))
+        whole = whole_buckets(config, on_rank.chunks[at], on_cpu=on_cpu) if takes_whole else ()
+        return _Buckets(parts, (grown(limit, shards), grown(limit, copies)), (shards, copies), whole)
 
     def last_of(at: int) -> int:
         """The last bucket of a stage, which is being reduced until a later backward reduces its first one."""
@@ -199,11 +199,9 @@ def passing_bytes(
     if stage == 2:
         of_layers = _filled_on_stage_2(buckets_of(at), lingering, (follows_first, is_first))
     waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
-    whole = whole_buckets(config, chunk, on_cpu=on_cpu) if stage == 2 and takes_whole else WholeBuckets()
     freed, made, made_sharded, new, sharded, later_size = 0.0, 0.0, 0.0, 0.0, 0.0, lingering
-    inside = [False] * len(chunk)
-    if not whole.of_layer:  # what has been made grows from layer to layer by the same
-        inside = _inside_runs(chunk, sizes, kept_here, [[held[:-1] for held in layer.held] for layer in of_layers])
+    # What has been made grows from layer to layer by the same.
+    inside = _inside_runs(chunk, sizes, kept_here, [[held[:-1] for held in layer.held] for layer in of_layers])
     for number in reversed(range(len(chunk))):
         layer, size = chunk[number], sizes[number]
         if inside[number]:
@@ -229,11 +227,7 @@ def passing_bytes(
             if not on_cpu:
                 moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
-        if whole.of_layer and whole.of_layer[number]:
-            fills, reduces = whole.unreduced(number)
-            moment += term * (fills + reduces)
-            reducing = 0.0 if is_first else term * reduces / shards
-        elif filled.held:
+        if filled.held:
             more, reducing = _at_pieces(config, layer, filled, inner=inner, head=head, table=table, on_cpu=on_cpu)
             moment += more - (made_sharded if stage == 2 else 0.0)
         if is_first:
@@ -258,6 +252,7 @@ class _Buckets(NamedTuple):
     layers: tuple[tuple[Piece, ...], ...]
     limits: tuple[float, float]
     ranks: tuple[int, int]
+    whole: tuple[WholeBucket, ...] = ()
 
 
 class _Filled(NamedTuple):

@@ -26,31 +26,17 @@ from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeBuckets:
-    """The buckets of a pipeline stage.
+class WholeBucket(NamedTuple):
+    """A bucket of a pipeline stage: its elements with padding, and how many matrices it has, all of experts or none."""
 
-    Attributes:
-        size: elements of each, padding included, the last used first.
-        padding: elements of all that belong to no parameter, without those of experts.
-        expert_padding: the same of experts.
-        of_layer: by the number of a layer, the numbers of the buckets that hold its matrices; none where it has none.
-    """
-
-    size: Sequence[int] = ()
-    padding: int = 0
-    expert_padding: int = 0
-    of_layer: Sequence[Sequence[int]] = ()
-
-    def unreduced(self, layer: int) -> tuple[int, int]:
-        """While backward is in a layer with matrices: elements of the bucket that is filled and of the one before it,
-        which is being reduced, where these are most."""
-        pairs = ((self.size[number], self.size[number - 1] if number else 0) for number in self.of_layer[layer])
-        return max(pairs, key=sum)
+    size: int
+    matrices: int
+    of_experts: bool
 
 
-def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> WholeBuckets:
-    """The buckets of a pipeline stage.
+@once_per_state
+def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> tuple[WholeBucket, ...]:
+    """The buckets of a pipeline stage, the last used first; those of experts follow the others.
 
     Args:
         config: a resolved configuration, of ZeRO's stages 0 to 2.
@@ -59,15 +45,8 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     """
     shards = shard_ranks(config.parallel) if config.parallel.zero_stage else 1
     copies = expert_copies(config.parallel) if config.parallel.zero_stage else 1
-    buckets = list(_all_buckets(config, chunk, on_cpu=on_cpu, shards=shards, copies=copies))
-    buckets.sort(key=lambda bucket: bucket.last)
-    of_layer = [[n for n, bucket in enumerate(buckets) if number in bucket.layers] for number in range(len(chunk))]
-    return WholeBuckets(
-        size=[bucket.size for bucket in buckets],
-        padding=sum(bucket.padding for bucket in buckets if not bucket.of_experts),
-        expert_padding=sum(bucket.padding for bucket in buckets if bucket.of_experts),
-        of_layer=of_layer,
-    )
+    buckets = _all_buckets(config, chunk, on_cpu=on_cpu, shards=shards, copies=copies)
+    return tuple(WholeBucket(bucket.size, len(bucket.matrices), bucket.of_experts) for bucket in buckets)
 
 
 def with_padding(
@@ -254,14 +233,14 @@ def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on
         yield from (bucket for _, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu))
         return
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
-    matrices = tuple((at, *one) for at, one in enumerate(_of_chunk(config, chunk, on_cpu=on_cpu)))
+    matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
     (held,) = held_by_layer([chunk])
     limit = _bucket_bytes(config, held)
     if shards == copies == 1:
         yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
         return
     for kind, ranks in ((False, shards), (True, copies)):
-        alike = tuple(one for one in matrices if one[2].of_expert == kind)
+        alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == kind)
         yield from _buckets(alike, ranks, limit, divides=True)
 
 
@@ -270,33 +249,34 @@ def _layer_buckets(
 ) -> Iterator[tuple[int, _Bucket]]:
     """Those of ZeRO's stage 3, each of one layer: its number, and the bucket. The first layer comes first."""
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
-    matrices = [(0, *one) for one in _of_chunk(config, chunk, on_cpu=on_cpu)]
     (held,) = held_by_layer([chunk])
-    for number, inside in reversed(_by_layer(matrices).items()):
+    for number, inside in reversed(_by_layer(_of_chunk(config, chunk, on_cpu=on_cpu)).items()):
         beside = held[number] - sum(matrix.size for matrix in inside)
         for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
-            if members := tuple((0, 0, matrix) for matrix in inside if matrix.of_expert == kind):
+            if members := tuple(matrix for matrix in inside if matrix.of_expert == kind):
                 yield number, _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
 
 
-def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) -> Iterator[tuple[_Placed, ...]]:
+def _among_others(
+    matrices: Sequence[tuple[int, _Matrix]], held: Sequence[int], limit: int
+) -> Iterator[tuple[_Matrix, ...]]:
     """The matrices of each bucket where all parameters of a layer follow each other: a bucket is full at `limit`
-    bytes. The few vectors of a block count with its last matrix. Places and layers are left out.
+    bytes. The few vectors of a block count with its last matrix.
 
     Args:
-        matrices: the last used first.
+        matrices: with the numbers of their layers, the last used first.
         held: parameters of each layer.
         limit: of a bucket.
     """
     by_layer = _by_layer(matrices)
     for kind in (False, True):
-        members: list[_Placed] = []
+        members: list[_Matrix] = []
         size = 0
         for number in reversed(range(len(held))):
             inside = by_layer.get(number, [])
             for matrix in inside:
                 if matrix.of_expert == kind:
-                    members.append((0, 0, matrix))
+                    members.append(matrix)
                     size += 4 * matrix.size
                     if size >= limit and not matrix.is_joined:
                         yield tuple(members)
@@ -311,10 +291,10 @@ def _among_others(matrices: Sequence[_Placed], held: Sequence[int], limit: int) 
             yield tuple(members)
 
 
-def _by_layer(matrices: Iterable[_Placed]) -> dict[int, list[_Matrix]]:
+def _by_layer(matrices: Iterable[tuple[int, _Matrix]]) -> dict[int, list[_Matrix]]:
     """Matrices by the number of their layer."""
     found: dict[int, list[_Matrix]] = {}
-    for _, layer, matrix in matrices:
+    for layer, matrix in matrices:
         found.setdefault(layer, []).append(matrix)
     return found
 
@@ -343,7 +323,7 @@ def _all_buckets(
     matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
     for of_experts, ranks in ((False, shards), (True, copies)):
         if ranks > 1 or not of_experts:
-            alike = tuple((at, *one) for at, one in enumerate(matrices) if one[1].of_expert == of_experts)
+            alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == of_experts)
             yield from _buckets(alike, ranks, limit, divides=ranks > 1)
 
 
@@ -375,21 +355,14 @@ class _Matrix(NamedTuple):
     is_cut: bool = True
 
 
-_Placed = tuple[int, int, _Matrix]
-"""A matrix with its place among those of a stage, and the number of its layer."""
-
-
 class _Bucket(NamedTuple):
-    """A bucket: elements with padding, those of a shard, those before its matrices, padding, the place of its last
-    matrix, the layers of its matrices, these with the shard of each, and how many shards, the first ones, have no
-    choice of a rank."""
+    """A bucket: elements with padding, those of a shard, those before its matrices, padding, its matrices with the
+    shard of each, and how many shards, the first ones, have no choice of a rank."""
 
     size: int
     shard_size: int
     taken: int
     padding: int
-    last: int
-    layers: frozenset[int]
     of_experts: bool
     matrices: Sequence[_Matrix]
     shard_of: Sequence[int]
@@ -397,7 +370,7 @@ class _Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
+def _buckets(matrices: tuple[_Matrix, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
     """The buckets of matrices over so many shards.
 
     Args:
@@ -406,19 +379,40 @@ def _buckets(matrices: tuple[_Placed, ...], shards: int, limit: int, *, divides:
         limit: bytes of a bucket in a small replica group.
         divides: whether there are several.
     """
-    aligned = [_aligned(matrix) for _, _, matrix in matrices]
-    joined = {number for number, (_, _, matrix) in enumerate(matrices) if matrix.is_joined}
+    aligned = [_aligned(matrix) for matrix in matrices]
+    joined = {number for number, matrix in enumerate(matrices) if matrix.is_joined}
     ends = [len(matrices)] if matrices else []
     if divides:
         ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
     return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
-def matrices_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[_Matrix, ...]:
-    """The matrices of a layer that the optimizer takes whole."""
-    if layer.block is None or not config.optimizer_settings.takes_some_whole:
-        return ()
-    return tuple(_matrices(config, layer.block, layer.name, on_cpu=False))
+class Weight(NamedTuple):
+    """A weight of a block on one rank: its name in the block, its elements, whether it is of experts, whether the
+    optimizer takes it whole, and whether one product gives its gradient and the next one's."""
+
+    name: str
+    size: int
+    of_experts: bool
+    is_whole: bool
+    is_joined: bool
+
+
+def weights(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Weight]:
+    """The weights with two dimensions or more of a block, the last used first.
+
+    Args:
+        config: a resolved configuration.
+        block: the block.
+        name: of its layer.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    found = _of_block(config, block, on_cpu=on_cpu)
+    taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
+    return [
+        Weight(one.part.name, one.matrix.size, one.matrix.of_expert, is_taken, one.matrix.is_joined)
+        for one, is_taken in zip(found, taken, strict=True)
+    ]
 
 
 def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bool, ...]:
@@ -430,19 +424,17 @@ def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bo
 
 
 @functools.lru_cache(maxsize=256)
-def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Bucket:
+def _bucket(matrices: tuple[_Matrix, ...], shards: int, taken: int = 0) -> _Bucket:
     """A bucket of matrices; `taken`: elements before them that shards may split."""
-    packing = pack([_aligned(matrix) for _, _, matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
+    packing = pack([_aligned(matrix) for matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
     size = shards * packing.shard_size
     return _Bucket(
         size=size,
         shard_size=packing.shard_size,
         taken=taken,
-        padding=size - taken - sum(matrix.size for _, _, matrix in matrices),
-        last=matrices[-1][0],
-        layers=frozenset(layer for _, layer, _ in matrices),
-        of_experts=matrices[0][2].of_expert,
-        matrices=[matrix for _, _, matrix in matrices],
+        padding=size - taken - sum(matrix.size for matrix in matrices),
+        of_experts=matrices[0].of_expert,
+        matrices=matrices,
         shard_of=packing.shard_of,
         fixed=-(-taken // max(packing.shard_size, 1)),
     )
@@ -450,6 +442,11 @@ def _bucket(matrices: tuple[_Placed, ...], shards: int, taken: int = 0) -> _Buck
 
 def _aligned(matrix: _Matrix) -> int:
     return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
+
+
+def joins_up_and_gate(block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether one product gives the gradients of up and gate of a block's MLP."""
+    return block.activation == "swiglu" and not block.mlp_bias and not on_cpu
 
 
 @once_per_layers
@@ -489,7 +486,7 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
     if share is not None:
         inner, mlp = share.experts.moe_shared_expert_size or 0, "mlp.shared"
     into = ["up", "gate"] if block.gated else ["up"]
-    joins = block.activation == "swiglu" and not block.mlp_bias and share is None and not on_cpu
+    joins = joins_up_and_gate(block, on_cpu=on_cpu)
 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
         matrix = _Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how)

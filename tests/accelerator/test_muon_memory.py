@@ -89,8 +89,7 @@ def test_the_planner_has_the_same_buckets(replicas: int, changes: dict[str, Any]
     with fake_step(config) as step:
         # Experts that no other rank has a copy of are not divided among ranks.
         found = [bucket for bucket in step.model.data_parallel.buckets if bucket.unsplit and bucket.group.size > 1]
-        assert planned.size == [bucket.layout.size for bucket in found]
-        assert planned.padding + planned.expert_padding == sum(bucket.layout.padding for bucket in found)
-        for number, bucket in enumerate(found):
-            blocks = {int(parameter.spec.name.split(".")[1]) for parameter in bucket.parameters}
-            assert blocks == {block - 1 for block, held in enumerate(planned.of_layer) if number in held}
+        of_experts = {id(bucket): ".experts." in bucket.parameters[0].spec.name for bucket in found}
+        found.sort(key=lambda bucket: of_experts[id(bucket)])
+        sizes = [(bucket.layout.size, len(bucket.parameters), of_experts[id(bucket)]) for bucket in found]
+        assert [*planned] == sizes

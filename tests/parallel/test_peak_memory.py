@@ -194,6 +194,33 @@ OF_ROWS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "wide experts, ep 2, light": ((1, 1, 4), ROWS | WIDE | {"ep": 2, "zero_stage": 2, "recompute": "light"}),
 }
 
+MATRICES: dict[str, Any] = BUCKETS | {"precision": "bf16", "zero_stage": 2, "micro_batch_size": 1}
+TWO_TABLES: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
+# Matrices that the optimizer takes whole: the bucket of the other parameters, with the embedding, fills as long as
+# backward runs.
+WHOLE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "Muon, tied table": ((1, 1, 2), MATRICES | {"optimizer": "muon", "global_batch_size": 2}),
+    "Muon, two tables, light": (
+        (1, 1, 2),
+        MATRICES | TWO_TABLES | {"optimizer": "muon", "global_batch_size": 8, "recompute": "light"},
+    ),
+    "Muon, two tables, no biases, tp 2": (
+        (2, 1, 4),
+        MATRICES | TWO_TABLES | LLAMA | {"optimizer": "muon", "global_batch_size": 4},
+    ),
+    "Adafactor, tied table, recomputed": (
+        (1, 1, 8),
+        MATRICES | {"optimizer": "adafactor", "global_batch_size": 16, "recompute": "full"},
+    ),
+    "Muon, experts": (
+        (1, 1, 4),
+        MATRICES | EXPERTS | LLAMA | {"optimizer": "muon", "ep": 2, "global_batch_size": 8},
+    ),
+    "Muon, a part of the matrices": (
+        (1, 1, 2),
+        MATRICES | {"optimizer": "muon", "muon_parameters": "blocks.*.mlp.*", "global_batch_size": 4},
+    ),
+}
 
 # Backwards of several stages, and backwards in halves: what a rank holds beside each of them differs.
 STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -242,7 +269,7 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | STAGES)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -279,6 +306,10 @@ def test_peak_of_memory_where_buckets_are_unequal() -> None:
 
 def test_peak_of_memory_where_experts_are_most_of_it() -> None:
     require_peaks([*OF_ROWS], seq_length=64)
+
+
+def test_peak_of_memory_where_the_optimizer_takes_matrices_whole() -> None:
+    require_peaks([*WHOLE], seq_length=64)
 
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
