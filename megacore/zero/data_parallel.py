@@ -147,7 +147,7 @@ class DataParallel:
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
         self._frozen = [run for run in self.runs if run.scale.frozen]
         self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
-        arrived = _weakly(self._on_gradient)
+        arrived = _gradient_hook(self)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(arrived)
@@ -559,14 +559,14 @@ class _AfterBackward:
         self.data_parallel._release(self.index)
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that calls a method of an object that it does not keep alive: the garbage collector cannot see the hooks
-    of a tensor whose node in the graph exists."""
-    reference = weakref.WeakMethod(method)
+def _gradient_hook(data_parallel: DataParallel) -> Callable[[Tensor], None]:
+    """A hook of a parameter that does not keep its owner alive: the garbage collector cannot see the hooks of a tensor
+    whose node in the graph exists."""
+    reference = weakref.ref(data_parallel)
 
     def hook(parameter: Tensor) -> None:
         if (alive := reference()) is not None:
-            alive(parameter)
+            alive._on_gradient(parameter)
 
     return hook
 

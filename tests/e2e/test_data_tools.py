@@ -91,7 +91,7 @@ NONSENSE: dict[str, tuple[str, str, str]] = {
     "no flags": ("preprocess_data", "", "the following arguments are required: --input"),
     "unknown flag": ("preprocess_data", "--inptu x", "--input"),
     "workers 0": ("preprocess_data", "{in} {tok} {out} --workers 0", "--workers: 0 must be at least 1"),
-    "workers two": ("preprocess_data", "{in} {tok} {out} --workers two", "invalid worker_count value: 'two'"),
+    "workers two": ("preprocess_data", "{in} {tok} {out} --workers two", "'two' is not a whole number: use 1 or more"),
     "workers many": ("preprocess_data", "{in} {tok} {out} --workers 100000", "use at most"),
     "no such input": ("preprocess_data", "--input nowhere.txt {tok} {out}", "nowhere.txt cannot be read: No such file"),
     "input is a directory": ("preprocess_data", "--input {tmp} {tok} {out}", "is a directory: give the files in it"),

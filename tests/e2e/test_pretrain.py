@@ -98,11 +98,20 @@ def run(output_dir: Path, **flags: object) -> Path:
     return output_dir
 
 
-def run_on_four(output_dir: Path | None, logs: Path, **flags: object) -> Path:
-    """Train on four ranks; returns the output directory, which may stand in a configuration file instead."""
+def run_on_four(output_dir: Path | None, logs: Path, warning: str = "", /, **flags: object) -> Path:
+    """Train on four ranks; returns the output directory, which may stand in a configuration file instead.
+
+    Args:
+        output_dir: of the run; None: the file has it.
+        logs: for what the ranks print.
+        warning: what the only line of errors contains; empty: there is none.
+        flags: of pretrain_gpt.py.
+    """
     with under_torchrun(logs, 4, PROGRAM, *words(**flags, output_dir=output_dir)) as job:
         status, _ = job.ends(PATIENCE)
-        assert (status, job.said()) == (0, "")
+        assert status == 0
+        assert len(job.said().splitlines()) == bool(warning)
+        assert warning in job.said()
     return output_dir or logs
 
 
@@ -176,7 +185,8 @@ def test_the_written_configuration_repeats_the_run_and_keeps_its_metrics(
 ) -> None:
     output_dir, _ = short_on_four
     first, configuration = metrics(output_dir), (output_dir / "config.toml").read_bytes()
-    run_on_four(None, tmp_path / "logs", config=output_dir / "config.toml")
+    warning = f"{output_dir} holds checkpoints of an earlier run"
+    run_on_four(None, tmp_path / "logs", warning, config=output_dir / "config.toml")
     assert results(metrics(output_dir)) == results(first)
     assert metrics(output_dir, "metrics.jsonl.1") == first
     assert (output_dir / "config.toml").read_bytes() == configuration
