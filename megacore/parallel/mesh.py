@@ -37,6 +37,7 @@ from megacore.config.messages import counted, ranks_in_words
 from megacore.config.nodes import torchrun_flags
 from megacore.errors import ConfigError
 from megacore.parallel import gloo
+from megacore.parallel.processors import take_long_turns
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase, post
 
@@ -260,6 +261,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
             device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
             if device.type == "cpu":
                 gloo.prepare()
+                take_long_turns()
             dist.init_process_group(
                 dist.get_default_backend_for_device(device),
                 timeout=timeout,
