@@ -68,7 +68,7 @@ _DURATIONS: Mapping[str, tuple[Any, ...]] = {
     "moments_dtype": ("fp32", "bf16"),
 }
 _OR = re.compile(r", or (?:use )?(?=--|start |leave |add |choose |\d)")
-_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less)?")
+_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less| to \d+)?")
 _COMBINED = re.compile(
     r"((?:--[a-z-]+ (?:\d+ \d+ \d+|[\w.:-]+)(?: with | and |$))*)(?:leave ((?:--[a-z-]+(?: and )?)+) out)?"
 )
@@ -97,7 +97,7 @@ def _proposals(problem: str) -> Iterator[dict[str, Any]]:
             flag, values, bound = found.groups()
             numbers = [int(value) for value in re.findall(r"\d+", values)]
             if bound:
-                step = 1 if bound == " or more" else -1
+                step = -1 if bound == " or less" else 1
                 numbers = [number for number in (numbers[0], numbers[0] + step) if number > 0]
             name = _field(flag or re.findall(r"--[a-z-]+", said)[0])
             changed: list[dict[str, Any]] = [{name: number} for number in numbers]
