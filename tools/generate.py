@@ -11,15 +11,14 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import ToolParser, positive, run_tool, whole
 from megacore.config.fields import Range
-from megacore.config.numbers import parse_float, parse_int
+from megacore.config.numbers import parse_float
 from megacore.config.training import MAX_SEED
 from megacore.errors import UserError
 from megacore.inference.generate import Sampling, generate
@@ -27,8 +26,6 @@ from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.mesh import select_device
 from megacore.remote import usable
-
-Number = TypeVar("Number", int, float)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,9 +116,8 @@ def temperature(text: str) -> float:
     return _within(parse_float(text), Range(0, 1000))
 
 
-def top_k(text: str) -> int:
-    """A whole number of at least 0."""
-    return _within(parse_int(text), Range(0))
+top_k = whole(0)
+"""A whole number of at least 0, for argparse."""
 
 
 def top_p(text: str) -> float:
@@ -129,12 +125,11 @@ def top_p(text: str) -> float:
     return _within(parse_float(text), Range(above=0, high=1))
 
 
-def seed(text: str) -> int:
-    """A whole number that a generator takes."""
-    return _within(parse_int(text), Range(0, MAX_SEED))
+seed = whole(0, MAX_SEED)
+"""A whole number that a generator takes, for argparse."""
 
 
-def _within(value: Number, bounds: Range) -> Number:
+def _within(value: float, bounds: Range) -> float:
     if value not in bounds:
         raise ArgumentTypeError(f"{value} must be {bounds}")
     return value

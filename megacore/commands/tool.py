@@ -4,10 +4,8 @@ configuration are listed as the trainer lists them, and any other mistake is one
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import io
-import math
 import os
 import signal
 import sys
@@ -22,7 +20,7 @@ from typing import NoReturn
 from megacore.config.cli import GRACE_SECONDS, refusal
 from megacore.config.fields import LARGEST_INT
 from megacore.config.messages import one_of
-from megacore.config.numbers import parse_float, parse_int
+from megacore.config.numbers import nearest_ints, parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed
 from megacore.remote import is_url
@@ -125,35 +123,27 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A type for argparse: whole numbers of a range, which a refusal names with the value next to the given one."""
+def whole(least: int, most: int = LARGEST_INT) -> Callable[[str], int]:
+    """A type for argparse: the whole numbers from `least` to `most`. A refusal names numbers that it accepts."""
 
     def parsed(text: str) -> int:
         try:
             value = parse_int(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{error}: use {_range_or_nearest(text, least, most)}") from None
+            accepted = [number for number in nearest_ints(text) if least <= number <= most]
+            ways = one_of(accepted) if accepted else _range(least, most)
+            raise argparse.ArgumentTypeError(f"{error}: use {ways}") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"{text} must be at least {least}: use {_range(least, most)}")
-        if most is not None and value > most:
+        if value > most:
             raise argparse.ArgumentTypeError(f"{text} must be at most {most}: use {most} or less")
         return value
 
     return parsed
 
 
-def _range(least: int, most: int | None) -> str:
-    return f"{least} or more" if most is None else f"{least} to {most}"
-
-
-def _range_or_nearest(text: str, least: int, most: int | None) -> str:
-    """The whole numbers next to a number between them; of other texts, what is accepted."""
-    with contextlib.suppress(ValueError, OverflowError):
-        number = parse_float(text)
-        nearest = sorted({math.floor(number), math.ceil(number)})
-        if least <= nearest[0] and nearest[-1] <= (LARGEST_INT if most is None else most):
-            return one_of(nearest)
-    return _range(least, most)
+def _range(least: int, most: int) -> str:
+    return f"{least} or more" if most >= LARGEST_INT else f"{least} to {most}"
 
 
 positive = whole(1)

@@ -54,8 +54,8 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
 
 @EXPERT_RULES.about("num_experts", "etp", *DECIDE_SEQUENCES)
 def _tokens_of_ranks(config: Config, world_size: int) -> Iterator[str]:
-    tp = config.parallel.tp
-    if config.experts.num_experts is not None and config.parallel.repeats_tokens:
+    parallel, tp = config.parallel, config.parallel.tp
+    if config.experts.num_experts is not None and parallel.expert_split == 1 < tp and not parallel.sequence_parallel:
         yield Problem(
             f"--etp 1 with --tp {tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens",
             Change("add it", {"sequence_parallel": True}),

@@ -307,15 +307,15 @@ def _in_range(info: FieldInfo, value: float) -> Iterator[Way]:
     high = LARGEST_INT if bounds.high is None else int(bounds.high)
     low = -high if bounds.low is None else int(bounds.low)
     is_low, near = value < low, int(value)
-    if bounds.low is not None and high - low < _FEW:
-        yield Values(name=info.name, among=range(low, high + 1), near=near, bare=True, most=_FEW)
-        return
     among = list(range(low, min(low + _TRIED, high + 1)))
-    if not is_low:  # the largest values, and where they violate another constraint, small ones
+    if high - low < _FEW:
+        yield Values(name=info.name, among=among, near=near, bare=True, most=_FEW)
+    elif is_low:
+        yield Values(name=info.name, among=among, near=near, bound=_above_low(bounds), bare=True, most=4)
+    else:  # the largest values, and where they violate another constraint, small ones
         powers = [1 << exponent for exponent in range(high.bit_length())]
         among = sorted({*range(max(high - 40, low), high + 1), *(n for n in powers if low <= n <= high), *among})[::-1]
-    bound = _above_low(bounds) if is_low else "or less"
-    yield Values(name=info.name, among=among, near=near, bound=bound, bare=True, most=4)
+        yield Values(name=info.name, among=among, near=near, bound="or less", bare=True, most=4)
     if info.optional and is_low:
         yield Change("leave the flag out", {info.name: None})
 

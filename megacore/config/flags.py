@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from megacore.config.megatron_flags import FOREIGN
 from megacore.config.megatron_model import ELSEWHERE, LISTS, NOTATIONS, SYNONYMS
 from megacore.config.megatron_values import ForeignFlag, ForeignSetting, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
-from megacore.config.numbers import parse_float, parse_int
+from megacore.config.numbers import nearest_ints, parse_float, parse_int
 from megacore.config.schema import Config, sections_of
 
 _PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
@@ -321,10 +320,9 @@ def _value(word: _Word, info: FieldInfo) -> Any:
 
 def _example(text: str, info: FieldInfo) -> str:
     """The whole numbers next to what was given, if it is a number; else the default."""
-    if info.kind is int and _is_number(text) and math.isfinite(value := float(text)):
-        nearest = sorted({math.floor(value), math.ceil(value)})
-        accepted = [n for n in nearest if info.range is None or n in info.range]
-        if accepted and accepted[-1] <= LARGEST_INT:
+    if info.kind is int:
+        accepted = [n for n in nearest_ints(text) if n <= LARGEST_INT and (info.range is None or n in info.range)]
+        if accepted:
             return f"use {one_of(accepted)}"
     has_default = info.default not in (None, dataclasses.MISSING)
     return f"use, for example, {number(info.default)}" if has_default else f"write {info.metavar} in digits"

@@ -3,6 +3,7 @@ digits. Underscores may divide the digits of a whole number into thousands."""
 
 from __future__ import annotations
 
+import math
 import re
 
 _INT = re.compile(r"[+-]?([0-9]+|[0-9]{1,3}(_[0-9]{3})+)")
@@ -29,3 +30,12 @@ def parse_float(text: str) -> float:
     if not _FLOAT.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a number")
     return float(text)
+
+
+def nearest_ints(text: str) -> list[int]:
+    """The whole numbers next to the number that a text spells, in order; none where it spells no finite one."""
+    try:
+        number = parse_float(text)
+        return sorted({math.floor(number), math.ceil(number)})
+    except (ValueError, OverflowError):  # no number, NaN, or infinite
+        return []

@@ -101,11 +101,6 @@ class ParallelConfig(Section):
         """Ranks that split each expert."""
         return self.tp if self.etp is None else self.etp
 
-    @property
-    def repeats_tokens(self) -> bool:
-        """Whether --tp ranks that each hold whole experts would have the same tokens."""
-        return self.expert_split == 1 < self.tp and not self.sequence_parallel
-
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with
         sequence parallelism the --tp ranks divide what it holds."""

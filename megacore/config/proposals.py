@@ -26,7 +26,6 @@ Recheck = Callable[[Changes], Sequence[str]]
 """The violated constraints after fields have other values."""
 
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
-_NUMBER = re.compile(r"\d[\d,.]*")
 _MOST_TRIED = 400  # combinations of a group
 _MOST_CHANGED = 4  # flags of a combination
 _BRANCHES = 8  # values of a flag that a combination tries
@@ -55,13 +54,13 @@ class _Group:
 
     Attributes:
         problems: of the group.
-        known: every violated constraint.
+        known: every violated constraint, by `_key`.
         recheck: what is violated with other values.
         processes: of the run; None: as many as its degrees say.
     """
 
     problems: Sequence[str]
-    known: frozenset[str]
+    known: frozenset[frozenset[str] | str]
     recheck: Recheck
     processes: int | None
 
@@ -248,10 +247,13 @@ def _fields(problem: str) -> frozenset[str]:
     return also | named | {way.name for way in _ways(problem) if isinstance(way, Values)}
 
 
-def _key(problem: str) -> str:
-    """What tells a constraint from others, whatever the values are."""
-    said = problem.said if isinstance(problem, Problem) else problem
-    return _NUMBER.sub("#", said).replace("processes", "process")
+def _key(problem: str) -> frozenset[str] | str:
+    """What tells a constraint from others, whatever the values are: the fields that it is about.
+
+    Constraints on the same fields are in one group and solved together, so that nothing need tell them apart. A message
+    that names no field is its own key.
+    """
+    return _fields(problem) or problem
 
 
 def _groups(found: Sequence[str]) -> list[list[int]]:

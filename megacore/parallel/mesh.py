@@ -284,8 +284,7 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
 
     Raises:
         ConfigError: the product of the degrees is not the number of processes; or this rank's device does not exist, is
-            also that of another rank, or is of another kind than the other ranks' devices; or --tp ranks that hold
-            whole experts would have the same tokens, as sequence parallelism is off by default on this device.
+            also that of another rank, or is of another kind than the other ranks' devices.
     """
     degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():
@@ -295,10 +294,6 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
                 f"{equation} = {needed}, but the run has {counted(world_size(), 'process', 'processes')}: use torchrun "
                 f"{torchrun_flags(needed)}, or degrees whose product is {world_size()}"
             ]
-        )
-    if config.repeats_tokens:  # known for certain only once torch has found the device
-        raise ConfigError(
-            [f"--etp 1 with --tp {config.tp} needs --sequence-parallel: add it, or use --etp {config.tp}"]
         )
     device, world = join_job(config)
     return _mesh_of(device, world, dimensions, degrees, config)

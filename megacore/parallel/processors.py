@@ -31,12 +31,13 @@ def share_of_cores(cores: frozenset[int], node: Sequence[frozenset[int]]) -> int
 
 
 def take_long_turns() -> None:
-    """Let no thread interrupt the one that computes on its core, in this process: Linux's policy SCHED_BATCH, for this
-    thread and those that it starts.
+    """Choose Linux's scheduling policy SCHED_BATCH for this thread and those that it starts: none of them interrupts
+    another one when it wakes up.
 
-    By default a thread that wakes up, as those of gloo do for every piece of a message, interrupts the one that
-    computes, whose part of a matrix product leaves the cache. Now it waits for the end of a turn, a few milliseconds.
-    Nothing changes on other systems, or where the user chose a policy (chrt).
+    The threads of gloo wake up for every piece of a message. Under the default policy each then interrupts the thread
+    that computes on its core, whose part of a matrix product leaves the cache. Under SCHED_BATCH it waits until that
+    thread has had its turn, a few milliseconds. Nothing changes on other systems, where the system forbids it, or where
+    the user chose a policy (chrt).
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(PermissionError):

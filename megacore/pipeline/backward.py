@@ -22,8 +22,8 @@ from torch.torch_version import TorchVersion
 
 from megacore.errors import UserError
 
-# Whether the Python object of a node that is written in Python keeps it alive.
-_FUNCTIONS_LIVE = TorchVersion(torch.__version__) >= "2.13"
+# Whether the Python object of a node keeps the node alive, also where its operator is written in Python.
+_OBJECT_KEEPS_NODE = TorchVersion(torch.__version__) >= "2.13"
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
 
@@ -102,7 +102,7 @@ def input_half(
         )
     weights_of = {node: weights for node in between if (weights := _weights_of(node, between))}
     shared = _shared_weights(weights_of.values(), [edge.node for edge in outputs if edge.node not in between])
-    owners = {} if _FUNCTIONS_LIVE else _owners(between, outputs)
+    owners = {} if _OBJECT_KEEPS_NODE else _owners(between, outputs)
     ran: list[_Operator] = []  # in the order in which autograd comes to them
     operators = [
         _Operator(node, unshared, ran, owners.get(node))

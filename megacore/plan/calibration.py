@@ -106,18 +106,17 @@ def base_of(name: str | None, launch: Launch) -> Cluster:
         ConfigError: the name is not known, it is missing, or it is of other devices than the run's.
     """
     device = launch.device
-    if name is None and device not in (None, "cpu"):
-        known = [one.name for one in DEVICES if one.reported_as == device]
-        if not known:
-            raise ConfigError([f"--cluster is missing: the run computed on {device}; name the cluster most like it"])
-        name = known[0]
-    base = cluster_named(name or "cpu")
+    known = "cpu" if device in (None, "cpu") else next((one.name for one in DEVICES if one.reported_as == device), None)
+    if name is None and known is None:
+        raise ConfigError([f"--cluster is missing: the run computed on {device}; name the cluster most like it"])
+    base = cluster_named(name or known or "cpu")
     if device is not None and base.on_cpu != (device == "cpu"):
-        kind, wanted = ("computes on CPUs", "has accelerators")[:: 1 if base.on_cpu else -1]
-        others = [known for known, one in CLUSTERS.items() if one.on_cpu != base.on_cpu]
-        ways = ["leave --cluster out"] if device == "cpu" or any(one.reported_as == device for one in DEVICES) else []
-        ways.append(f"use --cluster {one_of([*others, f'a FILE.toml of one that {wanted}'])}")
-        raise ConfigError([f"--cluster {name} {kind}, but the run computed on {device}: {', or '.join(ways)}"])
+        kind = "computes on CPUs" if base.on_cpu else "has accelerators"
+        wanted = "has accelerators" if base.on_cpu else "computes on CPUs"
+        others = [other for other, one in CLUSTERS.items() if one.on_cpu != base.on_cpu]
+        leave = "" if known is None else "leave --cluster out, or "
+        use = f"use --cluster {one_of([*others, f'FILE.toml of a cluster that {wanted}'])}"
+        raise ConfigError([f"--cluster {name} {kind}, but the run computed on {device}: {leave}{use}"])
     return base
 
 

@@ -526,7 +526,8 @@ def _smallest(start: Change, *, above: float = 0.0) -> Iterator[Change]:
 
 def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
     """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model,
-    with some saving flags, and on more of them; what needs as much as the unchanged run is left out."""
+    with some saving flags, and on more of them. Left out is what fits on the given machines, and what needs as much as
+    the unchanged run."""
     machines = "machines" if limits.on_cpu else "devices"
     models = map(_thriftiest, reversed(_much_smaller(start)))
     smallest = next((change for change in models if _is_valid(change, limits)), None)

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 
 from megacore import ops
-from megacore.config import ResolvedConfig, TrainingConfig
+from megacore.config import ResolvedConfig, TrainingConfig, violations
 from megacore.config.nodes import has_several_nodes
 from megacore.errors import (
     EXIT_CORRUPT,
@@ -91,7 +91,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     watch: PeerWatch | None = None
     try:
         device, world = join_job(config.parallel)
-        config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
+        config = _for_device(config, device)
         refuse_different_ranks(config, world)
         mesh = build_mesh(config.parallel)
         config = _with_pipeline(config, mesh)
@@ -128,6 +128,18 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         if (lost := lost_store(error)) or (has_several_nodes() and (lost := lost_connection(error))):
             return _end(f"{_this_rank(watch)} {lost}", EXIT_FAILED, watch)
         return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
+
+
+def _for_device(config: C, device: torch.device) -> C:
+    """The configuration with the defaults of the device, which is known for certain only once torch has found it.
+
+    Raises:
+        ConfigError: with these defaults a constraint is violated.
+    """
+    config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
+    if problems := violations(config, world_size()):
+        raise ConfigError(problems)
+    return config
 
 
 def _with_pipeline(config: C, mesh: Mesh) -> C:

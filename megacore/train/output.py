@@ -43,7 +43,7 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
             for problem in choice.refused:
                 _warn(f"passed over a checkpoint: {problem}")
             if config.checkpoint.load is None and not config.training.skip_train:
-                _tell_of_earlier(location(config.checkpoint_dir))
+                _tell_of_earlier(location(config.checkpoint_dir), keep_last=config.checkpoint.keep_last)
             settings = Path(config.training.output_dir) / "config.toml"
             if not (config.training.skip_train and settings.exists()):  # an evaluation leaves those of the training
                 save_toml(config, settings)
@@ -54,12 +54,18 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
             lock.release()
 
 
-def _tell_of_earlier(checkpoints: Location) -> None:
-    """A run without --load begins anew, also where there is something to continue."""
-    if earlier := published(checkpoints):
+def _tell_of_earlier(checkpoints: Location, *, keep_last: int | None) -> None:
+    """Warn that a run without --load begins at step 0, where it could continue.
+
+    Args:
+        checkpoints: the directory that the run saves into.
+        keep_last: as for `expired`, which counts the earlier checkpoints too.
+    """
+    if published(checkpoints):
+        theirs = "they are kept" if keep_last is None else f"--keep-last {keep_last} deletes them as this run saves"
         _warn(
-            f"{checkpoints} holds checkpoints of an earlier run, the newest of them {earlier[0].name}: they are kept, "
-            "and this run begins at step 0. --load auto continues from the newest"
+            f"{checkpoints} holds checkpoints of an earlier run, and this run begins at step 0: {theirs}. --load auto "
+            "continues from the newest valid one"
         )
 
 

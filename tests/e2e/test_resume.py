@@ -173,11 +173,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change
     expected = f"continues {tmp_path}/step_00000006, step 6; changed: --lr 0.0003 -> 1e-05, --train-iters 40 -> 12"
     assert expected in done.stdout
     assert losses(tmp_path)[:6] == losses(straight)[:6]
-    anew = alone(*small_run(tmp_path, **{**OPTIONS, "load": None, "exit_interval": 1}), timeout=PATIENCE)
+    anew = alone(*small_run(tmp_path, **{**OPTIONS, "load": None, "exit_interval": 1, "keep_last": 1}), timeout=PATIENCE)
     (warning,) = anew.stderr.splitlines()
     assert warning == (
-        f"megacore: warning: {tmp_path} holds checkpoints of an earlier run, the newest of them step_00000012: they "
-        "are kept, and this run begins at step 0. --load auto continues from the newest"
+        f"megacore: warning: {tmp_path} holds checkpoints of an earlier run, and this run begins at step 0: "
+        "--keep-last 1 deletes them as this run saves. --load auto continues from the newest valid one"
     )
     refused = alone(*small_run(tmp_path, **{**OPTIONS, "optimizer": "sgd", "num_layers": 3}), timeout=PATIENCE)
     assert refused.returncode == 2

@@ -237,7 +237,7 @@ def test_the_base_is_what_the_run_computed_on(tmp_path: Path) -> None:
             "h100",
             "cpu",
             "--cluster h100 has accelerators, but the run computed on cpu: leave --cluster out, or use --cluster "
-            "laptop, cpu or a FILE.toml of one that computes on CPUs",
+            "laptop, cpu or FILE.toml of a cluster that computes on CPUs",
         ),
         (
             "cpu",

@@ -6,14 +6,14 @@ import dataclasses
 import math
 import random
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from megacore.config import SECTIONS, Config, cli, validate
 from megacore.config import toml as config_file
 from megacore.config.cli import load_toml, parse_config, save_toml
-from megacore.config.fields import FieldInfo, field_docs, field_infos
+from megacore.config.fields import FieldInfo, Range, Section, field_docs, field_infos
 from megacore.config.flags import all_fields
 from megacore.config.messages import divisors, nearest_multiples, one_of
 from megacore.config.optimizers import OPTIMIZERS
@@ -394,3 +394,16 @@ def test_trace_steps_without_trace_are_refused() -> None:
     message = "--trace-steps 5 has no effect without --trace: leave it out, or use --trace"
     assert validate(make(trace_steps=5), 1) == [message]
     assert validate(make(trace_steps=5, trace=True), 1) == []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Small(Section):
+    """A section whose field has few values and may be left out."""
+
+    few: Annotated[int | None, Range(1, 3)] = None
+    """A number."""
+
+
+def test_a_flag_of_few_values_may_be_left_out() -> None:
+    said = "--few 0 must be at least 1 and at most 3: use 1, 2 or 3, or leave the flag out"
+    assert _Small(few=0).wrong_fields() == {"few": said}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from megacore.config import Config, ParallelConfig
+from megacore.config import Config
 from megacore.config.bert import BertConfig
 from megacore.config.cli import load_toml, parse_config, save_toml
 from megacore.config.experts import ARCHITECTURE_OF_EXPERTS
 from megacore.errors import ConfigError
-from megacore.parallel.mesh import build_mesh
+from megacore.train.launch import _for_device
 from tests.unit.refusals import GOOD, Refuse, alone, parse, problems, refuse
 
 __all__ = ["alone", "refuse"]
@@ -184,7 +185,8 @@ def test_whole_experts_per_rank_go_with_the_default_of_the_device(refuse: Refuse
     assert problem.startswith("--seq-length 0")  # and nothing of a default that depends on it
 
 
-def test_a_mesh_has_no_ranks_that_repeat_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="--etp 1 with --tp 2 needs --sequence-parallel: add it, or use --etp 2"):
-        build_mesh(ParallelConfig(tp=2, dp=1, etp=1, sequence_parallel=False))
+@pytest.mark.usefixtures("ranks")
+def test_a_run_whose_device_has_another_default_is_refused() -> None:
+    config = parse(*EXPERTS, "--tp", "2", "--etp", "1", computes_on_cpu=lambda _: False)
+    with pytest.raises(ConfigError, match=r"--etp 1 with --tp 2 needs --sequence-parallel.*: add it, or use --etp 2"):
+        _for_device(config, torch.device("cpu"))

@@ -68,7 +68,7 @@ _DURATIONS: Mapping[str, tuple[Any, ...]] = {
     "moments_dtype": ("fp32", "bf16"),
 }
 _OR = re.compile(r", or (?:use )?(?=--|start |leave |add |choose |\d)")
-_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less)?")
+_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less| to \d+)?")
 _COMBINED = re.compile(
     r"((?:--[a-z-]+ (?:\d+ \d+ \d+|[\w.:-]+)(?: with | and |$))*)(?:leave ((?:--[a-z-]+(?: and )?)+) out)?"
 )
@@ -97,7 +97,7 @@ def _proposals(problem: str) -> Iterator[dict[str, Any]]:
             flag, values, bound = found.groups()
             numbers = [int(value) for value in re.findall(r"\d+", values)]
             if bound:
-                step = 1 if bound == " or more" else -1
+                step = -1 if bound == " or less" else 1
                 numbers = [number for number in (numbers[0], numbers[0] + step) if number > 0]
             name = _field(flag or re.findall(r"--[a-z-]+", said)[0])
             changed: list[dict[str, Any]] = [{name: number} for number in numbers]
@@ -208,3 +208,15 @@ def test_flags_are_named_beside_other_processes() -> None:
     first, second = _refused_unless(is_valid, *ways, processes)
     assert first.endswith("for a plan --world-size), or use --pp 2 with --tp 7")
     assert second.endswith("for a plan --world-size)")
+
+
+def test_a_constraint_is_known_by_its_fields_and_not_by_its_words() -> None:
+    """What another group says may depend on a change: it is the same constraint all the same."""
+
+    def violated(tp: int) -> list[str]:
+        heads = Problem(f"--tp {tp} is odd", Values(name="tp", among=[2], near=tp))
+        return [*([heads] if tp % 2 else []), f"--lr is too {'low' if tp == 3 else 'high'}: use another"]
+
+    first, second = with_tried_ways(violated(3), lambda changes: violated(changes.get("tp", 3)), processes=None)
+    assert first == "--tp 3 is odd: use --tp 2"
+    assert second == "--lr is too low: use another"

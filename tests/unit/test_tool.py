@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megacore.commands.tool import ToolParser, run_tool, whole
+from megacore.config.fields import LARGEST_INT
 from megacore.errors import ConfigError
 from tests.patience import patience
 
@@ -102,19 +103,20 @@ def test_problems_of_a_configuration_are_the_trainers_list(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("text", "most", "said"),
     [
-        ("1.5", None, "'1.5' is not a whole number: use 1 or 2"),
-        ("2.0", None, "'2.0' is not a whole number: use 2"),
-        ("two", None, "'two' is not a whole number: use 1 or more"),
+        ("1.5", LARGEST_INT, "'1.5' is not a whole number: use 1 or 2"),
+        ("2.0", LARGEST_INT, "'2.0' is not a whole number: use 2"),
+        ("two", LARGEST_INT, "'two' is not a whole number: use 1 or more"),
         ("two", 8, "'two' is not a whole number: use 1 to 8"),
-        ("8.5", 8, "'8.5' is not a whole number: use 1 to 8"),
-        ("0.5", 8, "'0.5' is not a whole number: use 1 to 8"),
-        ("inf", None, "'inf' is not a whole number: use 1 or more"),
-        ("nan", None, "'nan' is not a whole number: use 1 or more"),
-        ("0", None, "0 must be at least 1: use 1 or more"),
+        ("8.5", 8, "'8.5' is not a whole number: use 8"),
+        ("0.5", 8, "'0.5' is not a whole number: use 1"),
+        ("inf", LARGEST_INT, "'inf' is not a whole number: use 1 or more"),
+        ("nan", LARGEST_INT, "'nan' is not a whole number: use 1 or more"),
+        ("0", LARGEST_INT, "0 must be at least 1: use 1 or more"),
+        ("2147483648", LARGEST_INT, "2147483648 must be at most 2147483647: use 2147483647 or less"),
         ("9", 8, "9 must be at most 8: use 8 or less"),
     ],
 )
-def test_a_wrong_whole_number_is_refused_with_values_that_work(text: str, most: int | None, said: str) -> None:
+def test_a_wrong_whole_number_is_refused_with_values_that_work(text: str, most: int, said: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError) as refused:
         whole(1, most)(text)
     assert str(refused.value) == said
