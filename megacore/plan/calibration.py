@@ -245,7 +245,7 @@ class _Fit:
         if not _LEAST * 1.01 < speed < _MOST / 1.01:
             yield f"{self.base.name} is more than {_MOST:,.0f} times faster or slower than this run"
         if abs(unexplained) > _UNEXPLAINED:
-            yield f"{abs(unexplained):.0%} of the step are unexplained"
+            yield f"the step takes {abs(unexplained):.0%} {'more' if unexplained > 0 else 'less'} time than predicted"
 
     def _step(self, cluster: Cluster) -> float:
         return step_time(self.config, self.layers, cluster).seconds

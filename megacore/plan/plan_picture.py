@@ -339,7 +339,9 @@ def frontier_picture(found: Found) -> Drawing:
     drawing = Drawing(title=title, width=area.left + area.width + 30, height=0)
     marks = drawing.marks
     marks.append(Words(x=area.left, y=22, text=title, size=15, bold=True))
-    legend = [line for text in _legend(found, drawn=len(shown)) for line in wrapped(text, area.width, size=12.0)]
+    marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
+    texts = _legend(found, drawn=len(shown), numbered=min(len(marked), _NUMBERED))
+    legend = [line for text in texts for line in wrapped(text, area.width, size=12.0)]
     for row, text in enumerate(legend):
         marks.append(Words(x=area.left, y=42 + 16 * row, text=text, color=_GREY))
     for layout in shown:
@@ -347,7 +349,6 @@ def frontier_picture(found: Found) -> Drawing:
         fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
         note = f"{four_digits(layout.seconds)} s{origin}: {layout.flags}"
         marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
-    marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
     points = [area.point(layout) for layout in marked]
     for (x1, y1), (x2, y2) in itertools.pairwise(points):
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
@@ -369,11 +370,17 @@ def frontier_picture(found: Found) -> Drawing:
     return drawing
 
 
-def _legend(found: Found, *, drawn: int) -> list[str]:
-    """What the picture of a search shows, and what it leaves out."""
+def _legend(found: Found, *, drawn: int, numbered: int) -> list[str]:
+    """What the picture of a search shows, and what it leaves out.
+
+    Args:
+        found: by the search.
+        drawn: how many of its layouts the picture has.
+        numbered: how many of its frontier have a number.
+    """
     first = "step time by memory per rank; red: the frontier"
-    if len(found.frontier) > _NUMBERED:
-        first += f" of {len(found.frontier)} layouts, the {_NUMBERED} fastest with a number"
+    if len(found.frontier) > numbered:
+        first += f" of {len(found.frontier)} layouts, the {numbered} fastest with a number"
     second = []
     if not all(layout.is_simulated for layout in found.layouts):
         second.append("dark dots are simulated, light ones estimated")

@@ -22,7 +22,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     """The best layouts as a Markdown table: of each way to divide the model the fastest schedule."""
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
-    left_out = f"; {found.left_out:,} with larger, slower microbatches are left out" if found.left_out else ""
+    left_out = f"; {found.left_out:,} with larger microbatches, more time and memory left out" if found.left_out else ""
     capacity = size_unit([found.capacity]).text(found.capacity)
     rows = found.divisions[:top]
     sizes = [layout.memory_bytes for layout, *_ in rows]

@@ -173,7 +173,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change
     expected = f"continues {tmp_path}/step_00000006, step 6; changed: --lr 0.0003 -> 1e-05, --train-iters 40 -> 12"
     assert expected in done.stdout
     assert losses(tmp_path)[:6] == losses(straight)[:6]
-    anew = alone(*small_run(tmp_path, **{**OPTIONS, "load": None, "exit_interval": 1, "keep_last": 1}), timeout=PATIENCE)
+    options = {**OPTIONS, "load": None, "exit_interval": 1, "keep_last": 1}
+    anew = alone(*small_run(tmp_path, **options), timeout=PATIENCE)
     (warning,) = anew.stderr.splitlines()
     assert warning == (
         f"megacore: warning: {tmp_path} holds checkpoints of an earlier run, and this run begins at step 0: "

@@ -141,7 +141,7 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     lines = lines_of(found)
     assert any(re.match(r"unexplained: \+.* s \(\+.*% of the prediction\)", line) for line in lines)
     assert not any(line.startswith("predicted with it") and "%" in line for line in lines)
-    assert "of the step are unexplained" in found.doubts[-1]
+    assert "more time than predicted" in found.doubts[-1]
     assert lines_of(found)[-1].startswith("low confidence")
     assert "low confidence" in found.cluster.source
     fast, expected, slow = range_of(found, tmp_path)

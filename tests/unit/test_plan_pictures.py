@@ -110,6 +110,10 @@ def test_the_picture_of_a_search_says_what_it_leaves_out() -> None:
     assert any("not drawn: 1,200 that take more than 4 times the fastest" in text for text in texts)
     assert len(numbers_of(drawing)) == 12
     assert len([mark for mark in drawing.marks if isinstance(mark, Box) and mark.width == 8]) == 15
+    slow = frontier_picture(found_of([(1.2**n, 9 - 0.4 * n) for n in range(15)]))  # the last seven above the axis
+    texts = [mark.text for mark in slow.marks if isinstance(mark, Words)]
+    assert any("red: the frontier of 15 layouts, the 8 fastest with a number" in text for text in texts)
+    assert len(numbers_of(slow)) == 8
     few = [mark.text for mark in frontier_picture(found_of([(1.0, 9.0), (1.2, 5.0)])).marks if isinstance(mark, Words)]
     assert "step time by memory per rank; red: the frontier" in few
     assert not any("not drawn" in text or "of 2 layouts" in text for text in few)
