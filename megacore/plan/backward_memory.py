@@ -247,6 +247,10 @@ def passing_bytes(
         freed += kept_here[number] + waiting[number]
         if stage == 3:
             later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
+    if splits and table:
+        # The half for inputs computes the gradients of the shared table, and frees no activations.
+        gathered = sum(sizes) if stage == 3 else 0
+        found.append((head + residual_bytes(config) + e * (3 * table + gathered) + term * lingering - working, 0.0))
     if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
         # The last bucket, while it is reduced; of the embedding it is large.
         last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
