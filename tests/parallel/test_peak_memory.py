@@ -214,7 +214,9 @@ WHOLE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
     "Adafactor, bf16 sums": (
         (1, 1, 1),
-        MATRICES | {"optimizer": "adafactor", "grad_reduce_dtype": "bf16", "zero_stage": 0, "num_layers": 12},
+        MATRICES
+        | {"optimizer": "adafactor", "grad_reduce_dtype": "bf16", "zero_stage": 0, "num_layers": 24}
+        | {"vocab_size": 512, "bucket_size_mb": 1.0},
     ),
     "Muon, experts": (
         (1, 1, 4),
