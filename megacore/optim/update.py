@@ -42,7 +42,7 @@ from megacore.parallel.collectives import all_reduce_, all_reduce_job_, all_redu
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
-from megacore.zero.local_segments import LocalSegment
+from megacore.zero.local_segments import LocalRun, LocalSegment
 
 _ROW = 4096
 # Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.
@@ -271,14 +271,16 @@ class WeightUpdate:
     def _step_in_place(self, factor: Tensor, lr: float) -> None:
         """Bucket by bucket: no more than the gradients of one exist a second time, in fp32."""
         for bucket in self.data_parallel.in_order_of_use():
-            runs = self.data_parallel.runs_of(bucket)
-            gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
-            self.optimizer.step(runs, gradients, lr=lr, factor=factor)
+            self._step_runs(self.data_parallel.runs_of(bucket), factor, lr)
             if not self.optimizer.defers:
                 bucket.publish()
         if self.optimizer.defers:
             self.optimizer.finish()
             self.data_parallel.publish()
+
+    def _step_runs(self, runs: Sequence[LocalRun], factor: Tensor, lr: float) -> None:
+        gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
+        self.optimizer.step(runs, gradients, lr=lr, factor=factor)
 
     def counters(self) -> dict[str, float]:
         """The state of a resumed run that is not in tensors."""

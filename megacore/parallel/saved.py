@@ -2,7 +2,8 @@
 
 Offload (Rhu et al. 2016, arXiv 1602.08124): what autograd keeps of a block is copied to pinned host memory on a stream
 of its own while the next block computes. The device holds the activations of two blocks at a time. Backward fetches
-those of a block while it computes with those of the block after it.
+those of a block while it computes with those of the block after it. Before it fetches the first ones of a microbatch,
+those of the last forward are freed.
 
 Division (Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1): the input of a recomputed block is the same on all
 ranks of the layer group. Each keeps one part, and backward gathers them.
@@ -158,8 +159,8 @@ class _Memory:
 class _Block:
     """What one forward of one block keeps."""
 
-    def __init__(self, stream: torch.Stream, previous: _Block | None) -> None:
-        self._stream, self._previous = stream, previous
+    def __init__(self, stream: torch.Stream, previous: _Block | None, here: list[_Block]) -> None:
+        self._stream, self._previous, self._here = stream, previous, here
         self._memories: dict[tuple[int, int, torch.dtype], _Memory] = {}  # by memory, version and format
         self._copied: torch.Event | None = None
         self._is_fetched = False
@@ -188,6 +189,8 @@ class _Block:
         """Let the current stream wait until a memory is on the device. The first call fetches the whole block, and
         begins to fetch the one before it, which backward comes to next."""
         if memory.device is None:
+            if self not in self._here:  # they are of a later forward, whose backward fetches them
+                leave_all_but(self._here, 0)
             self._fetch([memory] if self._is_fetched else list(self._memories.values()))
         self._is_fetched = True
         self._wait_for_copies()
@@ -222,6 +225,12 @@ class _Block:
             self._copied = None
 
 
+def leave_all_but(blocks: list[_Block], last: int) -> None:
+    """Free the memory of the first blocks of a list, and take them from it, until the `last` ones are left."""
+    while len(blocks) > last:
+        blocks.pop(0).leave()
+
+
 class Offload:
     """Takes the activations of a rank's blocks to host memory.
 
@@ -242,10 +251,10 @@ class Offload:
         Args:
             first: whether it is the first of its stage.
         """
-        while len(self._here) > 1:
-            self._here.pop(0).leave()
+        leave_all_but(self._here, 1)
         follows = self._last is not None and not first and self._last[0] == self._streams.microbatch
-        block = _Block(self._stream, self._last[1] if follows and self._last is not None else None)
+        previous = self._last[1] if follows and self._last is not None else None
+        block = _Block(self._stream, previous, self._here)
         self._here.append(block)
         self._last = self._streams.microbatch, block
         return block

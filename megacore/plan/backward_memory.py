@@ -76,6 +76,13 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
     return 0.0
 
 
+def computed_again_by_layer(config: ResolvedConfig, layers: Sequence[PlannedLayer], again: float) -> list[float]:
+    """Of each layer of a stage what it keeps besides its input when it is computed again: `again`, or 0."""
+    if config.training.recompute == "full":
+        return [again if whole else 0.0 for whole in recomputed_whole(config, layers)]
+    return [again if layer.block is not None else 0.0 for layer in layers]
+
+
 def _activated_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """The largest output of an activation that `light` computes again; ReLU keeps its output itself."""
     return 0.0 if block.activation == "relu" else max(inner_bytes(config, block), shared_inner_bytes(config, block))
@@ -195,6 +202,7 @@ def passing_bytes(
     found = [(0.0, 0.0)]
     lingering = last_of(previous) if previous >= 0 else 0
     chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
+    agains = computed_again_by_layer(config, chunk, again)
     of_layers: Sequence[_Filled] = [_Filled()] * len(chunk)
     if stage == 2:
         of_layers = _filled_on_stage_2(buckets_of(at), lingering, (follows_first, is_first))
@@ -208,7 +216,8 @@ def passing_bytes(
             freed += kept_here[number] + waiting[number]
             made, made_sharded = made + term * new, made_sharded + term * sharded
             continue
-        (moment, largest, inner), reducing = _of_layer(config, layer, table, head=head, again=again, on_cpu=on_cpu), 0.0
+        of_layer, reducing = _of_layer(config, layer, table, head=head, again=agains[number], on_cpu=on_cpu), 0.0
+        moment, largest, inner = of_layer
         filled, gathered = of_layers[number], 0
         if stage == 3:
             gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
@@ -218,7 +227,7 @@ def passing_bytes(
                 moment += e * sizes[max(number - 1, 0)] / shards
             sums = follows_first if number == len(chunk) - 1 else is_first, is_first
             filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
-        forward = _forward_bytes(config, layer, filled, lingering, again=again, made=made)
+        forward = _forward_bytes(config, layer, filled, lingering, again=agains[number], made=made)
         moment += e * gathered + made
         if is_first:
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
@@ -238,6 +247,10 @@ def passing_bytes(
         freed += kept_here[number] + waiting[number]
         if stage == 3:
             later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
+    if splits and table:
+        # The half for inputs computes the gradients of the shared table, and frees no activations.
+        gathered = sum(sizes) if stage == 3 else 0
+        found.append((head + residual_bytes(config) + e * (3 * table + gathered) + term * lingering - working, 0.0))
     if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
         # The last bucket, while it is reduced; of the embedding it is large.
         last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
@@ -323,7 +336,7 @@ def _forward_bytes(
     travel. A block that is computed again does this in backward: beside what it keeps, the gradient of its output, what
     backward has made, and buckets that are not reduced."""
     passing = 0.0 if layer.block is None else forward_passing_bytes(config, layer.block)
-    if not passing or config.training.recompute != "full":
+    if not passing or config.training.recompute != "full" or not again:
         return passing and passing + term_bytes(config) * lingering
     unreduced_yet = filled.held[0].total - filled.held[0].made if filled.held else lingering
     return passing + again + residual_bytes(config) + made + term_bytes(config) * unreduced_yet

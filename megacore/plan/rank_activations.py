@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.plan.activations import head_bytes, head_kept_bytes, residual_bytes, shared_bytes
-from megacore.plan.backward_memory import Passing, computed_again, kept_by_layer, kept_gradients, passing_bytes
+from megacore.plan.backward_memory import (
+    Passing,
+    computed_again,
+    computed_again_by_layer,
+    kept_by_layer,
+    kept_gradients,
+    passing_bytes,
+)
 from megacore.plan.cut import OnRank
 from megacore.plan.in_flight import Moment, StageBackward
 from megacore.plan.once import once_per_layers
@@ -28,7 +35,8 @@ class RankLayers(NamedTuple):
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         shared: what all blocks share.
-        working: by stage, what exists beside what is kept at the end of its forward.
+        working: by stage, what exists beside what is kept at the end of its forward, or in backward instead of what
+            this has freed.
     """
 
     in_blocks: Sequence[Sequence[float]]
@@ -74,6 +82,15 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     if offloads:  # two blocks are on the device at a time
         shared += 2 * max((size for stage in stages for size in stage.in_blocks), default=0.0)
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
+
+    def working(number: int) -> float:
+        freed, most = 0.0, max(head if head_kept[number] else 0.0, sent)
+        sizes = computed_again_by_layer(config, chunks[number], again)
+        for size, kept in zip(reversed(sizes), reversed(stages[number].in_blocks), strict=True):
+            most = max(most, size - freed)
+            freed += 0.0 if offloads else kept
+        return most
+
     return RankLayers(
         in_blocks=[stage.in_blocks for stage in stages],
         kept=[0.0 if offloads else stage.kept for stage in stages],
@@ -82,7 +99,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         head=head,
         again=again,
         shared=shared,
-        working=[max(head if kept else 0.0, again, sent) for kept in head_kept],
+        working=[working(number) for number in range(len(chunks))],
     )
 
 

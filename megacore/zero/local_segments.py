@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megacore.config.parameter_groups import USUAL, ParameterScale
@@ -47,6 +48,12 @@ class LocalRun:
     def gradient(self) -> Tensor | None:
         """The reduced gradient, flat; None where no loss used the parameters."""
         return self.bucket.gradient(self.shard_slice)
+
+    @property
+    def gradient_is_copied(self) -> bool:
+        """Whether the optimizer updates on the device, and has a copy in fp32 of a reduced gradient in 16 bits, which
+        stays as it is."""
+        return not self.bucket.options.offload and self.bucket.options.summed_dtype != torch.float32
 
 
 class HasState(Protocol):

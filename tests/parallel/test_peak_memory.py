@@ -212,6 +212,12 @@ WHOLE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 1, 8),
         MATRICES | {"optimizer": "adafactor", "global_batch_size": 16, "recompute": "full"},
     ),
+    "Adafactor, bf16 sums": (
+        (1, 1, 1),
+        MATRICES
+        | {"optimizer": "adafactor", "grad_reduce_dtype": "bf16", "zero_stage": 0, "num_layers": 24}
+        | {"vocab_size": 512, "bucket_size_mb": 1.0},
+    ),
     "Muon, experts": (
         (1, 1, 4),
         MATRICES | EXPERTS | LLAMA | {"optimizer": "muon", "ep": 2, "global_batch_size": 8},
@@ -260,6 +266,29 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "schedule": "zero-bubble"}
         | {"micro_batch_size": 4, "global_batch_size": 32},
     ),
+    "zero-bubble, one stage, tied table": (
+        (1, 1, 1),
+        BUCKETS | {"precision": "bf16", "schedule": "zero-bubble", "micro_batch_size": 2, "global_batch_size": 8},
+    ),
+    "activations in host memory": (
+        (1, 2, 1),
+        {"precision": "bf16", "offload_activations": True, "num_layers": 8, "micro_batch_size": 8}
+        | {"global_batch_size": 64, "untie_embeddings_and_output_weights": True},
+    ),
+} | {
+    f"a block of each stage recomputed, {name}": (
+        layout,
+        {"precision": "bf16", "recompute": "full", "recompute_num_layers": 1, "num_layers": 8, "micro_batch_size": 8}
+        | {"global_batch_size": 32, "vocab_size": 512}
+        | schedule,
+    )
+    for name, layout, schedule in (
+        ("1F1B", (1, 2, 1), {}),
+        ("GPipe", (1, 2, 1), {"schedule": "gpipe"}),
+        ("interleaved", (1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2}),
+        ("zero-bubble", (1, 2, 1), {"schedule": "zero-bubble"}),
+        ("ZeRO 3", (1, 1, 2), {"zero_stage": 3}),
+    )
 }
 
 

@@ -58,9 +58,17 @@ def drawn(seed: int) -> Weights:
     return {name: torch.randn(shape, generator=generator).double() for name, shape in SHAPES.items()}
 
 
-def updated(settings: OptimizerSettings, weights: Weights, gradients: list[Weights]) -> Weights:
-    """The weights after megacore's updates."""
-    alone, options = Mesh(device=torch.device("cpu")), ZeroOptions(optimizer=settings)
+def updated(
+    settings: OptimizerSettings,
+    weights: Weights,
+    gradients: list[Weights],
+    *,
+    dtype: torch.dtype = torch.float32,
+    factor: float = 1.0,
+) -> Weights:
+    """The weights after megacore's updates, from gradients of a dtype that are clipped by a factor."""
+    alone = Mesh(device=torch.device("cpu"))
+    options = ZeroOptions(optimizer=settings, compute_dtype=dtype, reduce_dtype=dtype)
     data_parallel = DataParallel([[Parameters(weights)]], alone, options=options, bucket_bytes=1 << 20)
     kind = OPTIMIZER_CLASSES[type(settings)]
     optimizer = kind(data_parallel.runs, settings, weight_decay=DECAY, adam=ADAM)
@@ -70,10 +78,10 @@ def updated(settings: OptimizerSettings, weights: Weights, gradients: list[Weigh
         for bucket in data_parallel.in_order_of_use():
             runs = data_parallel.runs_of(bucket)
             for parameter in bucket.parameters:
-                parameter.grad = of_step[parameter.spec.name].float().clone()
-            flat = [run.gradient for run in runs]
+                parameter.grad = of_step[parameter.spec.name].to(dtype).clone()
+            flat = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
             with torch.no_grad():
-                optimizer.step(runs, flat, lr=LR, factor=torch.ones(()))
+                optimizer.step(runs, flat, lr=LR, factor=torch.full((), factor))
         optimizer.finish()
     return {local.spec.name: local.master.view(local.spec.shape).clone() for local in data_parallel.segments}
 
@@ -222,6 +230,16 @@ def test_twenty_steps_are_those_of_an_independent_implementation(case: str) -> N
         assert not torch.equal(value, weights[name]), name
         error = (found[name].double() - value).abs().max() / value.abs().max()
         assert error <= 1e-6, f"{name}: {error}"
+
+
+def test_adafactor_takes_the_same_steps_from_gradients_in_16_bits() -> None:
+    weights = drawn(0)
+    gradients = [{name: value.bfloat16() for name, value in drawn(step).items()} for step in range(1, STEPS + 1)]
+    found, expected = (
+        updated(AdafactorConfig(), weights, gradients, dtype=dtype, factor=0.3)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_every_optimizer_is_compared() -> None:
