@@ -131,6 +131,15 @@ class OptimizerSettings(Section):
         """Bytes of state per element of the parameters that the optimizer takes whole, or of the others."""
         return sum(kind.bytes_per_element for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
 
+    def factor_bytes(self, shape: tuple[int, ...]) -> float:
+        """Bytes of state of a parameter that the optimizer takes whole, beside those per element.
+
+        Args:
+            shape: of the parameter.
+        """
+        kinds = [kind for kind in self.state if kind.per != "element" and kind.exists(whole=True)]
+        return sum(kind.bytes_per_element * math.prod(kind.shape(shape)) for kind in kinds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimizerSettings):

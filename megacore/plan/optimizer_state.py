@@ -47,7 +47,7 @@ def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, numbe
     found = whole_state(config, on_rank.chunks, parameters=parameters, experts=experts, on_cpu=on_cpu)
 
     def moments(updated: Updated) -> float:
-        return updated.whole * whole + updated.others * others
+        return updated.whole * whole + updated.others * others + updated.factors
 
     updated = found.updated if number is None else [found.updated[number % len(found.updated)]]
     return Kept(max(map(moments, updated)), found.padding, found.expert_padding)

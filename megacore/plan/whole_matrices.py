@@ -67,10 +67,17 @@ def with_padding(
 
 
 class Updated(NamedTuple):
-    """Elements that one rank of a stage updates, without padding: of matrices taken whole, and of other parameters."""
+    """What one rank of a stage updates.
+
+    Attributes:
+        whole: elements of matrices taken whole, without padding.
+        others: elements of other parameters, without padding.
+        factors: bytes of what the optimizer keeps of rows and columns of the matrices.
+    """
 
     whole: float
     others: float
+    factors: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,24 +108,32 @@ def whole_state(
         on_cpu: whether the ranks compute in host memory.
     """
     if zero_stage(config) == 0:
-        held = sum(matrix.size for chunk in chunks for _, matrix in _of_chunk(config, chunk, on_cpu=on_cpu))
-        return WholeState(padding=0, expert_padding=0, updated=[Updated(held, parameters - held)])
+        matrices = [matrix for chunk in chunks for _, matrix in _of_chunk(config, chunk, on_cpu=on_cpu)]
+        held, factors = sum(matrix.size for matrix in matrices), sum(matrix.factors for matrix in matrices)
+        return WholeState(padding=0, expert_padding=0, updated=[Updated(held, parameters - held, factors)])
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     whole, padding = {False: [0] * shards, True: [0] * copies}, {False: 0, True: 0}
+    factors = {False: [0.0] * shards, True: [0.0] * copies}
     beside = [0] * shards  # elements in front of matrices, which shards split
     for bucket, places in _placed(config, chunks, on_cpu=on_cpu):
         for matrix, rank in zip(bucket.matrices, places, strict=True):
             whole[bucket.of_experts][rank] += matrix.size
+            factors[bucket.of_experts][rank] += matrix.factors
         padding[bucket.of_experts] += bucket.padding
         for rank in range(bucket.fixed):
             beside[rank] += min(bucket.taken - rank * bucket.shard_size, bucket.shard_size)
     dense, of_experts = whole[False], whole[True]
-    even = (parameters - experts - sum(dense) - sum(beside)) / shards
+    even = (parameters - experts - sum(dense) - sum(beside)) / shards + (experts - sum(of_experts)) / copies
     pairs = _ranks_of_stage(config.parallel)
     return WholeState(
         padding=padding[False],
         expert_padding=padding[True],
-        updated=[Updated(dense[one] + of_experts[other], even + beside[one]) for one, other in pairs],
+        updated=[
+            Updated(
+                dense[one] + of_experts[other], even + beside[one], factors=factors[False][one] + factors[True][other]
+            )
+            for one, other in pairs
+        ],
     )
 
 
@@ -252,9 +267,18 @@ def _layer_buckets(
     (held,) = held_by_layer([chunk])
     for number, inside in reversed(_by_layer(_of_chunk(config, chunk, on_cpu=on_cpu)).items()):
         beside = held[number] - sum(matrix.size for matrix in inside)
+        beside -= _divided_experts(config, chunk[number], on_cpu=on_cpu)  # they have a bucket of their own
         for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
             if members := tuple(matrix for matrix in inside if matrix.of_expert == kind):
                 yield number, _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
+
+
+def _divided_experts(config: ResolvedConfig, layer: PlannedLayer, *, on_cpu: bool) -> int:
+    """Elements of a layer's experts that the optimizer does not take whole."""
+    if layer.block is None:
+        return 0
+    found = weights(config, layer.block, layer.name, on_cpu=on_cpu)
+    return sum(weight.size for weight in found if weight.of_experts and not weight.is_whole)
 
 
 def _among_others(
@@ -345,6 +369,7 @@ class _Matrix(NamedTuple):
         of_expert: whether it is of experts, which fewer ranks hold copies of.
         is_joined: whether it stays in one bucket with the next one.
         is_cut: whether tensor-parallel ranks split it, where there are any.
+        factors: bytes that the optimizer keeps of its rows and columns.
     """
 
     size: int
@@ -353,6 +378,7 @@ class _Matrix(NamedTuple):
     of_expert: bool = False
     is_joined: bool = False
     is_cut: bool = True
+    factors: float = 0.0
 
 
 class _Bucket(NamedTuple):
@@ -489,7 +515,9 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
     joins = joins_up_and_gate(block, on_cpu=on_cpu)
 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
-        matrix = _Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), **how)
+        local = (held // math.prod(shape[1:]), *shape[1:])  # as many rows; no optimizer has factors of slices
+        factors = settings.factor_bytes(local)
+        matrix = _Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), factors=factors, **how)
         found.append(_OfBlock(_Part(part, shape), matrix))
 
     if inner:

@@ -1,4 +1,5 @@
-"""The planner counts the products of Muon's update as torch counts those of the rank that computes most."""
+"""The planner counts the products of Muon's update as torch counts those of the rank that computes most, and what the
+optimizers that take matrices whole keep."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from tests.parity.runs import Layout, make_config, make_trainer
 
 MUON: dict[str, Any] = {"optimizer": "muon", "hidden_size": 64, "num_layers": 4, "lr_warmup_iters": 0, "lr": 1e-3}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "activation": "swiglu", "disable_bias_linear": True}
+ADAFACTOR: dict[str, Any] = {"optimizer": "adafactor"}
 HEADS: dict[str, Any] = {"num_query_groups": 2, "muon_split_qkv": "heads"}
 
 
@@ -123,6 +125,9 @@ def test_every_rank_holds_the_state_that_is_planned_for_it(tmp_path: Any) -> Non
         ((1, 1, 4), sizes | {"zero_stage": 3, "precision": "bf16"}),
         ((2, 1, 2), sizes | {"zero_stage": 3}),
         ((1, 1, 3), sizes | {"zero_stage": 1}),
+        ((1, 1, 1), sizes | ADAFACTOR),
+        ((1, 1, 2), sizes | ADAFACTOR | {"zero_stage": 3}),
+        ((1, 1, 4), sizes | ADAFACTOR | EXPERTS | {"ep": 2, "zero_stage": 1}),
     ]
     run_distributed(partial(states_of, cases=cases), 1, str(tmp_path), init=False)
 
