@@ -21,7 +21,7 @@ from megacore.errors import ConfigError
 from megacore.plan.canvas import save
 from megacore.plan.cluster import Cluster
 from megacore.plan.plan_picture import frontier_picture
-from megacore.plan.planner import usable_bytes
+from megacore.plan.planner import usable_bytes, usable_host_bytes
 from megacore.plan.search import Found, search
 from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
@@ -264,11 +264,14 @@ def _require_found(
         return
     if not found.tried:
         raise ConfigError([conflict(config, cluster, constraints)])
-    assert found.least_memory is not None
-    least = _three_digits(found.least_memory / 1e9, math.ceil)
     ways = []
-    if float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9:
-        ways.append(f"--max-memory-gb {least}")
+    if found.least_memory is not None:
+        least = _three_digits(found.least_memory / 1e9, math.ceil)
+        needed = f"the smallest needs {least} GB per rank"
+        if float(least) <= usable_bytes(cluster, constraints.world_size) / 1e9:
+            ways.append(f"--max-memory-gb {least}")
+    else:
+        needed = _needed_on_host(found)
     ways += ways_of_search(config, cluster, constraints, found, batch_of_ranks=batch_of_ranks)
     is_limited = bool(constraints.most or constraints.least or constraints.fixed)
     if is_limited:
@@ -279,8 +282,19 @@ def _require_found(
     raise ConfigError(
         [
             f"--search: no layout of --world-size {constraints.world_size} fits {cluster.name}{limits} "
-            f"({found.tried:,} valid layouts); the smallest needs {least} GB per rank: use {', or '.join(ways)}"
+            f"({found.tried:,} valid layouts); {needed}: use {', or '.join(ways)}"
         ]
+    )
+
+
+def _needed_on_host(found: Found) -> str:
+    """What the layouts lack that fit on the device."""
+    usable = usable_host_bytes(found.cluster)
+    assert found.least_on_host is not None and usable is not None
+    needed = _three_digits(found.least_on_host / 1e9, math.ceil)
+    return (
+        f"of those that fit on the device, the one that offloads least needs {needed} GB of host memory per node, of "
+        f"{_three_digits(usable / 1e9, math.floor)} usable"
     )
 
 

@@ -303,6 +303,23 @@ class ResolvedConfig(Config):
         return self.data.seq_length // ranks_of_role("sequence", self.parallel)
 
     @property
+    def offloads(self) -> bool:
+        """Whether something lies in host memory while ranks compute on accelerators."""
+        parallel = self.parallel
+        return parallel.offload_optimizer or parallel.offload_params or self.training.offload_activations
+
+    @property
+    def offload_flags(self) -> list[str]:
+        """The flags that put something in host memory."""
+        parallel = self.parallel
+        given = {
+            "--offload-optimizer": parallel.offload_optimizer,
+            "--offload-params": parallel.offload_params,
+            "--offload-activations": self.training.offload_activations,
+        }
+        return [flag for flag, on in given.items() if on]
+
+    @property
     def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
         """How the ranks that divide sequences exchange keys and values, once that is chosen.
 

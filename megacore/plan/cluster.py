@@ -143,6 +143,7 @@ _NUMBERS = {
     "network_latency_us": "of a message between nodes",
     "host_link_gb_s": "between a device and host memory, one direction",
     "host_memory_gb_s": "of a node's host memory",
+    "host_memory_gb": "capacity of a node's host memory",
     "price_per_hour": "USD per device",
 }
 _RANGES = {
@@ -154,7 +155,8 @@ _RANGES = {
     "host_us": "host_seconds",
 }
 _TEXTS = {"name": "", "source": "cluster file"}  # with what they are in a file that leaves them out
-_USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0}  # of a file that leaves them out
+# Of a file that leaves them out; None: not known.
+_USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0, "host_memory_gb": None}
 # From and to which a number is one of a machine, now or in some decades: beyond them a unit was mistaken.
 _BOUNDS = {
     "memory_gb": (1e-3, 1e6),
@@ -167,6 +169,7 @@ _BOUNDS = {
     "network_latency_us": (0, 1e7),
     "host_link_gb_s": (1e-6, 1e6),
     "host_memory_gb_s": (1e-6, 1e6),
+    "host_memory_gb": (1e-3, 1e6),
     "price_per_hour": (0, 1e6),
 }
 _MOST_BYTES = 1 << 20  # of a cluster file
@@ -238,6 +241,7 @@ def _assembled(
         ),
         host_link=numbers["host_link_gb_s"] * 1e9,
         host_bandwidth=numbers["host_memory_gb_s"] * 1e9 / n,
+        host_memory=numbers["host_memory_gb"] * 1e9 if "host_memory_gb" in numbers else None,
     )
     kept = {} if base is None else {field: getattr(base.device, field) for field in _RANGES.values()}
     return Cluster(
@@ -281,9 +285,9 @@ def _shown(value: object) -> str:
 
 
 def fields_of(cluster: Cluster) -> dict[str, float]:
-    """The numbers of a cluster as its file has them."""
+    """The numbers of a cluster as its file has them; the file leaves out what is not known."""
     device = cluster.device
-    return {
+    fields = {
         "memory_gb": device.memory_bytes / 1e9,
         "memory_bandwidth_gb_s": device.memory_bandwidth / 1e9,
         "gpus_per_node": device.node_ranks,
@@ -296,6 +300,7 @@ def fields_of(cluster: Cluster) -> dict[str, float]:
         "host_memory_gb_s": device.host_bandwidth * device.node_ranks / 1e9,
         "price_per_hour": cluster.price_per_hour,
     }
+    return fields if device.host_memory is None else {**fields, "host_memory_gb": device.host_memory / 1e9}
 
 
 def _number(
@@ -303,7 +308,7 @@ def _number(
 ) -> float | None:
     if name not in table:
         if base is not None:
-            return fields_of(base)[name]
+            return fields_of(base).get(name)
         if name in _USUAL:
             return _USUAL[name]
         problems.append(f'{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = "a100-80g"')

@@ -5,7 +5,8 @@ A100, H100, H200 and HGX B200; AMD MI250X), the peaks of matrix products in `pea
 drivers report to programs (CUDA's and HIP's total memory), which are not the rounded numbers in the names: an H100 of
 "80 GB" has 79.11 GiB, which are 84.9e9 bytes. Bandwidths are of one direction. What a step
 reaches of them is assumed, as three values: slow, expected and fast. A device's `network` is its share of what the
-network cards of common nodes carry.
+network cards of common nodes carry. The memory of a node's host is that of NVIDIA's DGX systems (DGX A100 of 320 GB and
+640 GB, DGX H100, H200 and B200) and, beside MI250X, of LUMI-G and Frontier; other nodes have less or more.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Device:
         network: between nodes, per device.
         host_link: bytes per second between a device and its host's memory, in one direction.
         host_bandwidth: bytes per second of the host's memory, for each device.
+        host_memory: bytes of memory of a node's host, which all devices of the node share; None: not known.
         product_efficiency: share of the peak that large matrix products reach.
         attention_efficiency: the same of fused attention, forward and backward together.
         memory_efficiency: share of the memory's bandwidth that elementwise kernels reach.
@@ -81,6 +83,7 @@ class Device:
     network: Link
     host_link: float = 32e9
     host_bandwidth: float = 50e9
+    host_memory: float | None = None
     product_efficiency: Range = Range(0.62, 0.72, 0.80)
     attention_efficiency: Range = Range(0.38, 0.48, 0.58)
     memory_efficiency: Range = Range(0.70, 0.82, 0.92)
@@ -116,6 +119,7 @@ DEVICES = (
         network=Link(bandwidth=25e9, latency=6e-6),
         host_link=_PCIE_4,
         host_bandwidth=_DDR4_3200,
+        host_memory=1024 * _GIB,
         product_efficiency=_AMPERE_PRODUCTS,
         link_efficiency=_AMPERE_LINKS,
         attention_efficiency=Range(0.50, 0.58, 0.65),
@@ -129,6 +133,7 @@ DEVICES = (
         network=Link(bandwidth=25e9, latency=6e-6),
         host_link=_PCIE_4,
         host_bandwidth=_DDR4_3200,
+        host_memory=2048 * _GIB,
         product_efficiency=_AMPERE_PRODUCTS,
         link_efficiency=_AMPERE_LINKS,
         attention_efficiency=Range(0.50, 0.58, 0.65),
@@ -142,6 +147,7 @@ DEVICES = (
         network=Link(bandwidth=50e9, latency=6e-6),
         host_link=_PCIE_5,
         host_bandwidth=_DDR5_4800,
+        host_memory=2048 * _GIB,
     ),
     Device(
         name="h200",
@@ -152,6 +158,7 @@ DEVICES = (
         network=Link(bandwidth=50e9, latency=6e-6),
         host_link=_PCIE_5,
         host_bandwidth=_DDR5_4800,
+        host_memory=2048 * _GIB,
     ),
     Device(
         name="b200",
@@ -162,6 +169,7 @@ DEVICES = (
         network=Link(bandwidth=50e9, latency=6e-6),
         host_link=_PCIE_5,
         host_bandwidth=_DDR5_5600,
+        host_memory=2048 * _GIB,
     ),
     Device(
         name="mi250x",
@@ -172,6 +180,7 @@ DEVICES = (
         network=Link(bandwidth=12.5e9, latency=6e-6),
         host_link=36e9,  # Infinity Fabric; one processor
         host_bandwidth=_DDR4_3200 / 2,
+        host_memory=512 * _GIB,
         product_efficiency=Range(0.55, 0.68, 0.78),
         attention_efficiency=Range(0.25, 0.38, 0.50),
     ),

@@ -94,7 +94,8 @@ def device_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], pp_ra
     rank = plan_memory(config, layers, on_cpu=False)[pp_rank]
     if rank.certain <= room.available:
         return None
-    limits = Limits(room=room, host=host_room(), on_cpu=False, local_ranks=len(pp_ranks_here(config)))
+    local = len(pp_ranks_here(config))
+    limits = Limits(room=room, host=host_room(), host_ranks=local, on_cpu=False, local_ranks=local)
     return _message(config, layers, [rank], limits)
 
 
@@ -111,12 +112,7 @@ def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room
     if room is None or needed <= room.available:
         return None
     taken, available = _told_apart(needed, room.available)
-    given = {
-        "--offload-optimizer": config.parallel.offload_optimizer,
-        "--offload-params": config.parallel.offload_params,
-        "--offload-activations": config.training.offload_activations,
-    }
-    flags = " and ".join(flag for flag, on in given.items() if on)
+    flags = " and ".join(config.offload_flags)
     return (
         f"{flags} needs {taken} of host memory for {counted(len(pp_ranks_here(config)), 'rank')} on this "
         f"machine, but {available} are available ({room.source}): use --zero-stage 1 or more with a larger --dp, fewer "

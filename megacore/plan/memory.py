@@ -210,6 +210,44 @@ def fullest_rank(
     return max(ranks, key=lambda rank: rank.expected)
 
 
+def held_on_host(config: ResolvedConfig, ranks: Sequence[RankMemory], node_ranks: int) -> float:
+    """Bytes in the memory of the host on which most lies, of all ranks of its node.
+
+    Args:
+        config: a resolved configuration.
+        ranks: of its pipeline. Nodes hold consecutive ranks, and so do the stages of the pipeline.
+        node_ranks: on each node.
+    """
+    world, of_stage = config.parallel.ranks, config.parallel.ranks // len(ranks)
+    nodes = set[int]()  # other nodes hold the same as one of these
+    for first in range(0, world, of_stage):
+        node, last = first // node_ranks, (first + of_stage - 1) // node_ranks
+        nodes |= {node, min(node + 1, last), last}
+
+    def held(node: int) -> float:
+        begin, end = node * node_ranks, min((node + 1) * node_ranks, world)
+        stages = range(begin // of_stage, (end - 1) // of_stage + 1)
+        parts = ((min(end, (n + 1) * of_stage) - max(begin, n * of_stage), ranks[n]) for n in stages)
+        return sum(count * rank.on_host for count, rank in parts)
+
+    return max(map(held, nodes))
+
+
+def needed_on_host(config: ResolvedConfig, cut: Cut, node_ranks: int) -> float:
+    """`held_on_host` of ranks that compute on accelerators.
+
+    Args:
+        config: a resolved configuration.
+        cut: the model in stages.
+        node_ranks: on each node.
+    """
+    if not config.offloads:
+        return 0.0
+    config = _for_device(config, on_cpu=False)
+    ranks = [_rank_memory(config, cut, rank, on_cpu=False) for rank in range(cut.ranks)]
+    return held_on_host(config, ranks, node_ranks)
+
+
 def _for_device(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
     """What a run does where its ranks compute: on a CPU parameters are in host memory anyway."""
     config = config.for_device(on_cpu=on_cpu)

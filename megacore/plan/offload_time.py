@@ -52,8 +52,7 @@ def offload_time(
         moved: bytes that their update reads and writes.
         computing: seconds of the computations of one microbatch.
     """
-    parallel, training = config.parallel, config.training
-    if not (parallel.offload_params or parallel.offload_optimizer or training.offload_activations):
+    if not config.offloads:
         return OffloadTime()
     link = device.host_link * device.link_efficiency.of(case)
     gradients, parameters = term_bytes(config) * shard, ELEMENT_BYTES[config.precision.precision] * shard

@@ -15,8 +15,9 @@ from typing import Any
 from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
 from megacore.plan.flops import blocks_of
+from megacore.plan.memory import RankMemory, held_on_host
 from megacore.plan.model_size import active_parameters, block_parameters
-from megacore.plan.planner import Figure, Origin
+from megacore.plan.planner import Figure, Origin, by_formula, usable_host_bytes
 from megacore.plan.state import PlannedLayer, whole_parameters
 
 _COUNTS = {
@@ -57,6 +58,8 @@ _FIGURES: dict[str, tuple[str, Origin, str]] = {
     "peak_bytes": ("bytes", "formula", "peak"),
     "bytes": ("bytes", "formula", "terms"),
     "host_bytes": ("bytes", "formula", "host_terms"),
+    "host_capacity_bytes": ("bytes", "assumed", "host_capacity"),
+    "node_host_bytes": ("bytes", "formula", "node_host"),
 }
 """Bare numbers, or objects of them, that are there as figures too: by key, the unit, origin and key of the figures."""
 
@@ -134,9 +137,29 @@ def run_json(
         "cluster_source": cluster.source,
         "software": cluster.software.name,
         "world_size": world_size,
-        "capacity_bytes": capacity,
-        "capacity": {"value": capacity, "unit": "bytes", "origin": "assumed", "low": None, "high": None},
+        **_capacity_json("capacity", capacity),
+        **(_capacity_json("host_capacity", usable_host_bytes(cluster)) if config.offloads else {}),
     }
+
+
+def _capacity_json(name: str, size: float | None) -> dict[str, Any]:
+    """Bytes that may be taken, bare and as a figure; null: not known."""
+    figure = None if size is None else {"value": size, "unit": "bytes", "origin": "assumed", "low": None, "high": None}
+    return {f"{name}_bytes": size, name: figure}
+
+
+def node_host_json(config: ResolvedConfig, memory: Sequence[RankMemory], cluster: Cluster) -> dict[str, Any]:
+    """What the ranks of a node hold in host memory, where something is offloaded.
+
+    Args:
+        config: a resolved configuration.
+        memory: of each pipeline rank.
+        cluster: that computes.
+    """
+    if not config.offloads:
+        return {}
+    size = held_on_host(config, memory, cluster.device.node_ranks)
+    return {"node_host_bytes": size, "node_host": asdict(by_formula(size, low=size))}
 
 
 def layout_json(config: ResolvedConfig) -> dict[str, Any]:

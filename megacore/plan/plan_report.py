@@ -10,7 +10,7 @@ from typing import Any
 from megacore.config.messages import counted
 from megacore.config.parallel import StagesThatFit
 from megacore.plan.flops import Attention
-from megacore.plan.plan_json import described, layout_flags, layout_json, run_json, training_json
+from megacore.plan.plan_json import described, layout_flags, layout_json, node_host_json, run_json, training_json
 from megacore.plan.planner import (
     LOW_CONFIDENCE,
     Figure,
@@ -25,7 +25,7 @@ from megacore.plan.planner import (
     rank_kinds,
     terms_apart,
 )
-from megacore.plan.size_unit import memory_unit, size_unit
+from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 
 # The parts of a step's time, in the order in which they are told; they add up to it.
 PARTS = {
@@ -117,26 +117,60 @@ def _memory(plan: Plan) -> Iterator[str]:
     if fullest.on_host:
         yield (
             f"{unit.text(fullest.on_host, 2)} of pipeline rank {fullest.pp_rank} are in host memory. The peak "
-            "does not include them."
+            f"does not include them. {_on_host(plan, unit)}"
         )
         yield ""
-    peak = peak_figure(*plan.memory)
-    low, high = unit.number(peak.low), unit.number(peak.high)
-    term, size = largest_term(fullest)
-    largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
+    yield from _verdict(plan, unit)
     if plan.fits:
-        yield f"Fits: the highest peak is on {where}, {unit.text(fullest.expected)} ({low} to {high}); {largest}."
-        if peak.high > plan.capacity:
-            yield f"The upper end of this range does not fit into {capacity}."
         return
-    needed, usable = unit.apart(fullest.expected, plan.capacity)
-    yield f"DOES NOT FIT: {where}, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; {largest}."
     yield "Each of these changes makes it fit, by the same formulas:"
     ways = plan.ways_out()
     yield from (f"{number}. {text}" for number, text in enumerate(ways, start=1))
     if plan.machines_note is not None and any(" machines with as much memory" in way for way in ways):
         yield ""
         yield plan.machines_note
+
+
+def _on_host(plan: Plan, unit: SizeUnit) -> str:
+    """What the ranks of a node hold in host memory, and of how much."""
+    held, node = unit.text(plan.on_host), min(plan.cluster.device.node_ranks, plan.config.parallel.ranks)
+    ranks = f"The {counted(node, 'rank')} of a node" if node > 1 else "A node"
+    verb = "have" if node > 1 else "has"
+    if plan.host_capacity is None:
+        return f"{ranks} {verb} {held} there, and no limit is checked: {plan.cluster.name} has no host_memory_gb."
+    return f"{ranks} {verb} {held} there, of {unit.text(plan.host_capacity)} usable."
+
+
+def _verdict(plan: Plan, unit: SizeUnit) -> Iterator[str]:
+    """Whether the plan fits on the device and, where something is offloaded, in host memory."""
+    fullest, peak = plan.fullest, peak_figure(*plan.memory)
+    low, high = unit.number(peak.low), unit.number(peak.high)
+    term, size = largest_term(fullest)
+    largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
+    if plan.fits_device:
+        fits = "Fits" if plan.fits else "Fits on the device"
+        yield f"{fits}: the highest peak is on {where}, {unit.text(fullest.expected)} ({low} to {high}); {largest}."
+        if peak.high > plan.capacity:
+            yield f"The upper end of this range does not fit into {size_unit([plan.capacity]).text(plan.capacity)}."
+    else:
+        needed, usable = unit.apart(fullest.expected, plan.capacity)
+        yield f"DOES NOT FIT: {where}, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; {largest}."
+    if plan.host_capacity is None or not plan.on_host:
+        return
+    on_host = by_formula(plan.on_host, low=plan.on_host)
+    low, high = unit.number(on_host.low), unit.number(on_host.high)
+    if plan.fits_host:
+        if on_host.high > plan.host_capacity:
+            usable = unit.text(plan.host_capacity)
+            yield f"The upper end of the range of the host memory, {high} {unit.name}, does not fit into {usable}."
+        return
+    most = max(plan.memory, key=lambda rank: rank.on_host)
+    term, size = max(host_terms(most).items(), key=lambda item: item[1])
+    needed, usable = unit.apart(on_host.value, plan.host_capacity)
+    yield (
+        f"DOES NOT FIT: host memory of a node, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; its "
+        f"largest term is {term}, {unit.text(size)} per rank."
+    )
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -245,6 +279,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         "fits": plan.fits,
         "peak_bytes": plan.fullest.expected,
         "peak": asdict(peak_figure(*plan.memory)),
+        **node_host_json(plan.config, plan.memory, plan.cluster),
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},

@@ -15,10 +15,11 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
 from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
-from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
+from megacore.plan.memory import GIB, RankMemory, fullest_rank, held_on_host, needed_on_host, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
@@ -29,7 +30,7 @@ from megacore.plan.ways_out import Limits, ways_out
 
 Origin = Literal["exact", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
-# What other programs and the libraries' own contexts take: a planned device is full below its capacity.
+# What other programs and the libraries' own contexts take: a planned device is full below its capacity, as is a host.
 _USABLE = 0.97
 _MOST_MEMORY = 1.1  # times what is expected
 # Below these widths, of a model and of a rank's share, launches take as long as operators.
@@ -110,8 +111,28 @@ class Plan:
         return max(self.memory, key=lambda rank: rank.expected)
 
     @property
-    def fits(self) -> bool:
+    def host_capacity(self) -> float | None:
+        """`usable_host_bytes` of the cluster."""
+        return usable_host_bytes(self.cluster)
+
+    @property
+    def on_host(self) -> float:
+        """Bytes in the memory of the fullest host, of all ranks of its node."""
+        return held_on_host(self.config, self.memory, self.cluster.device.node_ranks)
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether each rank has the memory in which it computes."""
         return self.fullest.expected <= self.capacity
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether each host has the memory for what its ranks offload; True where that is not known."""
+        return self.host_capacity is None or self.on_host <= self.host_capacity
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_device and self.fits_host
 
     @property
     def timed_origin(self) -> Origin:
@@ -179,8 +200,15 @@ class Plan:
     def ways_out(self) -> list[str]:
         """What would fit."""
         local = min(self.cluster.device.node_ranks, self.config.parallel.ranks) if self.cluster.on_cpu else 1
-        room = Room(self.capacity * (local if self.cluster.on_cpu else 1), f"--cluster {self.cluster.name}")
-        limits = Limits(room=room, on_cpu=self.cluster.on_cpu, local_ranks=local, cluster=self.cluster)
+        source = f"--cluster {self.cluster.name}"
+        limits = Limits(
+            room=Room(self.capacity * (local if self.cluster.on_cpu else 1), source),
+            host=None if self.host_capacity is None else Room(self.host_capacity, source),
+            host_ranks=self.cluster.device.node_ranks,
+            on_cpu=self.cluster.on_cpu,
+            local_ranks=local,
+            cluster=self.cluster,
+        )
         return ways_out(self.config, limits)
 
     @property
@@ -211,12 +239,33 @@ def usable_bytes(cluster: Cluster, ranks: int) -> float:
     return cluster.device.memory_bytes * _USABLE / shared
 
 
+def usable_host_bytes(cluster: Cluster) -> float | None:
+    """Bytes that the ranks of a node may take of their host for what they offload; None: not known, or ranks compute
+    there."""
+    size = cluster.device.host_memory
+    return None if size is None or cluster.on_cpu else size * _USABLE
+
+
+def host_suffices(config: ResolvedConfig, cut: Cut, cluster: Cluster) -> bool:
+    """Whether each host has the memory for what its ranks offload; True where that is not known.
+
+    Args:
+        config: a resolved configuration.
+        cut: the model in stages.
+        cluster: that computes.
+    """
+    usable = usable_host_bytes(cluster)
+    return usable is None or needed_on_host(config, cut, cluster.device.node_ranks) <= usable
+
+
 def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     """The configuration with the schedule that --schedule auto is on a cluster, and with stages that fit."""
     layers, most = outline(config), usable_bytes(cluster, config.parallel.ranks)
 
     def fits(candidate: ResolvedConfig) -> bool:
-        return fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=most).expected <= most
+        cut = Cut(candidate, layers)
+        fullest = fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=most, cut=cut)
+        return fullest.expected <= most and host_suffices(candidate, cut, cluster)
 
     if is_open(config):
         config = fastest_that_fits(config, layers, cluster, fits)

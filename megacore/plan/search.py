@@ -24,11 +24,12 @@ from typing import Any
 
 from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, fullest_rank
+from megacore.plan.cut import Cut
+from megacore.plan.memory import GIB, fullest_rank, needed_on_host
 from megacore.plan.once import SharedResults
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_flags
-from megacore.plan.planner import usable_bytes
+from megacore.plan.planner import usable_bytes, usable_host_bytes
 from megacore.plan.search_cuts import Cuts
 from megacore.plan.search_space import (
     RECOMPUTED,
@@ -103,11 +104,13 @@ class Found:
         layouts: that fit, the fastest first; the first ones and those of the frontier are simulated.
         tried: valid layouts.
         left_out: of these, those not evaluated, because with larger microbatches they take longer and need more memory.
-        least_memory: bytes that the smallest of them needs; None: some fit, or none is valid.
+        least_memory: bytes that the smallest of them needs; None: some fit on the device, or none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
         wall_seconds: that the search took.
         fixed: values that were given, by field; only layouts with them were tried.
+        least_on_host: bytes of host memory that a node needs at the least, of the layouts that fit on the device; None:
+            some fit there too, or none fits on the device.
     """
 
     layouts: Sequence[Layout]
@@ -118,6 +121,17 @@ class Found:
     cluster: Cluster
     wall_seconds: float
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    least_on_host: float | None = None
+
+    @property
+    def times_too_large(self) -> float:
+        """How many times the memory that there is the smallest layout needs, where none fits."""
+        if self.least_on_host is not None:
+            usable = usable_host_bytes(self.cluster)
+            assert usable is not None
+            return self.least_on_host / usable
+        assert self.least_memory is not None
+        return self.least_memory / self.capacity
 
     @property
     def frontier(self) -> list[Layout]:
@@ -193,12 +207,17 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *
     fitting.sort(key=lambda layout: layout.seconds)
     layouts = [*(_simulated(layout, cluster) for layout in fitting[:_SIMULATED]), *fitting[_SIMULATED:]]
     tried = sum(result.tried for result in results)
-    least = _least_memory(evaluation, divisions, results) if tried and not fitting else None
+    least: float | None = None
+    least_on_host = None if fitting else min((result.least_on_host for result in results), default=math.inf)
+    if least_on_host == math.inf:
+        least_on_host = None
+        least = _least_memory(evaluation, divisions, results) if tried else None
     return Found(
         layouts=_with_simulated_frontier(layouts, cluster),
         tried=tried,
         left_out=sum(result.left_out for result in results),
         least_memory=least,
+        least_on_host=least_on_host,
         capacity=evaluation.capacity,
         cluster=cluster,
         wall_seconds=time.perf_counter() - start,
@@ -233,12 +252,14 @@ class _Result:
         tried: valid layouts.
         left_out: of these, those of larger microbatches that are worse in time and memory.
         smallest: of those that do not fit, the one that needs least as far as that is known.
+        least_on_host: bytes of host memory that a node needs at the least, of those that fit on the device alone.
         fitting: those that fit, with memory and time.
     """
 
     tried: int = 0
     left_out: int = 0
     smallest: Choice | None = None
+    least_on_host: float = math.inf
     fitting: list[tuple[Choice, float, float]] = field(default_factory=list)
     _least: float = math.inf
 
@@ -257,6 +278,7 @@ class _Evaluation:
 
     def __init__(self, config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> None:
         self.capacity = make_capacity(cluster, constraints)
+        self._host_capacity = usable_host_bytes(cluster)
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = Validity(config, constraints.world_size)
@@ -273,6 +295,12 @@ class _Evaluation:
         config = with_choice(self._config, choice)
         cut = self._cuts.of(config)
         return fullest_rank(config, cut.layers, on_cpu=self._cluster.on_cpu, cut=cut).expected
+
+    def _on_host(self, config: ResolvedConfig, cut: Cut) -> float:
+        """Bytes that a node needs in the memory of its host; 0 where there is no limit."""
+        if self._host_capacity is None:
+            return 0.0
+        return needed_on_host(config, cut, self._cluster.device.node_ranks)
 
     def __call__(self, divisions: Iterable[Mapping[str, Any]]) -> list[_Result]:
         """The layouts of each of these degrees, which divide layers in the same way."""
@@ -319,6 +347,8 @@ class _Evaluation:
                     if parallel.schedule == "1f1b":
                         exceeding |= {(alike, other) for other in more}
                 result.is_too_large(choice, needed)
+            elif (on_host := self._on_host(candidate, cut)) > (self._host_capacity or math.inf):
+                result.least_on_host = min(result.least_on_host, on_host)
             else:
                 seconds = step_seconds(candidate, cut.layers, self._cluster, simulated=False, cut=cut)
                 result.fitting.append((choice, needed, seconds))

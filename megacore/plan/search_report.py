@@ -10,7 +10,7 @@ from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
 from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
-from megacore.plan.plan_json import described, layout_json, run_json, training_json
+from megacore.plan.plan_json import described, layout_json, node_host_json, run_json, training_json
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
 from megacore.plan.search import Found, Layout
@@ -87,12 +87,17 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             return Figure(value=value, unit=unit, origin=origin, low=ends[0], high=ends[1])
 
         rate = config.training.global_batch_size * config.data.seq_length / layout.seconds
+        ranks_of_layout = _ranks(found, layout)
+        of_memory = {
+            "peak": asdict(peak_figure(*ranks_of_layout)),
+            **node_host_json(layout.config, ranks_of_layout, cluster),
+        }
         fields: dict[str, Any] = {
             "flags": layout.flags,
             "layout": layout_json(layout.config),
             "fits": True,
             "peak_bytes": layout.memory_bytes,
-            "peak": asdict(peak_figure(*_ranks(found, layout))),
+            **of_memory,
             "step_seconds": asdict(timed(layout.seconds, "s")),
             "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
             "simulated": layout.is_simulated,
@@ -101,7 +106,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         if tokens is not None:
             days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
             fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
-        return fields if layout.is_simulated else {**_without_ranges(fields), "peak": fields["peak"]}
+        return fields if layout.is_simulated else {**_without_ranges(fields), **of_memory}
 
     report = {
         **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),

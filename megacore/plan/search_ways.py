@@ -1,4 +1,5 @@
-"""What to change of a search of which no layout fits: more ranks or a smaller batch, tried before they are offered."""
+"""What to change of a search of which no layout fits, tried before it is offered: more ranks, a smaller batch or, where
+host memory is too small, no offloading."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _NUMBERS = 3  # of ranks that are tried
 def ways_of_search(
     config: ResolvedConfig, cluster: Cluster, constraints: Constraints, found: Found, *, batch_of_ranks: bool
 ) -> Iterator[str]:
-    """Values of --world-size and --global-batch-size of which a layout fits; a search that would take long tries none.
+    """Values of --world-size and --global-batch-size of which a layout fits, or flags to leave out; a search that would
+    take long tries none.
 
     Args:
         config: of the search.
@@ -29,9 +31,8 @@ def ways_of_search(
         batch_of_ranks: the batch is as many times the number of ranks, whatever that is.
     """
     world, batch = constraints.world_size, config.training.global_batch_size
-    assert found.least_memory is not None
     left = _MOST_TRIED
-    for ranks in _more_ranks(found.least_memory / found.capacity * world, cluster, world):
+    for ranks in _more_ranks(found.times_too_large * world, cluster, world):
         if left < ranks // world * found.tried:
             break
         sized = _with_batch(config, batch * ranks // world) if batch_of_ranks else config
@@ -48,6 +49,16 @@ def ways_of_search(
             yield f"--global-batch-size {smaller}"
             break
         left -= of_smaller.tried
+    is_host_short = found.least_on_host is not None and found.tried <= _MOST_TRIED
+    if is_host_short and search(_without_offloading(config), cluster, constraints).layouts:
+        yield f"no {' and no '.join(config.offload_flags)}"
+
+
+def _without_offloading(config: ResolvedConfig) -> ResolvedConfig:
+    """The configuration with nothing in host memory."""
+    parallel = dataclasses.replace(config.parallel, offload_optimizer=False, offload_params=False)
+    training = dataclasses.replace(config.training, offload_activations=False)
+    return dataclasses.replace(config, parallel=parallel, training=training)
 
 
 def _more_ranks(at_least: float, cluster: Cluster, world: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import fastest_that_fits, is_auto
-from megacore.plan.memory import GIB, fullest_rank, plan_memory
+from megacore.plan.memory import GIB, fullest_rank, held_on_host, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
@@ -35,7 +35,7 @@ _MOST_TP = 8  # neighbours with fast links, in most machines
 # What saves memory, the cheapest first: nothing more is sent, then a little is computed again, then much moves.
 _BY_PRICE = (
     "--schedule 1f1b",
-    "--no-offload-optimizer",
+    "--no-offload",
     "--zero-stage 1",
     "--sequence-parallel",
     "--precision bf16",
@@ -74,15 +74,17 @@ class Limits:
 
     Attributes:
         room: of the device on which a rank computes; on a CPU all ranks of the machine share it.
-        host: host memory beside a device, for what is offloaded; None: not known.
+        host: host memory beside the devices of a machine, for what is offloaded; None: not known.
+        host_ranks: ranks that share it, where there are as many.
         on_cpu: whether the ranks compute on a CPU.
-        local_ranks: ranks on each machine.
+        local_ranks: ranks of each machine, in whole machines; 1: any number of ranks will do.
         torch_is_loaded: whether `room` is what is left with torch loaded.
         cluster: by whose times --schedule auto chooses; None: not known, and figures are those of 1F1B.
     """
 
     room: Room
     host: Room | None = None
+    host_ranks: int = 1
     on_cpu: bool
     local_ranks: int = 1
     torch_is_loaded: bool = False
@@ -91,7 +93,11 @@ class Limits:
     def demand(self, config: ResolvedConfig) -> Demand:
         """What the fullest rank of a configuration is expected to take."""
         ranks = plan_memory(config, outline(config), on_cpu=self.on_cpu, torch_is_loaded=self.torch_is_loaded)
-        return Demand(max(rank.expected for rank in ranks), max(rank.on_host for rank in ranks))
+        return Demand(
+            computing=max(rank.expected for rank in ranks),
+            on_host=max(rank.on_host for rank in ranks),
+            on_node=held_on_host(config, ranks, self.host_ranks),
+        )
 
     def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
         """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
@@ -100,7 +106,7 @@ class Limits:
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether all ranks of a configuration have what they are expected to take."""
         ranks = config.parallel.ranks
-        if self.host is not None or self.torch_is_loaded:
+        if (self.host is not None and config.offloads) or self.torch_is_loaded:
             return self.allow(self.demand(config), ranks=ranks)
         most = self.room.available / self._sharing(ranks)
         return fullest_rank(config, outline(config), on_cpu=self.on_cpu, limit=most).expected <= most
@@ -112,15 +118,22 @@ class Limits:
 
     def host_allows(self, demand: Demand) -> bool:
         """Whether the host has as much as is offloaded."""
-        return self.host is None or demand.on_host * self.local_ranks <= self.host.available
+        return self.host is None or demand.on_node <= self.host.available
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Bytes that one rank is expected to take where it computes, and beside that in host memory."""
+    """What the fullest rank is expected to take.
+
+    Attributes:
+        computing: bytes where it computes.
+        on_host: bytes beside that in host memory.
+        on_node: bytes in host memory of all ranks of a machine.
+    """
 
     computing: float
     on_host: float
+    on_node: float
 
     def __str__(self) -> str:
         beside = f" and {size_text(self.on_host)} of host memory" if self.on_host else ""
@@ -162,7 +175,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     add(_fewer_in_flight(start))
     lean = start if ways else _by_1f1b(start)  # where that is not enough, it comes before what changes more
     add(_even_state(start))
-    add(_savings(start, on_cpu=limits.on_cpu))
+    add(_savings(start, limits))
     add(_other_divisions(lean))
     if not ways:
         add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
@@ -182,7 +195,8 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
         if len(ways) < _WAYS:
             add(family(), note)
     lines = list(ways.values())[:_WAYS]
-    return [*lines, *itertools.islice(_larger_machines(start, limits), max(_WAYS - len(lines), 0))]
+    larger = itertools.chain(_larger_hosts(start, limits), _larger_machines(start, limits))
+    return [*lines, *itertools.islice(larger, max(_WAYS - len(lines), 0))]
 
 
 def _much_above(smaller: list[int]) -> float:
@@ -287,9 +301,10 @@ def _even_state(start: Change) -> Iterator[Change]:
         yield start.and_("parallel", "--pipeline-balance parameters", pipeline_balance="parameters")
 
 
-def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
+def _savings(start: Change, limits: Limits) -> Iterator[Change]:
     """The same ranks and model with flags that save memory, the fewest and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
+    on_cpu = limits.on_cpu
     kinds = ("none", "selective", "light", "full")
     batch = training.global_batch_size // dp
     smaller = [m for m in (training.micro_batch_size // n for n in (2, 4, 8)) if m] + [1]
@@ -312,9 +327,8 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     if parallel.tp > 1 and not parallel.sequence_parallel:
         groups.append([("parallel", "--sequence-parallel", {"sequence_parallel": True})])
     offloads: list[_Option] = []
-    if on_cpu == parallel.offload_optimizer:  # on a CPU it takes copies of the gradients, and saves nothing
-        switch = "--no-offload-optimizer" if on_cpu else "--offload-optimizer"
-        offloads.append(("parallel", switch, {"offload_optimizer": not on_cpu}))
+    if not on_cpu and not parallel.offload_optimizer:
+        offloads.append(("parallel", "--offload-optimizer", {"offload_optimizer": True}))
     if not on_cpu and not parallel.offload_params:
         flags = ["--offload-params", *([] if parallel.offload_optimizer else ["--offload-optimizer"])]
         flags += [] if parallel.zero_stage == 3 else ["--zero-stage 3"]
@@ -322,6 +336,7 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
         offloads.append(("parallel", " ".join(flags), needed))
     if offloads:
         groups.append(offloads)
+    groups += [[option] for option in _kept_off_host(start, limits)]
     if start.config.precision.precision == "fp32":
         groups.append([("precision", "--precision bf16", {"precision": "bf16"})])
     choices = [[option for option in chosen if option] for chosen in itertools.product(*([None, *g] for g in groups))]
@@ -331,6 +346,22 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
             change = change.and_(section, flag, **values)
         if change is not start:
             yield change
+
+
+def _kept_off_host(start: Change, limits: Limits) -> list[_Option]:
+    """Less in host memory, where that is too small; on a CPU, where offloading takes copies of the gradients and saves
+    nothing, no offloading of the optimizer."""
+    parallel, training = start.config.parallel, start.config.training
+    options: list[_Option] = []
+    if parallel.offload_optimizer:
+        options.append(("parallel", "--no-offload-optimizer", {"offload_optimizer": False}))
+    if limits.on_cpu or limits.host_allows(limits.demand(start.config)):
+        return options if limits.on_cpu else []
+    if parallel.offload_params:
+        options.append(("parallel", "--no-offload-params", {"offload_params": False}))
+    if training.offload_activations:
+        options.append(("training", "--no-offload-activations", {"offload_activations": False}))
+    return options
 
 
 def _price(flag: str) -> int:
@@ -524,6 +555,13 @@ def _smallest(start: Change, *, above: float = 0.0) -> Iterator[Change]:
         yield from _shorter(thrifty)
 
 
+def _larger_hosts(start: Change, limits: Limits) -> Iterator[str]:
+    """The host memory that the run needs, where it is all that is too small."""
+    demand = limits.demand(start.config)
+    if not limits.host_allows(demand) and demand.computing <= limits.room.available:
+        yield f"the same flags, on machines with at least {_up_to_tenths(demand.on_node)} GiB of host memory"
+
+
 def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
     """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model,
     with some saving flags, and on more of them. Left out is what fits on the given machines, and what needs as much as
@@ -532,7 +570,7 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
     models = map(_thriftiest, reversed(_much_smaller(start)))
     smallest = next((change for change in models if _is_valid(change, limits)), None)
     further = itertools.chain(
-        _savings(start, on_cpu=limits.on_cpu),
+        _savings(start, limits),
         _more_replicas(start, limits),
         _more_stages(start, limits),
     )
@@ -549,12 +587,17 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
         if limits.host_allows(demand) and (_tenths(demand) < most or not change.flags):
             flags, number = " ".join(change.flags) or "the same flags", _number_of(change, start.config, limits)
             where = f"{number} {machines}" if number else machines
-            yield f"{flags}, on {where} with at least {_tenths(demand) / 10:,.1f} GiB per rank"
+            yield f"{flags}, on {where} with at least {_up_to_tenths(demand.computing)} GiB per rank"
 
 
 def _tenths(demand: Demand) -> int:
     """Tenths of a GiB where a rank computes, rounded up."""
     return math.ceil(demand.computing / GIB * 10)
+
+
+def _up_to_tenths(size: float) -> str:
+    """Bytes in GiB, rounded up to tenths."""
+    return f"{math.ceil(size / GIB * 10) / 10:,.1f}"
 
 
 def _as_preset(config: ResolvedConfig, name: str, *, seq_length: int | None = None) -> Change | None:

@@ -17,6 +17,7 @@ def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: p
     path.write_text(to_toml(CLUSTERS["h100"]), encoding="utf-8")
     device, expected = load_cluster(path).device, CLUSTERS["h100"].device
     assert device.memory_bytes == pytest.approx(expected.memory_bytes)
+    assert device.host_memory == pytest.approx(expected.host_memory)
     assert device.network.bandwidth == pytest.approx(expected.network.bandwidth)
     assert device.product_efficiency == expected.product_efficiency
     path.write_text("memory_gb = -3\nnic = 4\n[peak_tflops]\nbf17 = 3\n", encoding="utf-8")
@@ -131,6 +132,7 @@ def test_a_cluster_file_of_wrong_types_is_refused(
     [
         ("memory_gb = 1e300", "memory_gb = 1e+300 must be a number from 0.001 to 1,000,000"),
         ("memory_gb = 1e-300", "memory_gb = 1e-300 must be a number from 0.001 to 1,000,000"),
+        ("host_memory_gb = 0", "host_memory_gb = 0 must be a number from 0.001 to 1,000,000"),
         ("node_latency_us = -1", "node_latency_us = -1 must be a number from 0 to 10,000,000"),
         ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number from 1 to 100,000"),
         ("[peak_tflops]\nbf16 = 1e-308", "peak_tflops.bf16 = 1e-308 must be a number from 1e-06 to 1,000,000"),
@@ -165,3 +167,14 @@ def test_a_cluster_is_suggested_only_where_its_name_is_near(
     with pytest.raises(ConfigError) as refused:
         cluster_named(name)
     assert refused.value.problems[0].partition(" in .toml")[2].strip() == meant
+
+
+def test_the_host_memory_of_a_file_that_leaves_it_out_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    text = to_toml(CLUSTERS["h100"])
+    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("host_memory_gb ")))
+    cluster = load_cluster(path)
+    assert cluster.device.host_memory is None
+    assert "host_memory_gb =" not in to_toml(cluster)
+    path.write_text('based_on = "h100"\n', encoding="utf-8")
+    assert load_cluster(path).device.host_memory == pytest.approx(2048 * 2**30)

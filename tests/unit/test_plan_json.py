@@ -61,7 +61,7 @@ def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:
             beside = report[about[key]["figure"]]
             pairs = [(value, beside)] if isinstance(value, float) else [(value[name], beside[name]) for name in value]
             for number, figure in pairs:
-                has_range = key == "capacity_bytes" or figure["low"] <= number <= figure["high"]
+                has_range = key.endswith("capacity_bytes") or figure["low"] <= number <= figure["high"]
                 if figure["value"] != number or figure["unit"] != about[key]["unit"] or not has_range:
                     yield key
 

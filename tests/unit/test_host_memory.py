@@ -1,0 +1,101 @@
+"""Memory of a node's host in plans: what is offloaded there, and layouts that need more than there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megacore.plan.memory import GIB, held_on_host, plan_memory
+from megacore.plan.outline import outline
+from tests.unit.planning import planned, resolved
+from tools.plan import main
+
+LLAMA_1B = "pretrain_gpt.py --preset llama-3.2-1b --global-batch-size 8"
+PARAMETERS = 1_235_814_400
+
+
+def cluster(directory: Path, text: str) -> str:
+    path = directory / "mine.toml"
+    path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
+    return f"--cluster {path}"
+
+
+def test_a_node_holds_what_its_ranks_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 16 bytes for each parameter, on each of 8 ranks without ZeRO; an eighth of them with it."""
+    flags = f"{LLAMA_1B} --dp 8 --offload-optimizer --cluster h100"
+    plan, sharded = planned(capsys, flags), planned(capsys, f"{flags} --zero-stage 1")
+    assert plan["node_host_bytes"] == plan["node_host"]["value"] == pytest.approx(8 * 16 * PARAMETERS)
+    assert sharded["node_host_bytes"] == pytest.approx(16 * PARAMETERS, rel=1e-3)
+    assert plan["host_capacity_bytes"] == pytest.approx(0.97 * 2048 * GIB)
+    assert plan["fits"]
+    two_nodes = planned(capsys, f"{LLAMA_1B.replace(' 8', ' 16')} --dp 16 --offload-optimizer --cluster h100")
+    assert two_nodes["node_host_bytes"] == plan["node_host_bytes"]
+    assert "node_host" not in planned(capsys, f"{LLAMA_1B} --dp 8 --cluster h100")
+
+
+@pytest.mark.parametrize("node_ranks", [1, 2, 3, 4, 5, 8, 12, 100])
+def test_the_fullest_node_is_that_of_all_nodes(node_ranks: int) -> None:
+    """Of stages that keep different numbers of microbatches, by a sum over all ranks."""
+    flags = "--preset gpt2-small --pp 4 --dp 3 --global-batch-size 24 --schedule 1f1b --mock-data --train-iters 10"
+    config = resolved(f"{flags} --offload-activations --precision bf16")
+    ranks = plan_memory(config, outline(config), on_cpu=False)
+    assert len({rank.on_host for rank in ranks}) > 1
+    held = [ranks[rank // 3].on_host for rank in range(12)]
+    most = max(sum(held[first : first + node_ranks]) for first in range(0, 12, node_ranks))
+    assert held_on_host(config, ranks, node_ranks) == pytest.approx(most)
+
+
+def test_a_plan_whose_host_is_too_small_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LLAMA_1B} --dp 8 --offload-optimizer {cluster(tmp_path, 'host_memory_gb = 64')}"
+    assert main(flags.split()) == 0
+    text = capsys.readouterr().out
+    assert "The 8 ranks of a node have 147.3 GiB there, of 57.8 GiB usable." in text
+    assert "\nFits on the device: the highest peak is on pipeline rank 0" in text
+    assert "\nDOES NOT FIT: host memory of a node, 147.3 GiB (147.3 to 162.1) of 57.8 GiB; its largest term" in text
+    plan = planned(capsys, flags)
+    assert not plan["fits"]
+    assert plan["ways_out"][0].startswith("--no-offload-optimizer: ")
+    for way in plan["ways_out"]:
+        changed = way.split(":")[0].split(",")[0]
+        kept = flags.replace("--dp 8 ", "") if "--dp" in changed else flags
+        kept = kept.replace("--global-batch-size 8", "") if "--global-batch-size" in changed else kept
+        kept = kept.replace("--offload-optimizer", "") if "--no-offload" in changed else kept
+        assert planned(capsys, f"{kept} {changed}")["fits"], way
+
+
+def test_no_way_out_offloads_more_than_the_host_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """16 bytes for each of 8.03e9 parameters are 128.5e9 bytes."""
+    flags = "pretrain_gpt.py --preset llama-3-8b"
+    for size, offloads in ((200, True), (100, False)):
+        plan = planned(capsys, f"{flags} {cluster(tmp_path, f'host_memory_gb = {size}')}")
+        assert not plan["fits"]
+        assert ("--offload-optimizer" in " ".join(plan["ways_out"])) == offloads
+
+
+def test_without_the_field_no_limit_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    numbers = "memory_gb = 80\nmemory_bandwidth_gb_s = 3000\ngpus_per_node = 8\nnode_bandwidth_gb_s = 400\n"
+    numbers += "node_latency_us = 3\nnics_per_node = 8\nnic_bandwidth_gb_s = 50\nnetwork_latency_us = 6\n"
+    path.write_text(f"{numbers}price_per_hour = 2\n[peak_tflops]\nbf16 = 900\n", encoding="utf-8")
+    flags = f"{LLAMA_1B} --dp 8 --offload-optimizer --cluster {path}"
+    assert main(flags.split()) == 0
+    assert "147.3 GiB there, and no limit is checked: own has no host_memory_gb." in capsys.readouterr().out
+    plan = planned(capsys, flags)
+    assert plan["fits"] and plan["host_capacity"] is None
+
+
+def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LLAMA_1B} --offload-optimizer --search --world-size 8 --top 1000 --max-tp 1 --max-pp 1"
+    with_all = planned(capsys, f"{flags} --cluster h100")
+    small = cluster(tmp_path, "host_memory_gb = 64")
+    found = planned(capsys, f"{flags} {small}")
+    usable = found["host_capacity_bytes"]
+    assert max(layout["node_host_bytes"] for layout in found["layouts"]) <= usable
+    kept = [layout["flags"] for layout in with_all["layouts"] if layout["node_host_bytes"] <= usable]
+    assert 0 < len(kept) < len(with_all["layouts"])
+    assert sorted(layout["flags"] for layout in found["layouts"]) == sorted(kept)
+    assert main(f"{flags} --dp 8 --zero-stage 0 {small}".split()) == 2
+    refused = capsys.readouterr().err
+    assert "the one that offloads least needs 159 GB of host memory per node, of 62.0 usable: use " in refused
+    assert "no --offload-optimizer" in refused
