@@ -109,8 +109,9 @@ def whole_state(
     """
     if zero_stage(config) == 0:
         matrices = [matrix for chunk in chunks for _, matrix in _of_chunk(config, chunk, on_cpu=on_cpu)]
-        held, factors = sum(matrix.size for matrix in matrices), sum(matrix.factors for matrix in matrices)
-        return WholeState(padding=0, expert_padding=0, updated=[Updated(held, parameters - held, factors)])
+        held = sum(matrix.size for matrix in matrices)
+        updated = Updated(held, parameters - held, sum(matrix.factors for matrix in matrices))
+        return WholeState(padding=0, expert_padding=0, updated=[updated])
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     whole, padding = {False: [0] * shards, True: [0] * copies}, {False: 0, True: 0}
     factors = {False: [0.0] * shards, True: [0.0] * copies}
