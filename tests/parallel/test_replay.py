@@ -132,7 +132,9 @@ def test_twenty_faults_of_twenty_are_found(tmp_path: Path) -> None:
 
 
 def launched(rank: int, world_size: int, directory: str) -> int:
-    config = make_config((1, 1, 1), directory, train_iters=2, replay_interval=2, hang_timeout_minutes=0.0)
+    config = make_config(
+        (1, 1, 1), directory, train_iters=2, lr_warmup_iters=1, replay_interval=2, hang_timeout_minutes=0.0
+    )
 
     def body(config: ResolvedConfig, mesh: Mesh) -> None:
         trainer = make_trainer(config, mesh)
