@@ -29,11 +29,13 @@ from megacore.commands.plan_parser import (
 from megacore.commands.plan_search import (
     MOST_RANKS,
     OF_DEGREES,
+    OF_ONE_LAYOUT,
     SEARCHED,
     add_search_flags,
     lacks_recompute,
     require_possible_limits,
     run_search,
+    searched,
     wrong_given,
     wrong_limits,
 )
@@ -282,9 +284,9 @@ def _read(args: argparse.Namespace) -> _Request:
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
         ],
         planned=True,
-        divided=args.world_size if args.search else None,
+        searched=searched(args),
         computes_on_cpu=None if cluster is None else lambda _: cluster.on_cpu,
-        world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
+        world_size=None if is_smaller else args.world_size,
         problems=problems,
         typed={} if args.search else typed,
     )
@@ -379,7 +381,7 @@ def _with_defaults(
     """The flags of the run, with those that runs of the software usually have, and mock data and a number of steps
     where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
     from may not."""
-    flags = without_fields(args.flags, OF_DEGREES, kind) if args.search else list(args.flags)
+    flags = without_fields(args.flags, (*OF_DEGREES, *OF_ONE_LAYOUT), kind) if args.search else list(args.flags)
     if lacks_recompute(args, given):  # which is refused; what else is wrong is still to be found
         flags += ["--recompute", "full"]
     if args.usual_batch is not None:

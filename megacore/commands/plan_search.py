@@ -6,17 +6,18 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megacore.commands.plan_parser import PlanParser, gigabytes, zero_stage
 from megacore.commands.tool import positive
-from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import divisors, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
+from megacore.config.search_start import Searched
 from megacore.errors import ConfigError
 from megacore.plan.canvas import save
 from megacore.plan.cluster import Cluster
@@ -25,7 +26,7 @@ from megacore.plan.planner import usable_bytes, usable_host_bytes
 from megacore.plan.search import Found, search
 from megacore.plan.search_conflicts import conflict
 from megacore.plan.search_report import search_json, search_table
-from megacore.plan.search_space import Constraints, impossible_limits
+from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_limits
 from megacore.plan.search_ways import ways_of_search
 
 SEARCHED = (
@@ -36,13 +37,13 @@ SEARCHED = (
 OF_DEGREES = ("schedule", "virtual_stages", "sequence_parallel", "ep", "etp")
 """Fields that need certain degrees, such as --sequence-parallel with --tp 2. The run that a search starts from may have
 other degrees, so that it is resolved without them."""
+OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
+"""Fields that only one layout can have; a search refuses them."""
 MOST_RANKS = 1 << 20
 """The largest --world-size."""
 # Limits: flags without their dashes and "max" or "min".
 _LEAST = (*degree_fields(), "ep")
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
-# Fields that only one layout can have.
-_OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
 
 
 def add_search_flags(parser: PlanParser) -> None:
@@ -78,7 +79,7 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
     """Values of the run that a search cannot keep."""
     if not args.search:
         return
-    for name in _OF_ONE_LAYOUT:
+    for name in OF_ONE_LAYOUT:
         if name in given:
             yield f"{flag_and_value(name, given[name])} is for one layout: leave it out, or leave --search out"
     for name in OF_DEGREES:  # which `_with_defaults` leaves out
@@ -242,6 +243,27 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
         print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
 
 
+def searched(args: argparse.Namespace) -> Searched | None:
+    """What a search chooses of the fields that other flags may need; None: there is no search, or its ranks are not
+    known."""
+    if not args.search or args.world_size is None or not 1 <= args.world_size <= MOST_RANKS:
+        return None
+    constraints = _constraints(args)
+
+    def values(config: Config) -> Mapping[str, Sequence[Any]]:
+        length = config.data.seq_length
+        possible: dict[str, Sequence[Any]] = {
+            **dict.fromkeys(degree_fields(), divisors(args.world_size, most=None)),
+            "cp": context_degrees(config, constraints) if isinstance(length, int) and length > 0 else [],
+            "zero_stage": range(4),
+            "sequence_parallel": (False, True),
+            "recompute": tuple(RECOMPUTED),
+        }
+        return {name: constraints.among(name, some) for name, some in possible.items() if name not in args.fixed}
+
+    return Searched(ranks=args.world_size, values=values)
+
+
 def _constraints(args: argparse.Namespace) -> Constraints:
     """The limits of a search."""
     return Constraints(
@@ -263,7 +285,7 @@ def _require_found(
     if found.layouts:
         return
     if not found.tried:
-        raise ConfigError([conflict(config, cluster, constraints)])
+        raise ConfigError([conflict(config, cluster, constraints, batch_of_ranks=batch_of_ranks)])
     ways = []
     if found.least_memory is not None:
         least = _three_digits(found.least_memory / 1e9, math.ceil)

@@ -42,8 +42,9 @@ from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
+from megacore.config.search_start import Searched
 from megacore.config.toml import read_toml, save_toml
-from megacore.config.validation import degrees_product, validate
+from megacore.config.validation import Validation, degrees_product, validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed, replace_bytes
 from megacore.remote import is_url
@@ -83,7 +84,7 @@ def parse_config(
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
     world_size: int | None = None,
-    divided: int | None = None,
+    searched: Searched | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
     problems: Sequence[str] = (),
     typed: Mapping[str, Any] | None = None,
@@ -105,7 +106,8 @@ def parse_config(
             then `UNKNOWN_VOCAB_SIZE`.
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
         world_size: of a planned run, the number of its processes, where it is given.
-        divided: as for `validate`.
+        searched: what a search chooses that begins from the run: flags that need other values of that than the run
+            has are not refused, and the run gets these values.
         computes_on_cpu: whether the ranks compute on a CPU, given --device; None: not known, and what is on by default
             on accelerators only counts as off in what is checked here.
         problems: what the caller has found wrong; reported with the others.
@@ -126,7 +128,7 @@ def parse_config(
         shape,
         continued,
         is_planned=planned,
-        divided=divided,
+        searched=searched,
         computes_on_cpu=computes_on_cpu,
     )
     is_valid = not (reading.problems or reading.local_problems)
@@ -136,7 +138,7 @@ def parse_config(
     vocab_size = _call(vocabulary, reading.config, reading)
     if reading.local_problems and reading.config.model.vocab_size is None:
         vocab_size = UNKNOWN_VOCAB_SIZE
-    config = cast(ConfigKind[R], reading.config).resolve(process.world_size, vocab_size=vocab_size)
+    config = cast(ConfigKind[R], reading.config).resolve(reading.world_size, vocab_size=vocab_size)
     for check in checks if process.local_rank == 0 else ():
         _call(check, config, reading)
     if reading.local_problems:
@@ -230,6 +232,7 @@ class _Reading(Generic[C]):
 
     Attributes:
         config: the configuration, which may be invalid.
+        world_size: the number of processes of the run.
         problems: what every rank finds wrong.
         local_problems: what is wrong with the files and the environment of this machine.
         notes: what to tell the user although nothing is wrong.
@@ -240,6 +243,7 @@ class _Reading(Generic[C]):
     """
 
     config: C
+    world_size: int
     problems: list[str]
     local_problems: list[str]
     notes: list[str]
@@ -257,7 +261,7 @@ def _read(
     continued: Shape | None = None,
     *,
     is_planned: bool = False,
-    divided: int | None = None,
+    searched: Searched | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
@@ -300,15 +304,17 @@ def _read(
     problems = list(flags.problems)
     if not process.problems:
         on_cpu = None if computes_on_cpu is None else computes_on_cpu(config.parallel.device)
-        found = validate(
-            config,
-            process.world_size,
+        validation = Validation(
+            config=config,
+            world_size=process.world_size,
             unread=unread,
             follows_degrees=process.follows_degrees,
-            divided=divided,
+            searched=searched,
             on_cpu=on_cpu,
             further=partial(_idle_flags, flags),
-        )
+        ).of_start()
+        config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
+        found = validation.messages()
         for name, values in flags.contradictions.items():
             kept = [build({**given, name: value}) for value in values]
             sizes = [degrees_product(one) if process.follows_degrees else process.world_size for one in kept]
@@ -333,7 +339,7 @@ def _read(
         notes += defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
-    return _Reading(config, problems, local_problems, notes, source, flags.translated, given, typed)
+    return _Reading(config, process.world_size, problems, local_problems, notes, source, flags.translated, given, typed)
 
 
 def _wrong_whichever_is_kept(

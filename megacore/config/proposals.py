@@ -116,7 +116,7 @@ class _Group:
     def _keeps(self, name: str, changes: Changes) -> bool:
         """Whether a change of a field violates none of the constraints on it, and nothing new."""
         left = self.recheck(changes)
-        return not any(name in _fields(other) or _key(other) not in self.known for other in left)
+        return not any(name in fields_of(other) or _key(other) not in self.known for other in left)
 
     @cached_property
     def _by_name(self) -> dict[str, list[Values]]:
@@ -239,7 +239,7 @@ def _combined(changes: Changes) -> str:
     return " and ".join([*words, *([f"leave {' and '.join(left_out)} out"] if left_out else [])])
 
 
-def _fields(problem: str) -> frozenset[str]:
+def fields_of(problem: str) -> frozenset[str]:
     """The fields that a constraint is about."""
     said = problem.said if isinstance(problem, Problem) else problem.partition(": ")[0]
     named = {found.removeprefix("--").replace("-", "_") for found in _FLAG.findall(said)}
@@ -253,14 +253,14 @@ def _key(problem: str) -> frozenset[str] | str:
     Constraints on the same fields are in one group and solved together, so that nothing need tell them apart. A message
     that names no field is its own key.
     """
-    return _fields(problem) or problem
+    return fields_of(problem) or problem
 
 
 def _groups(found: Sequence[str]) -> list[list[int]]:
     """The places of constraints that share fields with each other, directly or through others."""
     groups: list[tuple[frozenset[str], list[int]]] = []
     for place, problem in enumerate(found):
-        fields, places = _fields(problem), [place]
+        fields, places = fields_of(problem), [place]
         for group in [group for group in groups if group[0] & fields]:
             fields, places = fields | group[0], group[1] + places
             groups.remove(group)

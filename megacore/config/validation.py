@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,7 @@ from megacore.config.problem import WORLD_SIZE
 from megacore.config.proposals import with_tried_ways
 from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
+from megacore.config.search_start import Searched, nearest_start
 
 _RULES = [
     *chain(
@@ -35,48 +36,69 @@ _RULES = [
 ]  # fmt: skip
 
 
-def validate(
-    config: Config,
-    world_size: int,
-    *,
-    unread: frozenset[str] = frozenset(),
-    follows_degrees: bool = False,
-    divided: int | None = None,
-    on_cpu: bool | None = None,
-    further: Callable[[Config], list[str]] | None = None,
-) -> list[str]:
-    """Names every violated constraint of a configuration, resolved or not.
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The constraints of a configuration, and of what it would be with other values.
 
-    Args:
-        config: the configuration to check; none of its values need be valid.
+    Attributes:
+        config: the configuration to check, resolved or not; none of its values need be valid.
         world_size: the number of processes of the run.
         unread: fields that were given a value which could not be read. Constraints on them are not checked.
         follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
-        divided: the number of ranks that a search divides in other ways than the run, which it begins from: degrees
-            whose product does not divide it are no way out.
+        searched: what a search chooses that begins from the run: degrees whose product does not divide its ranks are
+            no way out.
         on_cpu: as for `violations`.
         further: constraints of the caller.
-
-    Returns:
-        One message per problem. It names the flags, their values, the constraint and the ways out, which are tried on
-        all constraints.
     """
 
-    def found_in(one: Config, ranks: int) -> list[str]:
-        return [*(further(one) if further else ()), *violations(one, ranks, unread=unread, on_cpu=on_cpu)]
+    config: Config
+    world_size: int
+    unread: frozenset[str] = frozenset()
+    follows_degrees: bool = False
+    searched: Searched | None = None
+    on_cpu: bool | None = None
+    further: Callable[[Config], list[str]] | None = None
 
-    def recheck(changes: Mapping[str, Any]) -> list[str]:
+    def messages(self) -> list[str]:
+        """One message per problem. It names the flags, their values, the constraint and the ways out, which are tried
+        on all constraints."""
+        found = self._left({})
+        processes = None if self.follows_degrees else self.world_size
+        return with_tried_ways(found, self._left, processes=processes) if found else []
+
+    def of_start(self) -> Validation:
+        """The same from where a search begins: with values that it chooses anyway, if these violate fewer
+        constraints."""
+        if self.searched is None:
+            return self
+        values = dict(self.searched.values(self.config))
+        if not self.follows_degrees:
+            values.pop(degree_fields()[-1], None)  # the ranks that the other degrees leave
+        changes = nearest_start(values, self._left)
+        start = _with_values(self.config, changes)
+        return replace(self, config=start, world_size=self._ranks(start, self.world_size))
+
+    def _ranks(self, config: Config, given: int) -> int:
+        return degrees_product(config) if self.follows_degrees else given
+
+    def _left(self, changes: Mapping[str, Any]) -> list[str]:
+        """What is violated with other values of fields, or of the number of processes."""
         values = dict(changes)
-        given = values.pop(WORLD_SIZE, world_size)
-        changed = _with_values(config, values)
+        given = values.pop(WORLD_SIZE, self.world_size)
+        changed = _with_values(self.config, values)
+        left = list(self.further(changed)) if self.further else []
+        left += violations(changed, self._ranks(changed, given), unread=self.unread, on_cpu=self.on_cpu)
         product = degrees_product(changed)
-        left = found_in(changed, product if follows_degrees else given)
-        if divided is not None and product and divided % product:
-            left.append(f"{product} ranks do not divide {divided}")
+        if changes and self.searched is not None and product and self.searched.ranks % product:
+            left.append(f"{product} ranks do not divide {self.searched.ranks}")
         return left
 
-    found = found_in(config, world_size)
-    return with_tried_ways(found, recheck, processes=None if follows_degrees else world_size) if found else []
+
+def validate(
+    config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), on_cpu: bool | None = None
+) -> list[str]:
+    """`Validation.messages` of a run; arguments as for `Validation`."""
+    return Validation(config=config, world_size=world_size, unread=unread, on_cpu=on_cpu).messages()
 
 
 def degrees_product(config: Config) -> int:

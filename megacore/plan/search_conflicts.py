@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag, flag_and_value
-from megacore.config.messages import one_of
+from megacore.config.messages import multiples, one_of
 from megacore.plan.cluster import Cluster
 from megacore.plan.search_space import (
     LEAST_POSITIONS,
@@ -19,10 +19,13 @@ from megacore.plan.search_space import (
     divisions_of,
     possible_degrees,
     variants,
+    with_batch,
 )
 from megacore.plan.validity import Validity
 
 _MOST_NAMED = 4  # values of a way out
+_NEAR = 64  # ranks or samples more or fewer that are tried
+_ANOTHER = "another --world-size or --global-batch-size"
 _Kind = Literal["fixed", "least", "most"]
 _KINDS: tuple[_Kind, ...] = "fixed", "least", "most"
 
@@ -50,30 +53,36 @@ class _Given(NamedTuple):
         return f"{flag(self.name).replace('--', self.prefix, 1)} {one_of(values)}"
 
 
-def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> str:
+def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool) -> str:
     """What is wrong with constraints that no valid layout keeps.
 
     Args:
         config: of the search.
         cluster: that computes.
         constraints: what a layout may be.
+        batch_of_ranks: the batch is as many times the number of ranks, whatever that is.
     """
     world = f"--world-size {constraints.world_size}"
-    if (product := _too_few_ranks(config, constraints)) is not None:
-        return product
     is_valid = Validity(config, constraints.world_size)
 
     def layouts(given: Sequence[_Given]) -> Iterator[Choice]:
-        kept = _with(constraints, given)
-        for degrees in divisions_of(config, cluster, kept):
-            yield from filter(is_valid, variants(config, kept, degrees, ("none", "full")))
+        return _layouts(config, cluster, _with(constraints, given), is_valid)
 
     def is_possible(given: Sequence[_Given]) -> bool:
         return next(layouts(given), None) is not None
 
-    if not is_possible([]):
-        return f"--search: no layout of {world} is valid: use another --world-size or --global-batch-size"
+    sizes = list(_other_sizes(config, cluster, constraints, batch_of_ranks=batch_of_ranks))
     given = needed = _all_of(constraints)
+    if (product := _too_few_ranks(config, constraints)) is not None:
+        ways = [
+            one.flag_with(_nearest(one, values))
+            for one in given
+            if (values := _values(layouts(_without(given, one)), one.name))
+        ]
+        ways = [*ways, *sizes] or ["larger ones" if given else _ANOTHER]
+        return f"--search: {product} must be at least {world}: use {', or '.join(ways)}"
+    if not is_possible([]):
+        return f"--search: no layout of {world} is valid: use {', or '.join(sizes) or _ANOTHER}"
     for one in given:
         if not is_possible(others := _without(needed, one)):
             needed = others
@@ -81,14 +90,41 @@ def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints)
     for one in needed:
         possible = [_values(layouts(_without(from_, one)), one.name) for from_ in (given, needed)]
         ways.append(one.flag_with(_nearest(one, possible[0] or possible[1])))
-    return (
-        f"--search: no valid layout of {world} has {' and '.join(map(str, needed))}: use {', or '.join(ways)}, or "
-        "another --world-size or --global-batch-size"
-    )
+    contradiction = " and ".join(map(str, needed))
+    return f"--search: no valid layout of {world} has {contradiction}: use {', or '.join([*ways, *sizes])}"
+
+
+def _layouts(
+    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, is_valid: Callable[[Choice], bool]
+) -> Iterator[Choice]:
+    for degrees in divisions_of(config, cluster, constraints):
+        yield from filter(is_valid, variants(config, constraints, degrees, ("none", "full")))
+
+
+def _other_sizes(
+    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
+) -> Iterator[str]:
+    """The nearest numbers of ranks of which a layout keeps all constraints, and the nearest batches."""
+    world, batch = constraints.world_size, config.training.global_batch_size
+
+    def is_possible(ranks: int, size: int) -> bool:
+        sized, others = with_batch(config, size), dataclasses.replace(constraints, world_size=ranks)
+        return next(_layouts(sized, cluster, others, Validity(sized, ranks)), None) is not None
+
+    def nearest(number: int, is_right: Callable[[int], bool]) -> list[int]:
+        below, above = range(number - 1, max(number - _NEAR, 0), -1), range(number + 1, number + _NEAR)
+        least = [size for size in multiples(number, world) if size > number]
+        found = (next(filter(is_right, side), None) for side in (below, [*above, *least, 2 * number]))
+        return [one for one in found if one is not None]
+
+    if worlds := nearest(world, lambda ranks: is_possible(ranks, batch // world * ranks if batch_of_ranks else batch)):
+        yield f"--world-size {one_of(worlds)}"
+    if not batch_of_ranks and (batches := nearest(batch, lambda size: is_possible(world, size))):
+        yield f"--global-batch-size {one_of(batches)}"
 
 
 def _too_few_ranks(config: ResolvedConfig, constraints: Constraints) -> str | None:
-    """That the largest degrees are not enough for all ranks."""
+    """The product of the largest degrees, if it is not enough for all ranks."""
     possible, factors, ranks = possible_degrees(config, constraints), [], 1
     for name in degree_fields():
         values, reason = possible[name]
@@ -103,12 +139,7 @@ def _too_few_ranks(config: ResolvedConfig, constraints: Constraints) -> str | No
             factors.append(f"--max-{name} {most}" + (f" ({largest} is possible)" if largest < most else ""))
         elif largest > 1 or name != "cp":
             factors.append(f"--{name} {largest} (the largest of those that {reason})")
-    if ranks >= constraints.world_size:
-        return None
-    return (
-        f"--search: {' x '.join(factors)} = {ranks} must be at least --world-size {constraints.world_size}: use larger "
-        f"ones, or at most --world-size {ranks}"
-    )
+    return f"{' x '.join(factors)} = {ranks}" if ranks < constraints.world_size else None
 
 
 def _all_of(constraints: Constraints) -> list[_Given]:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from megacore.config import ResolvedConfig, ResolvedParallel, ResolvedTraining
+from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining
 from megacore.config.fields import flag_and_value
-from megacore.config.messages import at_most
+from megacore.config.messages import at_most, divisors
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
@@ -78,6 +78,11 @@ def with_choice(config: ResolvedConfig, choice: Choice) -> ResolvedConfig:
     return dataclasses.replace(config, parallel=choice.parallel, training=choice.training)
 
 
+def with_batch(config: ResolvedConfig, batch: int) -> ResolvedConfig:
+    """The configuration with another global batch size."""
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
+
+
 def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Mapping[str, Any]]:
     """Numbers of ranks by which the model and the batch may be divided."""
     layers, world = config.model.num_layers, _ranks_to_divide(config, constraints)
@@ -85,7 +90,7 @@ def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constrai
     asked = constraints.fixed.get("tp", constraints.least.get("tp", 1))
     if "tp" not in constraints.most and asked > most_tp:  # across nodes, as is asked for
         most_tp = world
-    for tp, cp in itertools.product(_divisors(world), context_degrees(config, constraints)):
+    for tp, cp in itertools.product(divisors(world, most=None), context_degrees(config, constraints)):
         if (
             world % (tp * cp)
             or tp > most_tp
@@ -93,7 +98,7 @@ def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constrai
             or not constraints.allow("tp", tp)
         ):
             continue
-        for pp in _divisors(world // tp // cp):
+        for pp in divisors(world // tp // cp, most=None):
             dp = world // tp // cp // pp
             if pp > layers or config.training.global_batch_size % dp:
                 continue
@@ -114,7 +119,7 @@ def _expert_degrees(
     block = degrees["tp"] * degrees["cp"] * degrees["dp"]
     splits = constraints.among("etp", dict.fromkeys((degrees["tp"], 1)))
     for split in splits:
-        for ep in _divisors(math.gcd(block // split, experts.num_experts)):
+        for ep in divisors(math.gcd(block // split, experts.num_experts), most=None):
             if constraints.allow("ep", ep):
                 yield {"ep": ep, "etp": None if split == degrees["tp"] else split}
 
@@ -130,16 +135,16 @@ def possible_degrees(config: ResolvedConfig, constraints: Constraints) -> dict[s
     that they divide the ranks."""
     heads, layers = config.model.num_attention_heads, config.model.num_layers
     batch, sequence = config.training.global_batch_size, config.data.seq_length
-    divisors, experts = _divisors(_ranks_to_divide(config, constraints)), config.model.experts
+    parts, experts = divisors(_ranks_to_divide(config, constraints), most=None), config.model.experts
     possible = {
-        "tp": ([d for d in divisors if heads % d == 0], f"divide --num-attention-heads {heads}"),
-        "cp": ([d for d in divisors if sequence % d == 0], f"divide --seq-length {sequence}"),
-        "pp": ([d for d in divisors if d <= layers], f"are at most --num-layers {layers}"),
-        "dp": ([d for d in divisors if batch % d == 0], f"divide --global-batch-size {batch}"),
+        "tp": ([d for d in parts if heads % d == 0], f"divide --num-attention-heads {heads}"),
+        "cp": ([d for d in parts if sequence % d == 0], f"divide --seq-length {sequence}"),
+        "pp": ([d for d in parts if d <= layers], f"are at most --num-layers {layers}"),
+        "dp": ([d for d in parts if batch % d == 0], f"divide --global-batch-size {batch}"),
     }
     if experts is not None:
         number = experts.num_experts
-        possible["ep"] = [d for d in divisors if number % d == 0], f"divide --num-experts {number}"
+        possible["ep"] = [d for d in parts if number % d == 0], f"divide --num-experts {number}"
     return possible
 
 
@@ -192,12 +197,11 @@ def _other_limits(name: str, values: Sequence[int], least: int | None, most: int
     return f": use {', or '.join(ways)}" if ways else ""
 
 
-def context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:
+def context_degrees(config: Config | ResolvedConfig, constraints: Constraints) -> list[int]:
     """The given --cp, or those that leave each rank `LEAST_POSITIONS`; within the limits, which may ask for more."""
-    if config.parallel.cp > 1:
-        return [config.parallel.cp]
-    most = constraints.most.get("cp", max(config.data.seq_length // LEAST_POSITIONS, constraints.least.get("cp", 1)))
-    return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
+    asked = constraints.fixed.get("cp", constraints.least.get("cp", 1))
+    most = constraints.most.get("cp", max(config.data.seq_length // LEAST_POSITIONS, asked))
+    return [cp for cp in divisors(config.data.seq_length, most=None) if cp <= most and constraints.allow("cp", cp)]
 
 
 def worthwhile_recomputation(config: ResolvedConfig, *, on_cpu: bool) -> list[Recomputed]:
@@ -223,7 +227,8 @@ def variants(
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
-    tried = _divisors(per_replica, most=_LARGEST_MICRO_BATCH) if degrees["cp"] == parallel.cp else [1]
+    is_least = degrees["cp"] in (parallel.cp, min(context_degrees(config, constraints)))
+    tried = [d for d in divisors(per_replica, most=None) if d <= _LARGEST_MICRO_BATCH] if is_least else [1]
     sizes = [b for b in constraints.among("micro_batch_size", tried) if per_replica % b == 0]
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
@@ -269,7 +274,3 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
         for v in (constraints.among("virtual_stages", VIRTUAL_STAGES) if name == "interleaved" else [1])
         if pp * v <= config.model.num_layers
     ]
-
-
-def _divisors(number: int, *, most: int | None = None) -> list[int]:
-    return [d for d in range(1, min(number, most or number) + 1) if number % d == 0]

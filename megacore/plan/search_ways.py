@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
 from megacore.plan.search import Found, search
-from megacore.plan.search_space import Constraints
+from megacore.plan.search_space import Constraints, with_batch
 
 _MOST_RANKS = 4096
 _MOST_TRIED = 2000  # valid layouts of all searches for one way out, about a second
@@ -35,7 +35,7 @@ def ways_of_search(
     for ranks in _more_ranks(found.times_too_large * world, cluster, world):
         if left < ranks // world * found.tried:
             break
-        sized = _with_batch(config, batch * ranks // world) if batch_of_ranks else config
+        sized = with_batch(config, batch * ranks // world) if batch_of_ranks else config
         wider = search(sized, cluster, dataclasses.replace(constraints, world_size=ranks))
         if wider.layouts:
             yield f"--world-size {ranks}"
@@ -44,7 +44,7 @@ def ways_of_search(
     left, smaller = _MOST_TRIED, batch
     while smaller > 1 and left >= found.tried:
         smaller //= 2
-        of_smaller = search(_with_batch(config, smaller), cluster, constraints)
+        of_smaller = search(with_batch(config, smaller), cluster, constraints)
         if of_smaller.layouts:
             yield f"--global-batch-size {smaller}"
             break
@@ -70,7 +70,3 @@ def _more_ranks(at_least: float, cluster: Cluster, world: int) -> Iterator[int]:
     for count in sorted({nodes, *powers})[:_NUMBERS]:
         if count * node <= _MOST_RANKS:
             yield count * node
-
-
-def _with_batch(config: ResolvedConfig, batch: int) -> ResolvedConfig:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))

@@ -30,9 +30,9 @@ class Validity:
 
         plain = {"schedule": "1f1b", "virtual_stages": 1}
         return (
-            self._is_valid(shape, lambda: _plain(choice, plain, micro_batch_size=1))
-            and self._is_valid(batch, lambda: _plain(choice, plain))
-            and self._is_valid(schedule, lambda: _plain(choice, {}))
+            self._is_valid(shape, lambda: self._plain(choice, plain, micro_batch_size=1))
+            and self._is_valid(batch, lambda: self._plain(choice, plain))
+            and self._is_valid(schedule, lambda: self._plain(choice, {}))
             and self._is_valid(savings, lambda: choice)
         )
 
@@ -41,10 +41,14 @@ class Validity:
             self._known[key] = not violations(with_choice(self._config, choice()), self._world_size)
         return self._known[key]
 
-
-def _plain(choice: Choice, of_schedule: Mapping[str, Any], **of_training: Any) -> Choice:
-    """The choice without what saves memory."""
-    return Choice(
-        parallel=dataclasses.replace(choice.parallel, zero_stage=0, **of_schedule),
-        training=dataclasses.replace(choice.training, recompute="none", recompute_num_layers=None, **of_training),
-    )
+    def _plain(self, choice: Choice, of_schedule: Mapping[str, Any], **of_training: Any) -> Choice:
+        """The choice with what saves memory as in the run that the search begins from."""
+        stage, start = self._config.parallel.zero_stage, self._config.training
+        recomputed: dict[str, Any] = {
+            "recompute": start.recompute,
+            "recompute_num_layers": start.recompute_num_layers,
+        }
+        return Choice(
+            parallel=dataclasses.replace(choice.parallel, zero_stage=stage, **of_schedule),
+            training=dataclasses.replace(choice.training, **recomputed, **of_training),
+        )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, validate, violations
+from megacore.config import Config, violations
 from megacore.config.cli import save_toml
 from megacore.config.problem import Problem, Values, Way
 from megacore.config.proposals import with_tried_ways
-from megacore.config.validation import degrees_product
+from megacore.config.validation import Validation, degrees_product
 from megacore.errors import ConfigError
 from tests.unit.test_config import make
 
@@ -155,7 +155,7 @@ def test_every_proposal_of_a_random_layout_is_valid(kind: Callable[[], _Runs], p
     while tried < 70 or proposed <= 100:
         values, world_size = next(layouts)
         config, ranks = _made(values, world_size)
-        if not (problems := validate(config, ranks, follows_degrees=world_size is None)):
+        if not (problems := Validation(config=config, world_size=ranks, follows_degrees=world_size is None).messages()):
             continue
         tried += 1
         assert not problems[0].endswith(": the same values solve this")  # which a line above names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tools.plan import main
@@ -49,8 +51,8 @@ def test_limits_that_no_layout_can_keep_are_all_named(
     [
         (
             "--max-tp 1 --max-pp 1 --max-dp 1",
-            "--search: --max-tp 1 x --max-pp 1 x --max-dp 1 = 1 must be at least --world-size 64: use larger ones, or "
-            "at most --world-size 1",
+            "--search: --max-tp 1 x --max-pp 1 x --max-dp 1 = 1 must be at least --world-size 64: use --max-dp 64, or "
+            "--world-size 1\n",
         ),
         (
             "--max-dp 3 --max-tp 2",
@@ -80,22 +82,23 @@ def test_limits_that_no_layout_can_keep_are_all_named(
         (
             "--schedule interleaved --min-pp 7",
             "--search: no valid layout of --world-size 64 has --schedule interleaved and --min-pp 7: use --schedule "
-            "1f1b or zero-bubble, or --min-pp 4, or another",
+            "1f1b or zero-bubble, or --min-pp 4\n",
         ),
         (
             "--virtual-stages 2 --max-pp 1",
             "--search: no valid layout of --world-size 64 has --virtual-stages 2 and --max-pp 1: use --virtual-stages "
-            "1, or --max-pp 2, or another",
+            "1, or --max-pp 2\n",
         ),
-        ("--virtual-stages 12 --min-pp 2", "has --virtual-stages 12: use --virtual-stages 3, 4, 5 or 6, or another"),
+        ("--virtual-stages 12 --min-pp 2", "has --virtual-stages 12: use --virtual-stages 3, 4, 5 or 6\n"),
         (
             "--micro-batch-size 8 --min-dp 16",
-            "has --micro-batch-size 8 and --min-dp 16: use --micro-batch-size 1, 2 or 4, or --min-dp 8, or another",
+            "has --micro-batch-size 8 and --min-dp 16: use --micro-batch-size 1, 2 or 4, or --min-dp 8, or "
+            "--global-batch-size 128\n",
         ),
         ("--max-memory-gb 200", "--max-memory-gb 200 must be at most 82.3, which is what a rank may take of h100"),
         (
             "--preset mixtral-8x7b --etp 2 --max-tp 1",
-            "has --etp 2 and --max-tp 1: use --etp 1, or --max-tp 2, or another",
+            "has --etp 2 and --max-tp 1: use --etp 1, or --max-tp 2\n",
         ),
         ("--preset mixtral-8x7b --ep 8 --max-ep 4", "--ep 8 must be at most --max-ep 4"),
         (
@@ -110,6 +113,68 @@ def test_flags_of_a_search_that_contradict_each_other_are_one_problem(
     model = "" if "--preset" in flags else "--preset gpt2-small"
     given = f"pretrain_gpt.py --global-batch-size 64 --cluster h100 --world-size 64 --search {model} {flags}"
     assert main(given.split()) == 2
+    text = capsys.readouterr().err
+    assert said in text and text.count("\n  - ") == 1, text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--global-batch-size 7 --tp 1 --pp 1",
+            "--dp 1 (the largest of those that divide --global-batch-size 7) = 1 must be at least --world-size 8: use "
+            "--pp 8, or --world-size 7, or --global-batch-size 8\n",
+        ),
+        ("--global-batch-size 8 --max-tp 2 --max-pp 1 --max-dp 2", "use --max-tp 4, or --max-pp 2, or --max-dp 4, or "),
+        ("--tp 1 --pp 1 --dp 2 --seq-length 1022", "use --tp 4, or --pp 4, or --dp 8, or --world-size 2\n"),
+    ],
+)
+def test_too_few_ranks_name_values_that_work(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search {flags}"
+    assert main(run.split()) == 2
+    assert said in (text := capsys.readouterr().err), text
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--max-cp 2 --cp-comm ring --attention-dropout 0", {"cp": {2}}),
+        ("--min-cp 2 --cp-comm ulysses --attention-dropout 0", {"cp": {2}}),
+        ("--zero-shard-size 2", {"zero_stage": {1, 2, 3}, "dp": {2, 4, 8}}),
+        ("--zero-shard-size 2 --global-batch-size 64", {"zero_stage": {1, 2, 3}, "dp": {2, 4, 8}}),
+        ("--distribute-saved-activations --recompute full", {"tp": {2, 4}, "sequence_parallel": {False}}),
+        ("--distribute-saved-activations", {"tp": {2, 4}, "recompute": {"full"}}),
+        ("--offload-params --offload-optimizer", {"zero_stage": {3}}),
+    ],
+)
+def test_flags_that_need_what_a_search_chooses_restrict_it(
+    flags: str, kept: dict[str, set[object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone, for one layout, each of them is refused."""
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search --json --top 100000 {flags}"
+    assert main(run.split()) == 0
+    layouts = [row["layout"] for row in json.loads(capsys.readouterr().out)["layouts"]]
+    assert {name: {layout[name] for layout in layouts} for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tp 1 --distribute-saved-activations --recompute full", "has no effect with --tp 1: leave it out"),
+        ("--recompute none --distribute-saved-activations", "has no effect with --recompute none: leave it out, or"),
+        ("--offload-params --offload-optimizer --zero-stage 1", "--offload-params is not possible with --zero-stage 1"),
+        ("--zero-shard-size 16", "must divide the number of --dp x --cp ranks, 8: use 2, 4 or 8\n"),
+        ("--cp-comm ring", "--cp-comm ring has no effect with --cp 1: leave it out, or use --cp 2 or more\n"),
+        ("--pipeline-layout E,6*t|6*t,H", "is for one layout: leave it out, or leave --search out\n"),
+    ],
+)
+def test_what_no_value_of_a_search_allows_is_one_problem(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search {flags}"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(run.split()))
+    assert stop.value.code == 2
     text = capsys.readouterr().err
     assert said in text and text.count("\n  - ") == 1, text
 
