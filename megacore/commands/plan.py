@@ -286,7 +286,7 @@ def _read(args: argparse.Namespace) -> _Request:
         planned=True,
         searched=searched(args),
         computes_on_cpu=None if cluster is None else lambda _: cluster.on_cpu,
-        world_size=None if is_smaller else args.world_size,
+        world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
         typed={} if args.search else typed,
     )

@@ -213,7 +213,7 @@ class Section:
         yield from ()
 
     def without_effect(
-        self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str | Change
+        self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str | Way
     ) -> Iterator[str]:
         """Yields a message for each of the fields that is set although it has no effect.
 
@@ -224,8 +224,8 @@ class Section:
             names: the fields.
             wrong: fields to skip.
             given: the flag and value that disable them.
-            needs: the flag and value that they need; in words that are not tried before they are proposed, or as `use`
-                has them.
+            needs: the flag and value that they need; in words that are not tried before they are proposed, or as a way
+                out.
         """
         infos = field_infos(type(self))
         for name in names:
@@ -237,7 +237,7 @@ class Section:
                 yield Problem(
                     f"{flag_and_value(name, value)} has no effect with {given}",
                     Change("leave it out", {name: default}),
-                    needs if isinstance(needs, Change) else Change(f"use {needs}"),
+                    Change(f"use {needs}") if isinstance(needs, str) else needs,
                 )
 
     def problems(self) -> list[str]:

@@ -137,7 +137,8 @@ class ParallelConfig(Section):
                     "or leave --offload-params out"
                 )
         if self.cp == 1:
-            yield from self.without_effect(("cp_comm",), wrong, "--cp 1", "--cp 2 or more")
+            more_ranks = Values(name="cp", among=range(2, 34), near=1, bound="or more")
+            yield from self.without_effect(("cp_comm",), wrong, "--cp 1", more_ranks)
         if self.schedule_csv is not None:
             file = f"--schedule-csv {self.schedule_csv}"
             yield from self.without_effect(("schedule",), wrong, file, "it without a file")

@@ -19,7 +19,7 @@ from megacore.config.data_rules import DATA_RULES
 from megacore.config.dimensions import degree_fields
 from megacore.config.duration_rules import DURATION_RULES
 from megacore.config.expert_rules import EXPERT_RULES
-from megacore.config.fields import Section, field_infos
+from megacore.config.fields import Section, field_infos, flag
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
@@ -74,8 +74,16 @@ class Validation:
         values = dict(self.searched.values(self.config))
         if not self.follows_degrees:
             values.pop(degree_fields()[-1], None)  # the ranks that the other degrees leave
-        changes = nearest_start(values, self._left)
-        start = _with_values(self.config, changes)
+
+        def left(changes: Mapping[str, Any]) -> list[str]:
+            beyond = [
+                f"{flag(name)} {value} is not searched"
+                for name, possible in values.items()
+                if possible and (value := changes.get(name, _value_of(self.config, name))) not in (None, *possible)
+            ]
+            return [*self._left(changes), *beyond]
+
+        start = _with_values(self.config, nearest_start(values, left))
         return replace(self, config=start, world_size=self._ranks(start, self.world_size))
 
     def _ranks(self, config: Config, given: int) -> int:
@@ -105,6 +113,12 @@ def degrees_product(config: Config) -> int:
     """The number of processes that the given degrees ask for."""
     given = (getattr(config.parallel, name) for name in degree_fields())
     return math.prod(degree for degree in given if isinstance(degree, int) and degree > 0)
+
+
+def _value_of(config: Config, name: str) -> Any:
+    """The value of a field, by name."""
+    section = next(section for section, kind in sections_of(type(config)).items() if name in field_infos(kind))
+    return getattr(getattr(config, section), name)
 
 
 def _with_values(config: Config, values: Mapping[str, Any]) -> Config:

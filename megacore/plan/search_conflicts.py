@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, violations
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag, flag_and_value
 from megacore.config.messages import multiples, one_of
+from megacore.config.problem import Problem
+from megacore.config.proposals import fields_of
 from megacore.plan.cluster import Cluster
 from megacore.plan.search_space import (
     LEAST_POSITIONS,
@@ -20,10 +23,12 @@ from megacore.plan.search_space import (
     possible_degrees,
     variants,
     with_batch,
+    with_choice,
 )
 from megacore.plan.validity import Validity
 
 _MOST_NAMED = 4  # values of a way out
+_MOST_ASKED = 20  # layouts that are asked what is wrong with them
 _NEAR = 64  # ranks or samples more or fewer that are tried
 _ANOTHER = "another --world-size or --global-batch-size"
 _Kind = Literal["fixed", "least", "most"]
@@ -90,7 +95,7 @@ def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints,
     for one in needed:
         possible = [_values(layouts(_without(from_, one)), one.name) for from_ in (given, needed)]
         ways.append(one.flag_with(_nearest(one, possible[0] or possible[1])))
-    contradiction = " and ".join(map(str, needed))
+    contradiction = " and ".join(map(str, needed)) + _reason(config, cluster, constraints, needed)
     return f"--search: no valid layout of {world} has {contradiction}: use {', or '.join([*ways, *sizes])}"
 
 
@@ -99,6 +104,16 @@ def _layouts(
 ) -> Iterator[Choice]:
     for degrees in divisions_of(config, cluster, constraints):
         yield from filter(is_valid, variants(config, constraints, degrees, ("none", "full")))
+
+
+def _reason(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, needed: Sequence[_Given]) -> str:
+    """What is wrong with all layouts that are tried, where it is one constraint on further flags."""
+    layouts = _layouts(config, cluster, _with(constraints, needed), lambda _: True)
+    tried, names = itertools.islice(layouts, _MOST_ASKED), {one.name for one in needed}
+    wrong = [violations(with_choice(config, choice), constraints.world_size) for choice in tried]
+    common = set.intersection(*map(set, wrong)) if wrong else set()
+    said = [one.said for one in common if isinstance(one, Problem) and not fields_of(one) <= names]
+    return f" ({said[0]})" if len(said) == 1 else ""
 
 
 def _other_sizes(

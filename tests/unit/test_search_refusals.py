@@ -163,8 +163,10 @@ def test_flags_that_need_what_a_search_chooses_restrict_it(
         ("--tp 1 --distribute-saved-activations --recompute full", "has no effect with --tp 1: leave it out"),
         ("--recompute none --distribute-saved-activations", "has no effect with --recompute none: leave it out, or"),
         ("--offload-params --offload-optimizer --zero-stage 1", "--offload-params is not possible with --zero-stage 1"),
-        ("--zero-shard-size 16", "must divide the number of --dp x --cp ranks, 8: use 2, 4 or 8\n"),
-        ("--cp-comm ring", "--cp-comm ring has no effect with --cp 1: leave it out, or use --cp 2 or more\n"),
+        ("--zero-shard-size 16", "--zero-shard-size 16 must divide the number of --dp x --cp ranks"),
+        ("--cp-comm ring", "--cp-comm ring has no effect with --cp 1: leave it out"),
+        ("--min-cp 2 --cp-comm ring", "--attention-dropout 0.1 is not possible with --cp 2"),
+        ("--min-cp 2", "has --min-cp 2 (--attention-dropout 0.1 is not possible with --cp 2, because"),
         ("--pipeline-layout E,6*t|6*t,H", "is for one layout: leave it out, or leave --search out\n"),
     ],
 )
