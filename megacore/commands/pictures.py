@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megacore.commands.tool import os_problem
 from megacore.errors import UserError
-from megacore.files import naming
+from megacore.files import naming, output_is_closed
 from megacore.plan.canvas import Drawing, save
 
 
@@ -37,6 +37,11 @@ def report_with_pictures(
             problems.append(str(error))
         else:
             print(f"wrote {path}", file=sys.stderr)
-    report()
+    try:
+        report()
+    except BrokenPipeError:
+        if not problems:
+            raise
     if problems:
+        output_is_closed()
         raise UserError("; ".join(problems))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -64,10 +65,14 @@ def test_pictures_are_drawn_although_nobody_reads_the_report(
     try:
         words = [*command, "--global-batch-size", "2", *flags.split(), *given]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False)
+        streams: dict[str, Any] = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment}
+        done = subprocess.run(words, check=False, **streams)
+        assert (done.returncode, [path.is_file() for path in paths]) == (141, [True] * len(paths)), done.stderr
+        small_files = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *words]
+        done = subprocess.run(small_files, check=False, **streams)
+        assert (done.returncode, done.stderr.count(b": File too large; ")) == (2, len(paths)), done.stderr
     finally:
         os.close(writer)
-    assert (done.returncode, [path.is_file() for path in paths]) == (141, [True] * len(paths)), done.stderr
 
 
 @pytest.mark.parametrize(
