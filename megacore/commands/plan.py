@@ -220,7 +220,7 @@ def _run_fully(args: argparse.Namespace) -> None:
 
     request = _read(args)
     config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
-    report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
+    report_ranks(config, request.cluster, is_named="--cluster" in args.given, as_json=args.json)
 
 
 def _read(args: argparse.Namespace) -> _Request:

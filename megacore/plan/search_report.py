@@ -11,7 +11,7 @@ from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
 from megacore.plan.memory import RankMemory, held_on_host, plan_memory
 from megacore.plan.outline import outline
-from megacore.plan.plan_json import described, layout_json, node_host_json, run_json, training_json
+from megacore.plan.plan_json import cluster_json, described, layout_json, node_host_json, run_json, training_json
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
 from megacore.plan.search import Found, Layout
@@ -117,7 +117,8 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         return fields if layout.is_simulated else {**_without_ranges(fields), **of_memory}
 
     report = {
-        **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
+        **run_json(config, outline(config)),
+        **cluster_json(config, cluster, capacity=found.capacity),
         "fixed": dict(found.fixed),
         "valid": found.tried,
         "left_out": found.left_out,
