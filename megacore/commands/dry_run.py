@@ -76,9 +76,7 @@ def _print_table(
     print(_HEADER.format(unit=unit.name))
     if plan is not None:
         for line in misfits(plan, unit):
-            print(
-                f"On {plan.cluster.name}, by the formulas, with all microbatches: {line} --dry-run proposes changes.\n"
-            )
+            print(f"{line} This is by formula, for a whole step on {plan.cluster.name}; --dry-run proposes changes.\n")
     print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|", flush=True)
     done = []
     for _, of_stage in groupby(reports, lambda report: report.planned.pp_rank):
