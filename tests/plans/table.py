@@ -4,9 +4,10 @@
     python -m tests.plans.table --software megacore     # all runs as if megacore ran them
     python -m tests.plans.table --rows --every 12       # each run; of the runs of one node a twelfth
 
-An error is predicted / measured - 1, of seconds or, in the last table, of memory. The regret is what the layout that is predicted fastest costs more
-than the measured best, where three or more layouts of one model, batch and number of ranks were measured. A run is in
-the range where its measured time is between the predicted fast and slow cases. Exit status 0.
+An error is predicted / measured - 1, of seconds or, in the last table, of memory. The regret is what the layout that is
+predicted fastest costs more than the measured best, where three or more layouts of one model, batch and number of ranks
+were measured. A run is in the range where its measured time is between the predicted fast and slow cases. Exit status
+0.
 """
 
 from __future__ import annotations
