@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -12,8 +13,12 @@ from megacore.config.dimensions import coordinates_of, describe_degrees, describ
 from megacore.config.messages import counted
 from megacore.errors import UserError
 from megacore.parallel.processors import available_cores
+from megacore.plan.cluster import Cluster
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
+from megacore.plan.plan_json import cluster_json, described, layout_flags, layout_json, run_json
+from megacore.plan.plan_report import fit_json, misfits
+from megacore.plan.planner import Origin, Plan, by_formula, exact, make_plan
 from megacore.plan.size_unit import SizeUnit, memory_unit
 from megacore.train.dry_run import RankReport, run_ranks
 
@@ -23,26 +28,37 @@ number of microbatches. The first and the last rank along tp and dp of each pipe
 layers and take the same actions share a row, which names the ranks of the first of these stages.
 """
 _COLUMNS = ("stage", "ranks", "parameters", "state", "formula", "peak", "formula", "microbatches", "result")
+_COUNTED: dict[str, tuple[str, Origin]] = {
+    "rank": ("rank number", "exact"),
+    "alike": ("rank number", "exact"),
+    "coordinates": ("rank number", "exact"),
+    "microbatches": ("microbatches", "exact"),
+    "state_bytes": ("bytes", "exact"),
+    "tensor_peak_bytes": ("bytes", "exact"),
+}
+"""Bare numbers of the JSON that a plan does not have: by key, the unit and the origin."""
 
 
-def report_ranks(config: ResolvedConfig, *, on_cpu: bool, as_json: bool) -> None:
+def report_ranks(config: ResolvedConfig, cluster: Cluster, *, is_named: bool, as_json: bool) -> None:
     """Take steps of every kind of rank and print what came of it.
 
     Args:
         config: resolved, for any number of ranks.
-        on_cpu: whether the job computes on CPUs.
+        cluster: whose kind of device computes.
+        is_named: whether the job is for this cluster, so that the report says if it does not fit there.
         as_json: print JSON when all are done.
 
     Raises:
         ConfigError: a setting cannot run on fake tensors.
         UserError: a rank failed.
     """
-    reports = run_ranks(config, on_cpu=on_cpu, workers=available_cores())
+    reports = run_ranks(config, on_cpu=cluster.on_cpu, workers=available_cores())
+    plan = make_plan(config, cluster) if is_named else None
     if as_json:
         done = list(reports)
-        print(json.dumps([_figures(config, report) for report in done], indent=1))
+        print(json.dumps(_json(config, plan, done), indent=1))
     else:
-        done = _print_table(config, reports, on_cpu=on_cpu)
+        done = _print_table(config, plan, reports, on_cpu=cluster.on_cpu)
     if failed := [report for report in done if report.problem is not None]:
         raise UserError(
             f"{len(failed)} of {counted(len(done), 'kind of rank', 'kinds of rank')} cannot take a train step; the "
@@ -50,12 +66,17 @@ def report_ranks(config: ResolvedConfig, *, on_cpu: bool, as_json: bool) -> None
         )
 
 
-def _print_table(config: ResolvedConfig, reports: Iterable[RankReport], *, on_cpu: bool) -> list[RankReport]:
+def _print_table(
+    config: ResolvedConfig, plan: Plan | None, reports: Iterable[RankReport], *, on_cpu: bool
+) -> list[RankReport]:
     """Print a stage as soon as its ranks are done, then all problems and differences; returns all reports."""
     ranks = counted(config.parallel.ranks, "CPU" if on_cpu else "accelerator")
     print(f"# Dry run: {config.model.preset or 'model'} on {ranks}, {describe_degrees(config.parallel.degrees)}\n")
     unit = memory_unit(plan_memory(config, outline(config), on_cpu=on_cpu))
     print(_HEADER.format(unit=unit.name))
+    if plan is not None:
+        for line in misfits(plan, unit):
+            print(f"{line} This is by formula, for a whole step on {plan.cluster.name}; --dry-run proposes changes.\n")
     print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|", flush=True)
     done = []
     for _, of_stage in groupby(reports, lambda report: report.planned.pp_rank):
@@ -95,17 +116,37 @@ def _in_words(config: ResolvedConfig, report: RankReport) -> str:
     return f"rank {report.rank} ({describe_rank(report.rank, config.parallel.degrees)}): {what}"
 
 
+def _json(config: ResolvedConfig, plan: Plan | None, reports: Sequence[RankReport]) -> dict[str, Any]:
+    """All figures; with a plan, those of its cluster too."""
+    ranks = [_figures(config, report) for report in reports]
+    report = {**run_json(config, outline(config)), "layout": layout_json(config), "flags": layout_flags(config)}
+    if plan is not None:
+        report |= {**cluster_json(config, plan.cluster, capacity=plan.capacity), **fit_json(plan)}
+    return described({**report, "ranks": ranks}, "assumed", _COUNTED)
+
+
 def _figures(config: ResolvedConfig, report: RankReport) -> dict[str, Any]:
-    planned = report.planned
+    """What a rank holds: counted, and by formula."""
+    planned, has_peak = report.planned, report.is_filled
+    coordinates = coordinates_of(report.rank, config.parallel.degrees)
+    peak = by_formula(planned.expected_tensors, low=planned.least - planned.overhead[0])
+    counted = {
+        "parameters": report.parameters,
+        "state_bytes": dict(report.state),
+        "tensor_peak_bytes": report.peak if has_peak else None,
+    }
     return {
         "rank": report.rank,
         "alike": list(report.alike),
-        "coordinates": coordinates_of(report.rank, config.parallel.degrees),
+        "coordinates": {f"{name}_rank": number for name, number in coordinates.items()},
         "result": report.result,
         "problem": report.problem,
         "differences": report.differences,
         "microbatches": list(report.microbatches),
-        "parameters": {"counted": report.parameters, "formula": planned.parameters},
-        "state_bytes": {"counted": dict(report.state), "formula": dict(report.planned_state)},
-        "peak_bytes": {"counted": report.peak, "formula": planned.expected_tensors} if report.is_filled else None,
+        "counted": counted if report.problem is None else None,
+        "formula": {
+            "parameters": asdict(exact(planned.parameters, "parameters")),
+            "state": {kind: asdict(by_formula(size, low=size)) for kind, size in report.planned_state.items()},
+            "tensor_peak": asdict(peak) if has_peak else None,
+        },
     }

@@ -12,9 +12,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megacore.commands.pictures import report_with_pictures
 from megacore.commands.plan_parser import (
     ENTRIES,
     PlanParser,
@@ -51,7 +53,7 @@ from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
 from megacore.errors import ConfigError, UserError
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.canvas import require_writable, save
+from megacore.plan.canvas import require_writable
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.plan_picture import memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
@@ -204,7 +206,11 @@ def _plan(args: argparse.Namespace) -> None:
         run_search(args, request.config, request.cluster)
         return
     plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
-    _draw(args, plan)  # before the report, whose reader may stop reading: `| head`
+    pictures = ((args.timeline, timeline_picture), (args.memory_timeline, memory_picture))
+    report_with_pictures([(path, partial(picture, plan)) for path, picture in pictures], partial(_report, args, plan))
+
+
+def _report(args: argparse.Namespace, plan: Plan) -> None:
     if args.json:
         print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
@@ -216,14 +222,7 @@ def _run_fully(args: argparse.Namespace) -> None:
 
     request = _read(args)
     config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
-    report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
-
-
-def _draw(args: argparse.Namespace, plan: Plan) -> None:
-    for path, picture in ((args.timeline, timeline_picture), (args.memory_timeline, memory_picture)):
-        if path is not None:
-            save(picture(plan), path)
-            print(f"wrote {path}", file=sys.stderr)
+    report_ranks(config, request.cluster, is_named="--cluster" in args.given, as_json=args.json)
 
 
 def _read(args: argparse.Namespace) -> _Request:

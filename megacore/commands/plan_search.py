@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megacore.commands.pictures import report_with_pictures
 from megacore.commands.plan_parser import PlanParser, gigabytes, zero_stage
 from megacore.commands.tool import positive
 from megacore.config import Config, ParallelConfig, ResolvedConfig
@@ -19,7 +20,6 @@ from megacore.config.messages import divisors, one_of
 from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.config.search_start import Searched
 from megacore.errors import ConfigError
-from megacore.plan.canvas import save
 from megacore.plan.cluster import Cluster
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import usable_bytes, usable_host_bytes
@@ -230,13 +230,15 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
 
     Raises:
         ConfigError: no layout is valid, or none fits.
+        UserError: the picture cannot be drawn or written.
     """
     constraints = _constraints(args)
     found = search(config, cluster, constraints, names_batch=args.names_batch)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
-    if args.picture is not None:  # before the table, whose reader may stop reading: `| head`
-        save(frontier_picture(found), args.picture)
-        print(f"wrote {args.picture}", file=sys.stderr)
+    report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found))
+
+
+def _report(args: argparse.Namespace, found: Found) -> None:
     if args.json:
         print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:

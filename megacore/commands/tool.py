@@ -83,13 +83,18 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         output_is_closed()
         return EXIT_OUTPUT_CLOSED
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        way_out = f"; {_NO_ROOM[error.errno]}" if error.errno in _NO_ROOM else ""
-        return _say(f"{parser.prog}: error: {where}{error.strerror or error}{way_out}", EXIT_FAILED)
+        return _say(f"{parser.prog}: error: {os_problem(error)}", EXIT_FAILED)
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
     return EXIT_OUTPUT_CLOSED if output_is_closed() else 0
+
+
+def os_problem(error: OSError) -> str:
+    """What the operating system refused, of which file, and the way out where one is known."""
+    where = f"{error.filename}: " if error.filename else ""
+    way_out = f"; {_NO_ROOM[error.errno]}" if error.errno in _NO_ROOM else ""
+    return f"{where}{error.strerror or error}{way_out}"
 
 
 def _say(message: str, status: int) -> int:

@@ -11,8 +11,32 @@ from typing import Any
 from megacore.config.messages import counted
 from megacore.plan.calibration import Calibration
 from megacore.plan.cluster import to_toml
-from megacore.plan.planner import Figure
+from megacore.plan.plan_json import described
+from megacore.plan.planner import Figure, Origin
 from megacore.plan.size_unit import size_unit
+
+# Of the numbers of a cluster file: their units, and what of a fit changes them.
+_FIELDS = {
+    "memory_gb": ("GB", "machine"),
+    "memory_bandwidth_gb_s": ("GB/s", "fitted"),
+    "gpus_per_node": ("devices", "machine"),
+    "node_bandwidth_gb_s": ("GB/s", "links"),
+    "node_latency_us": ("us", "links"),
+    "nics_per_node": ("network cards", "base"),
+    "nic_bandwidth_gb_s": ("GB/s", "links"),
+    "network_latency_us": ("us", "links"),
+    "host_link_gb_s": ("GB/s", "base"),
+    "host_memory_gb_s": ("GB/s", "base"),
+    "host_memory_gb": ("GB", "base"),
+    "price_per_hour": ("USD per device and hour", "base"),
+    "peak_tflops": ("TFLOP/s", "fitted"),
+    "products": ("share", "fitted"),
+    "attention": ("share", "fitted"),
+    "memory": ("share", "fitted"),
+    "links": ("share", "links"),
+    "launch_us": ("us", "fitted"),
+    "host_us": ("us", "fitted"),
+}
 
 
 def calibration_text(fit: Calibration) -> str:
@@ -69,7 +93,7 @@ def calibration_json(fit: Calibration, path: Path) -> dict[str, Any]:
     steps, seconds = fit.run.steps, fit.seconds
     figure = Figure(value=seconds.expected, unit="s", origin="fitted", low=seconds.fast, high=seconds.slow)
     links = fit.links
-    return {
+    report = {
         "path": str(path),
         "cluster": tomllib.loads(to_toml(fit.cluster)),
         "base": fit.base.name,
@@ -87,3 +111,24 @@ def calibration_json(fit: Calibration, path: Path) -> dict[str, Any]:
         "low_confidence": bool(fit.doubts),
         "doubts": list(fit.doubts),
     }
+    return described(report, "fitted", dict(_numbers(fit)))
+
+
+def _numbers(fit: Calibration) -> Iterator[tuple[str, tuple[str, Origin]]]:
+    """Unit and origin of the bare numbers, by key. Fields of the base that the fit does not change have its origin."""
+    before: Origin = "fitted" if fit.base.is_fitted else "assumed"
+    links: Origin = before if fit.links is None else "fitted"
+    machine: Origin = before if fit.machine is None else "exact"
+    yield "rows", ("rows", "exact")
+    yield "rows_left_out", ("rows", "exact")
+    yield "measured_seconds", ("s", "exact")
+    yield "base_seconds", ("s", before)
+    yield "unexplained_seconds", ("s", "fitted")
+    yield "factor", ("times the base", "fitted")
+    yield "measured_factor", ("times the base", "fitted")
+    yield "transfers", ("transfers", "exact")
+    yield "cores", ("cores", "exact")
+    yield "memory_bytes", ("bytes", "exact")
+    origins: dict[str, Origin] = {"fitted": "fitted", "links": links, "machine": machine, "base": before}
+    for name, (unit, changed_by) in _FIELDS.items():
+        yield name, (unit, origins[changed_by])

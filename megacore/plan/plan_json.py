@@ -1,4 +1,4 @@
-"""What the JSON of a plan and that of a search have in common: the run, its layout, and figures by the same names.
+"""What the JSON of plans, searches, full dry runs and fits have in common: names, and what `numbers` tells.
 
 What is predicted is a figure, with its unit, origin and range. Other numbers are bare, so that a script reads them in
 one step: counts and sizes, and some figures once more, with the unit in the key. `numbers` tells of each bare number
@@ -64,12 +64,15 @@ _FIGURES: dict[str, tuple[str, Origin, str]] = {
 """Bare numbers, or objects of them, that are there as figures too: by key, the unit, origin and key of the figures."""
 
 
-def described(report: Mapping[str, Any], timed: Origin) -> dict[str, Any]:
+def described(
+    report: Mapping[str, Any], timed: Origin, own: Mapping[str, tuple[str, Origin]] | None = None
+) -> dict[str, Any]:
     """The report with `numbers`: unit and origin of its bare numbers, by their keys.
 
     Args:
         report: as JSON has it.
         timed: origin of its times.
+        own: unit and origin of numbers that only this kind of report has, by key.
 
     Raises:
         KeyError: a bare number of which neither is known.
@@ -79,6 +82,7 @@ def described(report: Mapping[str, Any], timed: Origin) -> dict[str, Any]:
         **{key: {"unit": unit, "origin": origin, "figure": name} for key, (unit, origin, name) in _FIGURES.items()},
         "hidden_seconds": {"unit": "s", "origin": timed, "figure": "hidden"},
         "goodput": {"unit": "share", "origin": "assumed"},
+        **{key: {"unit": unit, "origin": origin} for key, (unit, origin) in (own or {}).items()},
     }
     present = set()
     for path in bare_numbers(report):
@@ -102,17 +106,12 @@ def bare_numbers(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
         yield path
 
 
-def run_json(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster, *, world_size: int, capacity: float
-) -> dict[str, Any]:
-    """What is trained on what, whatever the layout.
+def run_json(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> dict[str, Any]:
+    """What is trained, whatever the layout and the cluster.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
-        cluster: that computes.
-        world_size: number of ranks.
-        capacity: bytes that a rank may take.
     """
     model = config.model
     parameters = whole_parameters(config, layers)
@@ -133,10 +132,22 @@ def run_json(
         "precision": config.precision.precision,
         "seq_length": config.data.seq_length,
         "global_batch_size": config.training.global_batch_size,
+        "world_size": config.parallel.ranks,
+    }
+
+
+def cluster_json(config: ResolvedConfig, cluster: Cluster, *, capacity: float) -> dict[str, Any]:
+    """What computes, and the memory that may be taken.
+
+    Args:
+        config: a resolved configuration.
+        cluster: that computes.
+        capacity: bytes that a rank may take.
+    """
+    return {
         "cluster": cluster.name,
         "cluster_source": cluster.source,
         "software": cluster.software.name,
-        "world_size": world_size,
         **_capacity_json("capacity", capacity),
         **(_capacity_json("host_capacity", usable_host_bytes(cluster)) if config.offloads else {}),
     }

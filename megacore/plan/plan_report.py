@@ -10,7 +10,16 @@ from typing import Any
 from megacore.config.messages import counted
 from megacore.config.parallel import StagesThatFit
 from megacore.plan.flops import Attention
-from megacore.plan.plan_json import described, layout_flags, layout_json, node_host_json, run_json, training_json
+from megacore.plan.memory import RankMemory
+from megacore.plan.plan_json import (
+    cluster_json,
+    described,
+    layout_flags,
+    layout_json,
+    node_host_json,
+    run_json,
+    training_json,
+)
 from megacore.plan.planner import (
     LOW_CONFIDENCE,
     Figure,
@@ -143,34 +152,50 @@ def _on_host(plan: Plan, unit: SizeUnit) -> str:
 
 def _verdict(plan: Plan, unit: SizeUnit) -> Iterator[str]:
     """Whether the plan fits on the device and, where something is offloaded, in host memory."""
-    fullest, peak = plan.fullest, peak_figure(*plan.memory)
-    low, high = unit.number(peak.low), unit.number(peak.high)
-    term, size = largest_term(fullest)
-    largest, where = f"its largest term is {term}, {unit.text(size)}", f"pipeline rank {fullest.pp_rank}"
+    peak = peak_figure(*plan.memory)
     if plan.fits_device:
-        fits = "Fits" if plan.fits else "Fits on the device"
-        yield f"{fits}: the highest peak is on {where}, {unit.text(fullest.expected)} ({low} to {high}); {largest}."
+        fullest, fits = plan.fullest, "Fits" if plan.fits else "Fits on the device"
+        low, high = unit.number(peak.low), unit.number(peak.high)
+        yield (
+            f"{fits}: the highest peak is on pipeline rank {fullest.pp_rank}, {unit.text(fullest.expected)} "
+            f"({low} to {high}); {_largest(fullest, unit)}."
+        )
         if peak.high > plan.capacity:
             yield f"The upper end of this range does not fit into {size_unit([plan.capacity]).text(plan.capacity)}."
-    else:
+    yield from misfits(plan, unit)
+    if plan.host_capacity is None or not plan.fits_host:
+        return
+    if (high_on_host := by_formula(plan.on_host, low=plan.on_host).high) > plan.host_capacity:
+        high, usable = unit.text(high_on_host), unit.text(plan.host_capacity)
+        yield f"The upper end of the range of the host memory, {high}, does not fit into {usable}."
+
+
+def misfits(plan: Plan, unit: SizeUnit) -> Iterator[str]:
+    """What the plan needs more of than there is, a line each: memory of the device, of the host of a node."""
+    if not plan.fits_device:
+        fullest, peak = plan.fullest, peak_figure(*plan.memory)
+        low, high = unit.number(peak.low), unit.number(peak.high)
         needed, usable = unit.apart(fullest.expected, plan.capacity)
-        yield f"DOES NOT FIT: {where}, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; {largest}."
-    if plan.host_capacity is None or not plan.on_host:
-        return
-    on_host = by_formula(plan.on_host, low=plan.on_host)
-    low, high = unit.number(on_host.low), unit.number(on_host.high)
-    if plan.fits_host:
-        if on_host.high > plan.host_capacity:
-            usable = unit.text(plan.host_capacity)
-            yield f"The upper end of the range of the host memory, {high} {unit.name}, does not fit into {usable}."
-        return
-    most = max(plan.memory, key=lambda rank: rank.on_host)
-    term, size = max(host_terms(most).items(), key=lambda item: item[1])
-    needed, usable = unit.apart(on_host.value, plan.host_capacity)
-    yield (
-        f"DOES NOT FIT: host memory of a node, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; its "
-        f"largest term is {term}, {unit.text(size)} per rank."
-    )
+        yield (
+            f"DOES NOT FIT: pipeline rank {fullest.pp_rank}, {needed} {unit.name} ({low} to {high}) of {usable} "
+            f"{unit.name}; {_largest(fullest, unit)}."
+        )
+    if not plan.fits_host:
+        assert plan.host_capacity is not None
+        on_host = by_formula(plan.on_host, low=plan.on_host)
+        low, high = unit.number(on_host.low), unit.number(on_host.high)
+        most = max(plan.memory, key=lambda rank: rank.on_host)
+        term, size = max(host_terms(most).items(), key=lambda item: item[1])
+        needed, usable = unit.apart(on_host.value, plan.host_capacity)
+        yield (
+            f"DOES NOT FIT: host memory of a node, {needed} {unit.name} ({low} to {high}) of {usable} {unit.name}; its "
+            f"largest term is {term}, {unit.text(size)} per rank."
+        )
+
+
+def _largest(rank: RankMemory, unit: SizeUnit) -> str:
+    term, size = largest_term(rank)
+    return f"its largest term is {term}, {unit.text(size)}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -263,23 +288,14 @@ def four_digits(value: float) -> str:
 def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
     """All figures of a plan; arguments as for `markdown`."""
     active = None if plan.config.model.experts is None else plan.active_parameters
-    run = run_json(
-        plan.config,
-        plan.layers,
-        plan.cluster,
-        world_size=plan.config.parallel.ranks,
-        capacity=plan.capacity,
-    )
     report: dict[str, Any] = {
-        **run,
+        **run_json(plan.config, plan.layers),
+        **cluster_json(plan.config, plan.cluster, capacity=plan.capacity),
         "layout": layout_json(plan.config),
         "flags": layout_flags(plan.config),
         "parameters": asdict(exact(plan.parameters, "parameters")),
         **({} if active is None else {"active_parameters": asdict(exact(active, "parameters"))}),
-        "fits": plan.fits,
-        "peak_bytes": plan.fullest.expected,
-        "peak": asdict(peak_figure(*plan.memory)),
-        **node_host_json(plan.config, plan.memory, plan.cluster),
+        **fit_json(plan),
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
@@ -297,6 +313,16 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         days, price = cost_figures(plan, tokens, goodput)
         report["training"] = training_json(tokens, goodput, days=days, price=price)
     return described(report, plan.timed_origin)
+
+
+def fit_json(plan: Plan) -> dict[str, Any]:
+    """Whether the plan fits, and what it is compared by."""
+    return {
+        "fits": plan.fits,
+        "peak_bytes": plan.fullest.expected,
+        "peak": asdict(peak_figure(*plan.memory)),
+        **node_host_json(plan.config, plan.memory, plan.cluster),
+    }
 
 
 def _rank_json(plan: Plan, number: int) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
-from megacore.plan.memory import RankMemory, plan_memory
+from megacore.plan.memory import RankMemory, held_on_host, plan_memory
 from megacore.plan.outline import outline
-from megacore.plan.plan_json import described, layout_json, node_host_json, run_json, training_json
+from megacore.plan.plan_json import cluster_json, described, layout_json, node_host_json, run_json, training_json
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
 from megacore.plan.search import Found, Layout
@@ -26,7 +27,14 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     capacity = size_unit([found.capacity]).text(found.capacity)
     rows = found.divisions[:top]
     sizes = [layout.memory_bytes for layout, *_ in rows]
-    unit = memory_unit(rank for layout, *_ in rows for rank in _ranks(found, layout))
+    memory = [_ranks(found, layout) for layout, *_ in rows]
+    unit = memory_unit(itertools.chain(*memory))
+    node_ranks = found.cluster.device.node_ranks
+    on_host = [held_on_host(layout.config, ranks, node_ranks) for (layout, *_), ranks in zip(rows, memory, strict=True)]
+    columns = {unit.name: unit.column(sizes)}
+    if any(on_host):
+        columns[f"{unit.name} in host memory per node"] = unit.column(on_host)
+    names = ["#", "s/step", "range", "tokens/s", *columns, "flags", *(["days", "USD"] if tokens else [])]
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {capacity} per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
@@ -35,11 +43,11 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         *_run(found),
         *(["", f"As given, and not searched for: {given}."] if given else []),
         "",
-        f"| # | s/step | range | tokens/s | {unit.name} | flags |{' days | USD |' if tokens else ''}",
-        f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
+        f"| {' | '.join(names)} |",
+        "|---" * len(names) + "|",
     ]
     has_small = False
-    for number, ((layout, *others), size) in enumerate(zip(rows, unit.column(sizes), strict=True), start=1):
+    for number, ((layout, *others), *held) in enumerate(zip(rows, *columns.values(), strict=True), start=1):
         training, s = layout.config.training, layout.config.data.seq_length
         rate = training.global_batch_size * s / layout.seconds
         spread = "estimated" if layout.range is None else " to ".join(map(four_digits, layout.range))
@@ -49,12 +57,12 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
             mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {four_digits(slowest)} s"
         if is_small(layout.config, found.cluster):
             mark, has_small = f"{mark}; low confidence", True
-        row = f"| {number} | {four_digits(layout.seconds)} | {spread} | {rate:,.0f} | {size} | `{layout.flags}`{mark} |"
+        cells = [str(number), four_digits(layout.seconds), spread, f"{rate:,.0f}", *held, f"`{layout.flags}`{mark}"]
         if tokens:
             ranks = layout.config.parallel.ranks
             days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
-            row += f" {days:,.2f} | {price:,.0f} |"
-        lines.append(row)
+            cells += [f"{days:,.2f}", f"{price:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"Low confidence: {LOW_CONFIDENCE}."] if has_small else []
     lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
     return "\n".join(lines)
@@ -109,7 +117,8 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         return fields if layout.is_simulated else {**_without_ranges(fields), **of_memory}
 
     report = {
-        **run_json(config, outline(config), cluster, world_size=ranks, capacity=found.capacity),
+        **run_json(config, outline(config)),
+        **cluster_json(config, cluster, capacity=found.capacity),
         "fixed": dict(found.fixed),
         "valid": found.tried,
         "left_out": found.left_out,

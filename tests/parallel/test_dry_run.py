@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from megacore.train.fake_job import absent_accelerator
 from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
+from tests.unit.planning import numbers_without_unit
 
 Changes = dict[str, Any]
 LLAMA: Changes = {"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope"}
@@ -256,7 +258,37 @@ def test_the_command_of_gpt() -> None:
 def test_the_command_of_bert() -> None:
     flags = f"{TINY} {SHORT} --tp 2 --dp 1 --cluster cpu --json"
     status, out, err = run_distributed(command, 1, "pretrain_bert", flags, init=False)[0]
-    assert (status, err, out.count('"result": "OK"')) == (0, "", 2)
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert [rank["result"] for rank in found["ranks"]] == ["OK", "OK"]
+    assert list(numbers_without_unit(found, found["numbers"])) == []
+    assert (found["cluster"], found["fits"], found["world_size"], found["layout"]["tp"]) == ("cpu", True, 2, 2)
+    assert [rank["coordinates"]["tp_rank"] for rank in found["ranks"]] == [0, 1]
+    first = found["ranks"][0]
+    assert first["counted"]["parameters"] == first["formula"]["parameters"]["value"]
+    assert first["counted"]["tensor_peak_bytes"] == pytest.approx(first["formula"]["tensor_peak"]["value"], rel=0.05)
+    assert found["ranks"][1]["formula"]["tensor_peak"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"), [("memory_gb = 0.001", "pipeline rank 0"), ("host_memory_gb = 0.001", "host memory of a node")]
+)
+def test_a_job_that_does_not_fit_the_given_cluster_is_noted(fields: str, said: str, tmp_path: Path) -> None:
+    """Only a cluster that was given counts."""
+    small = tmp_path / "small.toml"
+    small.write_text(f'based_on = "h100"\n{fields}\n', encoding="utf-8")
+    flags = f"{TINY} {SHORT} --dp 8 --offload-optimizer"
+    notes = []
+    for cluster in (f" --cluster {small}", " --cluster h100", ""):
+        status, out, err = run_distributed(command, 1, "pretrain_gpt", f"{flags}{cluster}", init=False)[0]
+        assert (status, err) == (0, "")
+        notes.append([line for line in out.splitlines() if "DOES NOT FIT" in line])
+    assert [len(found) for found in notes] == [1, 0, 0]
+    assert f"DOES NOT FIT: {said}, " in notes[0][0]
+    for cluster, fits in ((f" --cluster {small}", False), ("", None)):
+        found = json.loads(run_distributed(command, 1, "pretrain_gpt", f"{flags}{cluster} --json", init=False)[0][1])
+        assert found.get("fits") is fits
+        assert list(numbers_without_unit(found, found["numbers"])) == []
 
 
 def test_what_cannot_run_on_fake_tensors_is_refused() -> None:

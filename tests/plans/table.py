@@ -4,9 +4,10 @@
     python -m tests.plans.table --software megacore     # all runs as if megacore ran them
     python -m tests.plans.table --rows --every 12       # each run; of the runs of one node a twelfth
 
-An error is predicted seconds / measured seconds - 1. The regret is what the layout that is predicted fastest costs more
-than the measured best, where three or more layouts of one model, batch and number of ranks were measured. A run is in
-the range where its measured time is between the predicted fast and slow cases. Exit status 0.
+An error is predicted / measured - 1, of seconds or, in the last table, of memory. The regret is what the layout that is
+predicted fastest costs more than the measured best, where three or more layouts of one model, batch and number of ranks
+were measured. A run is in the range where its measured time is between the predicted fast and slow cases. Exit status
+0.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megacore.plan.memory import GIB
 from megacore.plan.software import SOFTWARE, software_named
-from tests.plans.published import Run, held_out_runs, megatron_runs, single_node_runs, timed_runs
+from tests.plans.published import (
+    Run,
+    held_out_runs,
+    megatron_runs,
+    memory_runs,
+    own_runs,
+    single_node_runs,
+    timed_runs,
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,26 @@ def _lines(title: str, rows: Sequence[Checked]) -> Iterator[str]:
         yield f"| {model} | {len(own)} | {median_error(own):.1%} | {spread} | {inside} | {cost} |"
 
 
+def memory_lines(software: str | None = None) -> Iterator[str]:
+    """The runs with a memory as a Markdown table.
+
+    Args:
+        software: of all runs; None: each run's own.
+    """
+    yield "| trainer | model | parameters | GPUs | micro-batch | GiB of | measured | planned | difference |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for counts, runs in {"device": memory_runs(), "tensors": own_runs()}.items():
+        for run in runs:
+            plan = (run if software is None else replace(run, software=software_named(software))).plan()
+            fullest, config = plan.fullest, plan.config
+            planned = (fullest.expected_tensors if counts == "tensors" else fullest.expected) / GIB
+            assert run.gib is not None
+            difference = f"{planned / run.gib - 1:+.1%}".replace("%", " %")
+            sizes = f"{plan.parameters / 1e9:.2f}B | {config.parallel.ranks} | {config.training.micro_batch_size}"
+            what = f"{plan.cluster.software.name} | {config.model.preset} | {sizes} | {counts}"
+            yield f"| {what} | {run.gib:.1f} | {planned:.1f} | {difference} |"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Predictions of published runs as Markdown tables.")
     parser.add_argument("--software", choices=SOFTWARE, help="of all runs. Default: each run's own")
@@ -123,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in rows:
                 print(f"{row.run.model}: {row.error:+.1%} of {row.measured:.4g} s ({row.low:.4g} to {row.high:.4g})")
                 print(f"    {row.run.flags}")
+    print("\nMemory\n")
+    print("\n".join(memory_lines(args.software)))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from tests.plans.published import (
     single_node_runs,
     timed_runs,
 )
-from tests.plans.table import checked
+from tests.plans.table import checked, memory_lines
 
+ROOT = Path(__file__).parents[2]
 # Models with one run or two of one layout: their errors are printed in docs/guides/planner.md, and bounded loosely.
 SWEEPS = ("megatron-3.6B", "megatron-18.4B")
 
@@ -111,6 +113,11 @@ def test_small_models_on_one_node(hidden: int) -> None:
 @pytest.mark.parametrize("run", memory_runs(), ids=lambda run: run.model)
 def test_memory(run: Run) -> None:
     assert run.plan().fullest.expected / GIB == pytest.approx(run.gib, rel=0.10)
+
+
+def test_the_table_of_memory_is_in_the_guide() -> None:
+    guide = (ROOT / "docs/guides/planner.md").read_text(encoding="utf-8")
+    assert "\n".join(memory_lines()) in guide
 
 
 def test_the_rows_of_one_node_are_sums_of_few_numbers() -> None:

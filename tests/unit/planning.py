@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from tools.plan import main
 
+ORIGINS = {"exact", "formula", "fitted", "assumed"}
 BLOOM = (
     "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 "
     "--zero-stage 1 --recompute full --schedule 1f1b --pipeline-balance parameters --cluster a100-80g"
@@ -25,3 +27,23 @@ def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
 
 def resolved(flags: str) -> ResolvedConfig:
     return parse_config(flags.split(), prog="pretrain_gpt.py", description="", kind=Config, planned=True)
+
+
+def numbers_without_unit(report: Any, about: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """Where a number is that is neither in a figure nor under a key that the report describes."""
+    if isinstance(report, dict):
+        if "value" in report:
+            is_whole = report.keys() == {"value", "unit", "origin", "low", "high"}
+            if not (is_whole and isinstance(report["unit"], str) and report["origin"] in ORIGINS):
+                yield ".".join(keys)
+            return
+        for key, value in report.items():
+            if key != "numbers":
+                yield from numbers_without_unit(value, about, (*keys, key))
+    elif isinstance(report, list):
+        for value in report:
+            yield from numbers_without_unit(value, about, keys)
+    elif isinstance(report, int | float) and not isinstance(report, bool):
+        known = [about[key] for key in keys if key in about]
+        if not known or not known[-1]["unit"] or known[-1]["origin"] not in ORIGINS:
+            yield ".".join(keys)

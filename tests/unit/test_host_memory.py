@@ -99,3 +99,17 @@ def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: p
     refused = capsys.readouterr().err
     assert "the one that offloads least needs 159 GB of host memory per node, of 62.0 usable: use " in refused
     assert "no --offload-optimizer" in refused
+
+
+def test_a_search_that_offloads_has_a_column_of_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LLAMA_1B} --search --world-size 8 --max-tp 1 --max-pp 1 --cluster h100 --tokens 1e9"
+    found = planned(capsys, f"{flags} --zero-stage 1 --offload-optimizer --top 1")["layouts"][0]
+    tables = []
+    for offload in ("", " --offload-optimizer"):
+        assert main(f"{flags} --zero-stage 1{offload}".split()) == 0
+        lines = capsys.readouterr().out.splitlines()
+        tables.append([[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")])
+    (without, *_), (names, rule, first, *_) = tables
+    assert names == [*without[:5], "GiB in host memory per node", *without[5:]]
+    assert len(names) == len(rule) == len(first)
+    assert first[5] == f"{found['node_host_bytes'] / GIB:,.2f}"

@@ -17,7 +17,7 @@ from megacore.parallel.processors import available_cores
 from megacore.plan.cluster import load_cluster
 from megacore.plan.measured_run import read_run
 from tests.parity.runs import make_config
-from tests.unit.planning import planned
+from tests.unit.planning import numbers_without_unit, planned
 from tools.plan import main
 
 
@@ -75,6 +75,11 @@ def test_calibration_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["machine"]["source"].startswith("of this machine")
     assert found["machine"]["cores"] == found["cluster"]["gpus_per_node"] == available_cores()
     assert found["machine"]["memory_bytes"] == pytest.approx(found["cluster"]["memory_gb"] * 1e9)
+    about = found["numbers"]
+    assert list(numbers_without_unit(found, about)) == []
+    assert about["rows"] == {"unit": "rows", "origin": "exact"}
+    assert about["peak_tflops"] == {"unit": "TFLOP/s", "origin": "fitted"}
+    assert about["node_bandwidth_gb_s"] == {"unit": "GB/s", "origin": "assumed"}  # the run has no transfers
 
 
 def test_every_flag_without_effect_is_named_in_one_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from megacore.plan.plan_json import described
-from tests.unit.planning import BLOOM, planned
+from tests.unit.planning import BLOOM, numbers_without_unit, planned
 from tools.plan import main
 
-ORIGINS = {"exact", "formula", "fitted", "assumed"}
 EXPERTS = (
     "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8 "
     "--tokens 1e9"
@@ -24,26 +23,6 @@ UNEVEN = (
     "pretrain_gpt.py --preset gpt2-xl --cluster h100 --tp 1 --pp 4 --dp 8 --zero-stage 2 --global-batch-size 256 "
     "--schedule zero-bubble --recompute none --micro-batch-size 1"
 )
-
-
-def numbers_without_unit(report: Any, about: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """Where a number is that is neither in a figure nor under a key that the report describes."""
-    if isinstance(report, dict):
-        if "value" in report:
-            is_whole = report.keys() == {"value", "unit", "origin", "low", "high"}
-            if not (is_whole and isinstance(report["unit"], str) and report["origin"] in ORIGINS):
-                yield ".".join(keys)
-            return
-        for key, value in report.items():
-            if key != "numbers":
-                yield from numbers_without_unit(value, about, (*keys, key))
-    elif isinstance(report, list):
-        for value in report:
-            yield from numbers_without_unit(value, about, keys)
-    elif isinstance(report, int | float) and not isinstance(report, bool):
-        known = [about[key] for key in keys if key in about]
-        if not known or not known[-1]["unit"] or known[-1]["origin"] not in ORIGINS:
-            yield ".".join(keys)
 
 
 def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import html
+import json
 import math
 import os
 import re
@@ -11,9 +13,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from megacore.errors import UserError
+from megacore.plan import canvas
 from megacore.plan.canvas import Box, Drawing, Words
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
@@ -59,10 +65,37 @@ def test_pictures_are_drawn_although_nobody_reads_the_report(
     try:
         words = [*command, "--global-batch-size", "2", *flags.split(), *given]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False)
+        streams: dict[str, Any] = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment}
+        done = subprocess.run(words, check=False, **streams)
+        assert (done.returncode, [path.is_file() for path in paths]) == (141, [True] * len(paths)), done.stderr
+        small_files = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *words]
+        done = subprocess.run(small_files, check=False, **streams)
+        assert (done.returncode, done.stderr.count(b": File too large; ")) == (2, len(paths)), done.stderr
     finally:
         os.close(writer)
-    assert (done.returncode, [path.is_file() for path in paths]) == (141, [True] * len(paths)), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "pictures"),
+    [("", ("timeline", "memory-timeline")), ("--world-size 2 --search --max-micro-batch-size 1", ("picture",))],
+)
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), UserError("it has no size")])
+def test_a_picture_that_fails_does_not_lose_the_report(
+    flags: str, pictures: tuple[str, ...], error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor the pictures after it."""
+    paths = [tmp_path / f"{name}.svg" for name in pictures]
+    words = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --global-batch-size 2 --json {flags}".split()
+    assert main(words) == 0
+    expected = json.loads(capsys.readouterr().out)
+    given = [word for name, path in zip(pictures, paths, strict=True) for word in (f"--{name}", str(path))]
+    with mock.patch.object(canvas, "to_svg", side_effect=[error, "<svg/>"]):
+        assert main([*words, *given]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out).keys() == expected.keys()
+    said = "it has no size" if isinstance(error, UserError) else f"{paths[0]}: No space left on device; make room"
+    assert said in err
+    assert [path.is_file() for path in paths[1:]] == [True] * (len(paths) - 1)
 
 
 def found_of(sizes: Sequence[tuple[float, float]]) -> Found:

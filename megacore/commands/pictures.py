@@ -1,0 +1,47 @@
+"""Pictures beside a report: written before it is printed, and no reason to lose it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megacore.commands.tool import os_problem
+from megacore.errors import UserError
+from megacore.files import naming, output_is_closed
+from megacore.plan.canvas import Drawing, save
+
+
+def report_with_pictures(
+    pictures: Iterable[tuple[Path | None, Callable[[], Drawing]]], report: Callable[[], None]
+) -> None:
+    """Write pictures, then print the report, whose reader may stop reading: `| head`.
+
+    Args:
+        pictures: a file and what draws it; None: no file was asked for.
+        report: prints it.
+
+    Raises:
+        UserError: pictures that could not be drawn or written; the others are there, and the report is printed.
+    """
+    problems = []
+    for path, draw in pictures:
+        if path is None:
+            continue
+        try:
+            with naming(path):
+                save(draw(), path)
+        except OSError as error:
+            problems.append(os_problem(error))
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            print(f"wrote {path}", file=sys.stderr)
+    try:
+        report()
+    except BrokenPipeError:
+        if not problems:
+            raise
+    if problems:
+        output_is_closed()
+        raise UserError("; ".join(problems))
