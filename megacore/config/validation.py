@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +18,7 @@ from megacore.config.data_rules import DATA_RULES
 from megacore.config.dimensions import degree_fields
 from megacore.config.duration_rules import DURATION_RULES
 from megacore.config.expert_rules import EXPERT_RULES
-from megacore.config.fields import Section, field_infos
+from megacore.config.fields import Section
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
@@ -68,7 +67,7 @@ def validate(
     def recheck(changes: Mapping[str, Any]) -> list[str]:
         values = dict(changes)
         given = values.pop(WORLD_SIZE, world_size)
-        changed = _with_values(config, values)
+        changed = config.with_values(values)
         product = degrees_product(changed)
         left = found_in(changed, product if follows_degrees else given)
         if divided is not None and product and divided % product:
@@ -83,15 +82,6 @@ def degrees_product(config: Config) -> int:
     """The number of processes that the given degrees ask for."""
     given = (getattr(config.parallel, name) for name in degree_fields())
     return math.prod(degree for degree in given if isinstance(degree, int) and degree > 0)
-
-
-def _with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with other values of fields, by name."""
-    sections = {}
-    for name, kind in sections_of(type(config)).items():
-        if changed := {field: value for field, value in values.items() if field in field_infos(kind)}:
-            sections[name] = replace(getattr(config, name), **changed)
-    return replace(config, **sections)
 
 
 def violations(
