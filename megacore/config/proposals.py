@@ -232,10 +232,10 @@ def _sample(values: Sequence[int]) -> list[int]:
 
 
 def _combined(changes: Changes) -> str:
-    """Values of several fields in words."""
+    """Values of several fields in words: flags to copy, and those to leave out."""
     left_out = [flag(name) for name, value in changes.items() if value is None]
     given = [flag_and_value(name, value) for name, value in changes.items() if value is not None]
-    words = [" with ".join([*given[:1], " and ".join(given[1:])])] if len(given) > 1 else given
+    words = [" ".join(given)] if given else []
     return " and ".join([*words, *([f"leave {' and '.join(left_out)} out"] if left_out else [])])
 
 

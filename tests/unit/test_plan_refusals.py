@@ -265,7 +265,7 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "--preset gpt2-small --tp 5",
             "--ffn-hidden-size 3072 (4 x --hidden-size): use --tp 1, 2, 3, 4, 6 or 12",
         ),
-        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "64 processes: use --tp 4 with --pp 8"),
+        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "64 processes: use --tp 4 --pp 8"),
         (
             "--preset gpt2-small --num-layers 6 --pp 4 --schedule interleaved --virtual-stages 2",
             "must be at most --num-layers 6: use --pp 2 or 3, or --num-layers 8 or more",
@@ -276,12 +276,12 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
         ),
         (
             "--preset gpt2-small --virtual-stages 4",
-            "1 problem\n  - --virtual-stages 4 needs --schedule interleaved and a pipeline: use --pp 2 with --schedule "
+            "1 problem\n  - --virtual-stages 4 needs --schedule interleaved and a pipeline: use --pp 2 --schedule "
             "interleaved, or leave --virtual-stages out\n",
         ),
         (
             "--preset gpt2-small --virtual-stages 4 --schedule gpipe --world-size 3",
-            "use --pp 3 with --schedule interleaved, or leave --virtual-stages out\n",
+            "use --pp 3 --schedule interleaved, or leave --virtual-stages out\n",
         ),
         (
             "--preset gpt2-small --recompute-num-layers 99 --recompute none",
