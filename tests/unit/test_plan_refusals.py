@@ -285,7 +285,7 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
         ),
         (
             "--preset gpt2-small --recompute-num-layers 99 --recompute none",
-            "--num-layers 12: use 12 or less with --recompute full, or leave it out",
+            "--num-layers 12: use --recompute full --recompute-num-layers 12, or leave it out",
         ),
         (
             "--preset gpt2-small --tp 2 --sequence-parallel --seq-length 1023",
