@@ -92,9 +92,9 @@ class _Group:
         elif solving == {WORLD_SIZE} and is_first and self._of_flags:
             words.append(_combined(self._of_flags))
         if not words and not in_prose:
-            names = [flag(name) for name in self._by_name if name != WORLD_SIZE]
-            together = f"choose other values of {', '.join(names[:-1])} and {names[-1]} together"
-            words = [together if len(names) > 1 else f"choose another value of {names[0]}"] if names else []
+            *others, last = [flag(name) for name in self._by_name if name != WORLD_SIZE] or [""]
+            several = f"choose other values of {', '.join(others)} and {last} together"
+            words = [several if others else f"choose another value of {last}"] if last else []
         return message(problem.said, [*words, *in_prose])
 
     def _first_that_solves(self, change: Change | None) -> Change | None:
