@@ -115,6 +115,9 @@ class PlanParser(ToolParser):
         """As argparse has it; what belongs to the trainer is in `flags`."""
         words = [self._with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
         refused: list[_Refused] = []
+        for empty in [*self.empty_flags(words)][::-1]:
+            refused.insert(0, _Refused(*empty))
+            del words[empty.place : empty.place + empty.length]
         while True:
             self._problems = [one.said for one in refused]
             try:

@@ -11,11 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megacore.config.cli import GRACE_SECONDS, refusal
 from megacore.config.fields import LARGEST_INT
@@ -41,8 +41,42 @@ class _Refusal(Exception):
     """A command line that cannot be understood."""
 
 
+class EmptyFlag(NamedTuple):
+    """A flag whose value is empty.
+
+    Attributes:
+        flag: its name.
+        said: what is wrong.
+        place: of the flag among the words of the command line.
+        length: the number of words with its value.
+    """
+
+    flag: str
+    said: str
+    place: int
+    length: int
+
+
 class ToolParser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line."""
+    """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it."""
+        for empty in self.empty_flags(sys.argv[1:] if args is None else args):
+            self.error(empty.said)
+        return super().parse_known_args(args, namespace)
+
+    def empty_flags(self, words: Sequence[str]) -> Iterator[EmptyFlag]:
+        """The flags whose value is empty."""
+        for place, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if action is None or action.nargs == 0 or action.metavar == "TEXT":
+                continue
+            if (equals and not value) or (not equals and list(words[place + 1 : place + 2]) == [""]):
+                way = f"use {one_of(list(action.choices))}" if action.choices is not None else "give it a value"
+                also = "" if action.required else ", or leave the flag out"
+                yield EmptyFlag(flag, f"{flag} is empty: {way}{also}", place, 1 if equals else 2)
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""

@@ -236,7 +236,7 @@ class _Reading(Generic[C]):
         problems: what every rank finds wrong.
         local_problems: what is wrong with the files and the environment of this machine.
         notes: what to tell the user although nothing is wrong.
-        source: path of the configuration file; None if none is given, or there is no such file.
+        source: path of the configuration file; None if none is given, or it cannot be read.
         translated: settings of other trainers and the flags that they became, by where they come from.
         given: values by field that flags and files set, with the translated ones.
         typed: values by field that flags of this program set.
@@ -338,7 +338,7 @@ def _read(
         notes += flags.translation_notes()
         notes += defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += kept_from_checkpoint(former, config, usual)
-    source = path if path is not None and os.path.isfile(path) else None
+    source = None if path is None or file.unread.issuperset(all_fields(kind)) else path
     return _Reading(config, process.world_size, problems, local_problems, notes, source, flags.translated, given, typed)
 
 

@@ -261,6 +261,8 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
     if info.choices:
         if value in info.choices:
             return None
+        if value == "":
+            return f"{info.flag} is empty: use {one_of(info.choices)}"
         near = did_you_mean(str(value), info.choices)
         return f"{info.flag} {value} is not known: use {one_of(info.choices)}{near}"
     if info.kind in (str, tuple):

@@ -311,6 +311,8 @@ def _value(word: _Word, info: FieldInfo) -> Any:
         )
     if info.optional and values[0] == "None":
         return None
+    if not values[0] and not info.choices:
+        raise ValueError(f"{word.flag} is empty: give it a value, or leave the flag out")
     try:
         return _PARSERS.get(info.kind, info.kind)(values[0])  # `validate` checks the range and the choices
     except ValueError:
@@ -361,7 +363,7 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
 def _refuse_contradiction(first: _Word, second: _Word, info: FieldInfo, given: Given) -> None:
     if _meaning(first, info) == _meaning(second, info):
         return
-    both = " and as ".join(" ".join([w.flag, *w.values]) for w in (first, second))
+    both = " and as ".join(" ".join([w.flag, *(v or "''" for v in w.values)]) for w in (first, second))
     way_out = "give all of its values after one flag" if info.kind is tuple else "keep one of them"
     given.values.pop(info.name, None)
     if info.name not in FILES:

@@ -202,15 +202,14 @@ def _recomputed(config: Config, world_size: int) -> Iterator[str]:
     recomputed, layers = config.training.recompute_num_layers, config.model.num_layers
     if recomputed is None or recomputed <= layers:
         return
-    said = f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}"
-    if config.training.recompute != "full":  # which is another problem
-        yield f"{said}: use {layers} or less with --recompute full, or leave it out"
-    else:
-        yield Problem(
-            said,
-            up_to("recompute_num_layers", recomputed, layers),
-            Change("leave it out to recompute all of them", {"recompute_num_layers": None}),
-        )
+    most = {"recompute": "full", "recompute_num_layers": layers}  # of which the first may be another problem
+    yield Problem(
+        f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}",
+        up_to("recompute_num_layers", recomputed, layers)
+        if config.training.recompute == "full"
+        else Change(f"--recompute full --recompute-num-layers {layers}", most),
+        Change("leave it out", {"recompute_num_layers": None}),
+    )
 
 
 @LAYOUT_RULES.about("distribute_saved_activations", "tp", "sequence_parallel", "hidden_size")

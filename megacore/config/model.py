@@ -448,7 +448,10 @@ class ModelConfig(Section):
                 f"--rope-beta-fast {fast:g} must be above --rope-beta-slow {slow:g}: use, for example, 32 and 1 (the "
                 "defaults)"
             )
-        if not wrong & {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}:
+        names = {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}
+        if not wrong & names and (
+            self.multi_latent_attention or self.kv_channels or self.hidden_size % self.num_attention_heads == 0
+        ):
             yield from self._rotated()
             if scaling == "longrope":
                 yield from self._longrope()

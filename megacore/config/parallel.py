@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.dimensions import degrees_of
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.fields import Flag, Range, Section, flag_and_value
 from megacore.config.problem import Change, Problem, Values
 
 AUTO_SCHEDULE = "auto"
@@ -126,15 +126,13 @@ class ParallelConfig(Section):
         if self.zero_stage == 0 and "zero_stage" not in wrong:
             yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", "--zero-stage 1, 2 or 3")
         if self.offload_params and not wrong & {"offload_params", "zero_stage", "offload_optimizer"}:
-            if self.zero_stage < 3:
-                yield (
-                    f"--offload-params is not possible with --zero-stage {self.zero_stage}, whose devices hold all "
-                    "parameters of their layers: use --zero-stage 3, which --dp 1 takes too, or leave it out"
-                )
-            if not self.offload_optimizer:
-                yield (
-                    "--offload-params needs --offload-optimizer, which updates the parameters where they are: add it, "
-                    "or leave --offload-params out"
+            usual = {"zero_stage": 3, "offload_optimizer": True}
+            needed = {name: value for name, value in usual.items() if getattr(self, name) != value}
+            if flags := [flag_and_value(name, value) for name, value in needed.items()]:
+                yield Problem(
+                    f"--offload-params needs {' and '.join(flags)}, with any --dp",
+                    Change(f"use {' '.join(flags)}", needed),
+                    Change("leave --offload-params out", {"offload_params": False}),
                 )
         if self.cp == 1:
             more_ranks = Values(name="cp", among=range(2, 34), near=1, bound="or more")
@@ -187,7 +185,7 @@ def _interleaved_pipeline() -> Change | None:
     change: Change | None = None
     for pp in range(_LONGEST_TRIED, 1, -1):
         values = {"pp": pp, "schedule": "interleaved"}
-        change = Change(f"--pp {pp} with --schedule interleaved", values, otherwise=change)
+        change = Change(f"--pp {pp} --schedule interleaved", values, otherwise=change)
     return change
 
 

@@ -28,6 +28,7 @@ Recheck = Callable[[Changes], Sequence[str]]
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _MOST_TRIED = 400  # combinations of a group
 _MOST_CHANGED = 4  # flags of a combination
+_LATER = 0.25  # of distance, for each value of a field that is nearer
 _BRANCHES = 8  # values of a flag that a combination tries
 _NEAR = 64  # processes more or fewer that are tried
 _SAME = "the same values solve this"
@@ -91,9 +92,9 @@ class _Group:
         elif solving == {WORLD_SIZE} and is_first and self._of_flags:
             words.append(_combined(self._of_flags))
         if not words and not in_prose:
-            names = [flag(name) for name in self._by_name if name != WORLD_SIZE]
-            together = f"choose other values of {' and '.join(names)} together"
-            words = [together if len(names) > 1 else f"choose another value of {names[0]}"] if names else []
+            *others, last = [flag(name) for name in self._by_name if name != WORLD_SIZE] or [""]
+            several = f"choose other values of {', '.join(others)} and {last} together"
+            words = [several if others else f"choose another value of {last}"] if last else []
         return message(problem.said, [*words, *in_prose])
 
     def _first_that_solves(self, change: Change | None) -> Change | None:
@@ -211,15 +212,16 @@ class _Group:
 
 def _steps(left: Sequence[str], changes: Changes, *, processes: bool) -> Iterator[tuple[Changes, float]]:
     """Changes of fields that are as they were given, and of the number of processes if that may change, each with its
-    distance in powers of two."""
+    distance in powers of two. The further values of one field come after the first ones of others."""
     for way in itertools.chain.from_iterable(map(_ways, left)):
         if isinstance(way, Change):
             if way.values and not way.values.keys() & changes.keys():
                 yield way.values, 1.0
         elif way.name not in changes and (processes or way.name != WORLD_SIZE):
-            for value in way.tried()[:_BRANCHES]:
+            for place, value in enumerate(way.tried()[:_BRANCHES]):
                 if value != way.near:
-                    yield {way.name: value}, abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
+                    distance = abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
+                    yield {way.name: value}, distance + _LATER * place
 
 
 def _ways(problem: str) -> Sequence[Way]:
@@ -232,10 +234,10 @@ def _sample(values: Sequence[int]) -> list[int]:
 
 
 def _combined(changes: Changes) -> str:
-    """Values of several fields in words."""
+    """Values of several fields in words: flags to copy, and those to leave out."""
     left_out = [flag(name) for name, value in changes.items() if value is None]
     given = [flag_and_value(name, value) for name, value in changes.items() if value is not None]
-    words = [" with ".join([*given[:1], " and ".join(given[1:])])] if len(given) > 1 else given
+    words = [" ".join(given)] if given else []
     return " and ".join([*words, *([f"leave {' and '.join(left_out)} out"] if left_out else [])])
 
 

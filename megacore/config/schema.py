@@ -116,6 +116,18 @@ class Config:
         splits = splits and not self.training.distribute_saved_activations
         return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
 
+    def value(self, name: str) -> Any:
+        """The value of a field, by name."""
+        return getattr(getattr(self, section_of(type(self), name)), name)
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """The configuration with other values of fields, by name; all else stays as it is, also what was derived."""
+        sections = {}
+        for name, kind in sections_of(type(self)).items():
+            if changed := {field: value for field, value in values.items() if field in field_infos(kind)}:
+                sections[name] = dataclasses.replace(getattr(self, name), **changed)
+        return dataclasses.replace(self, **sections)
+
     @property
     def checkpoint_dir(self) -> str:
         """Where the checkpoints of the run go: the URL of --save, or else the output directory."""
@@ -363,6 +375,11 @@ def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
         hints = get_type_hints(kind)
         _SECTIONS_OF[kind] = {section.name: hints[section.name] for section in dataclasses.fields(kind)}
     return _SECTIONS_OF[kind]
+
+
+def section_of(kind: type[Config], field_name: str) -> str:
+    """The section of a field of a kind of configuration, both by name."""
+    return next(name for name, section in sections_of(kind).items() if field_name in field_infos(section))
 
 
 _SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}

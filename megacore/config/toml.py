@@ -20,7 +20,7 @@ import megacore
 from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.flags import Given, all_fields
 from megacore.config.messages import did_you_mean, nearest_name, one_of
-from megacore.config.schema import Config, sections_of
+from megacore.config.schema import Config, section_of, sections_of
 from megacore.errors import ConfigError
 from megacore.files import replace_bytes, unreadable
 
@@ -137,7 +137,7 @@ def _converted(value: Any, info: FieldInfo) -> Any:
 
 def _unknown_table(kind: type[Config], name: str, value: Any) -> str:
     if name in all_fields(kind):
-        return f"{name} belongs under [{_table_of(kind, name)}]"
+        return f"{name} belongs under [{section_of(kind, name)}]"
     if not isinstance(value, dict):
         return _unknown_key(kind, name)
     tables = [f"[{section}]" for section in sections_of(kind)]
@@ -149,8 +149,8 @@ def _unknown_key(kind: type[Config], key: str) -> str:
     if name not in all_fields(kind):
         return f"{key} is not a key: docs/reference/configuration.md lists them"
     if name == key:
-        return f"{key} belongs under [{_table_of(kind, key)}]"
-    return f"{key} is not a key: did you mean {name}, under [{_table_of(kind, name)}]?"
+        return f"{key} belongs under [{section_of(kind, key)}]"
+    return f"{key} is not a key: did you mean {name}, under [{section_of(kind, name)}]?"
 
 
 def _nearest_field(kind: type[Config], key: str) -> str:
@@ -161,10 +161,6 @@ def _nearest_field(kind: type[Config], key: str) -> str:
     spelled = key.replace("-", "_")
     near = spelled if spelled in spellings else nearest_name(spelled, spellings)
     return spellings[near] if near else key
-
-
-def _table_of(kind: type[Config], key: str) -> str:
-    return next(name for name, section in sections_of(kind).items() if key in field_infos(section))
 
 
 def _where(path: str | Path, text: str, table: str | None, key: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.fields import Flag, Range, Section, use
+from megacore.config.problem import Change, Problem
 
 MAX_SEED = 2**63 - 1
 
@@ -92,9 +93,10 @@ class TrainingConfig(Section):
                 off = f"--{name.replace('_', '-')} 0"
                 yield f"--skip-train only evaluates, which {off} turns off: leave one of them out"
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
-            yield (
-                f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "
-                "leave it out, or use --recompute full"
+            yield Problem(
+                f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}",
+                Change("leave it out", {"recompute_num_layers": None}),
+                use("recompute", "full"),
             )
         if self.offload_activations and "offload_activations" not in wrong:
             if self.recompute == "light" and "recompute" not in wrong:

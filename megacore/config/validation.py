@@ -19,7 +19,7 @@ from megacore.config.data_rules import DATA_RULES
 from megacore.config.dimensions import degree_fields
 from megacore.config.duration_rules import DURATION_RULES
 from megacore.config.expert_rules import EXPERT_RULES
-from megacore.config.fields import Section, field_infos, flag
+from megacore.config.fields import Section, flag
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
@@ -79,11 +79,11 @@ class Validation:
             beyond = [
                 f"{flag(name)} {value} is not searched"
                 for name, possible in values.items()
-                if possible and (value := changes.get(name, _value_of(self.config, name))) not in (None, *possible)
+                if possible and (value := changes.get(name, self.config.value(name))) not in (None, *possible)
             ]
             return [*self._left(changes), *beyond]
 
-        start = _with_values(self.config, nearest_start(values, left))
+        start = self.config.with_values(nearest_start(values, left))
         return replace(self, config=start, world_size=self._ranks(start, self.world_size))
 
     def _ranks(self, config: Config, given: int) -> int:
@@ -93,7 +93,7 @@ class Validation:
         """What is violated with other values of fields, or of the number of processes."""
         values = dict(changes)
         given = values.pop(WORLD_SIZE, self.world_size)
-        changed = _with_values(self.config, values)
+        changed = self.config.with_values(values)
         left = list(self.further(changed)) if self.further else []
         left += violations(changed, self._ranks(changed, given), unread=self.unread, on_cpu=self.on_cpu)
         product = degrees_product(changed)
@@ -113,21 +113,6 @@ def degrees_product(config: Config) -> int:
     """The number of processes that the given degrees ask for."""
     given = (getattr(config.parallel, name) for name in degree_fields())
     return math.prod(degree for degree in given if isinstance(degree, int) and degree > 0)
-
-
-def _value_of(config: Config, name: str) -> Any:
-    """The value of a field, by name."""
-    section = next(section for section, kind in sections_of(type(config)).items() if name in field_infos(kind))
-    return getattr(getattr(config, section), name)
-
-
-def _with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with other values of fields, by name."""
-    sections = {}
-    for name, kind in sections_of(type(config)).items():
-        if changed := {field: value for field, value in values.items() if field in field_infos(kind)}:
-            sections[name] = replace(getattr(config, name), **changed)
-    return replace(config, **sections)
 
 
 def violations(

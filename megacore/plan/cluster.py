@@ -125,9 +125,11 @@ def cluster_named(name: str) -> Cluster:
         return CLUSTERS[name]
     if name.endswith(".toml"):
         return load_cluster(Path(name))
+    ways = f"use {one_of(list(CLUSTERS))}, or a file that ends in .toml"
+    if Path(name).is_dir():
+        raise ConfigError([f"--cluster {name} is a directory: {ways}"])
     begins = [known for known in CLUSTERS if len(name) > 1 and known.startswith(name.lower())]
-    known = f"use {one_of(list(CLUSTERS))}, or a file that ends in .toml{did_you_mean(name, begins or CLUSTERS)}"
-    raise ConfigError([f"--cluster {name} is not known: {known}"])
+    raise ConfigError([f"--cluster {name} is not known: {ways}{did_you_mean(name, begins or CLUSTERS)}"])
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
+from megacore.plan.limits import Limits, size_text
 from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
 from megacore.plan.state import PlannedLayer, whole_parameters
-from megacore.plan.ways_out import Limits, size_text, ways_out
+from megacore.plan.ways_out import ways_out
 
 # What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -173,7 +174,7 @@ def _message(
         f"{training.micro_batch_size} x {config.data.seq_length} tokens in flight, --recompute {training.recompute}",
         "any of these fits, by the same formulas (docs/guides/memory.md):",
     ]
-    lines += [f"  {number}. {text}" for number, text in enumerate(ways_out(config, limits), start=1)]
+    lines += [f"  {number}. {way}" for number, way in enumerate(ways_out(config, limits), start=1)]
     return "\n".join([*lines, _TRY_ANYWAY])
 
 

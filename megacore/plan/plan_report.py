@@ -134,8 +134,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         return
     yield "Each of these changes makes it fit, by the same formulas:"
     ways = plan.ways_out()
-    yield from (f"{number}. {text}" for number, text in enumerate(ways, start=1))
-    if plan.machines_note is not None and any(" machines with as much memory" in way for way in ways):
+    yield from (f"{number}. {way.in_markdown()}" for number, way in enumerate(ways, start=1))
+    if plan.machines_note is not None and any(" machines with as much memory" in way.note for way in ways):
         yield ""
         yield plan.machines_note
 
@@ -308,7 +308,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         "low_confidence": plan.is_small,
     }
     if not plan.fits:
-        report["ways_out"] = plan.ways_out()
+        report["ways_out"] = list(map(str, plan.ways_out()))
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
         report["training"] = training_json(tokens, goodput, days=days, price=price)

@@ -19,6 +19,7 @@ from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
 from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
+from megacore.plan.limits import Limits
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, held_on_host, needed_on_host, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
@@ -26,7 +27,7 @@ from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
-from megacore.plan.ways_out import Limits, ways_out
+from megacore.plan.ways_out import WayOut, ways_out
 
 Origin = Literal["exact", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
@@ -197,7 +198,7 @@ class Plan:
                 most[key] = max(size, most.get(key, 0.0))
         return most
 
-    def ways_out(self) -> list[str]:
+    def ways_out(self) -> list[WayOut]:
         """What would fit."""
         local = min(self.cluster.device.node_ranks, self.config.parallel.ranks) if self.cluster.on_cpu else 1
         source = f"--cluster {self.cluster.name}"

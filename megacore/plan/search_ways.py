@@ -51,7 +51,7 @@ def ways_of_search(
         left -= of_smaller.tried
     is_host_short = found.least_on_host is not None and found.tried <= _MOST_TRIED
     if is_host_short and search(_without_offloading(config), cluster, constraints).layouts:
-        yield f"no {' and no '.join(config.offload_flags)}"
+        yield " ".join(flag.replace("--", "--no-", 1) for flag in config.offload_flags)
 
 
 def _without_offloading(config: ResolvedConfig) -> ResolvedConfig:

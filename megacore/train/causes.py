@@ -46,6 +46,6 @@ def _memory(error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     reason = reason[reason.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in reason else reason
     return (
-        f"there is not enough memory ({reason.rstrip('.')}): use a smaller model or --micro-batch-size, more ranks for "
-        "--tp or --pp, a higher --zero-stage, or --recompute full (docs/guides/memory.md)"
+        f"there is not enough memory ({reason.rstrip('.')}): use --recompute full, --micro-batch-size 1 or "
+        "--zero-stage 3, more ranks by --tp or --pp, or a smaller model (docs/guides/memory.md)"
     )

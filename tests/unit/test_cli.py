@@ -238,7 +238,7 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--num-layers", "three"], ("--num-layers 'three' is not a whole number", "12")),
     (["--num-layers", "1.5"], ("--num-layers '1.5' is not a whole number",)),
     (["--eval-iters", "1e3"], ("--eval-iters '1e3' is not a whole number: use 1000",)),
-    (["--lr="], ("--lr '' is not a number",)),
+    (["--lr="], ("--lr is empty: give it a value",)),
     (["--lr", "fast"], ("--lr 'fast' is not a number", "0.0003")),
     (["--lr", "nan"], ("--lr nan", "finite")),
     (["--lr"], ("--lr needs a value: --lr FLOAT",)),

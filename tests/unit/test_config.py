@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"global_batch_size": 3, "micro_batch_size": 4}, 2, ("--global-batch-size 3", "--dp 2 (derived)", "use 8")),
     ({"seq_length": 2048, "max_position_embeddings": 1024}, 1, ("--seq-length 2048", "1024 or less", "2048 or more")),
-    ({"tp": 2, "pp": 2, "dp": 2}, 6, ("--tp 2 x --pp 2 x --dp 2 = 8", "6 processes", "start 8", "--tp 3 with --pp 1")),
+    ({"tp": 2, "pp": 2, "dp": 2}, 6, ("--tp 2 x --pp 2 x --dp 2 = 8", "6 processes", "start 8", "--tp 1 --pp 3")),
     ({"tp": 2, "dp": 3}, 8, ("--tp 2 x --pp 1 x --dp 3 = 6", "use --dp 4", "leave --dp out", "start 6")),
     ({"tp": 3}, 8, ("--tp 3 x --pp 1", "8 processes", "--tp 1, 2 or 4,", "start 6 or 9")),
     ({"tp": 2, "pp": 3}, 8, ("--tp 2 x --pp 3 = 6", "use --pp 1, 2 or 4,", "start 6 or 12")),

@@ -260,7 +260,7 @@ def test_the_launch_says_what_became_of_the_keys(tmp_path: Path, capfd: pytest.C
         ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage "two" is not a whole number of 0 or more'),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}},
-            "is not possible with --zero-stage 2",
+            "needs --zero-stage 3",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "needs --offload-optimizer"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "parameters are kept in host memory, not on di"),

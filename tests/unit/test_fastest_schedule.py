@@ -26,12 +26,13 @@ from megacore.plan.fastest_schedule import (
     typical_cluster,
     with_stages_that_fit,
 )
+from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.room import Room
 from megacore.plan.step_time import step_time
-from megacore.plan.ways_out import Limits, ways_out
+from megacore.plan.ways_out import ways_out
 from megacore.train import launch
 from tools.plan import main
 
@@ -195,7 +196,7 @@ def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
         for config in (by_time, by_parameters)
     )
     assert least < 0.9 * most
-    lines = ways_out(by_time, Limits(room=Room((most + least) / 2, ""), on_cpu=False, local_ranks=1))
+    lines = map(str, ways_out(by_time, Limits(room=Room((most + least) / 2, ""), on_cpu=False, local_ranks=1)))
     assert any(line.startswith("--pipeline-balance parameters:") for line in lines), lines
 
 

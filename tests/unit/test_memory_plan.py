@@ -18,11 +18,11 @@ from megacore.plan import fit
 from megacore.plan import in_flight as in_flight_module
 from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.in_flight import in_flight
+from megacore.plan.limits import size_text
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_capacity, host_room
 from megacore.plan.state import PlannedLayer, state_bytes
-from megacore.plan.ways_out import size_text
 from tests.unit import refusals
 from tests.unit.refusals import Refuse, parse
 

@@ -265,7 +265,7 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
             "--preset gpt2-small --tp 5",
             "--ffn-hidden-size 3072 (4 x --hidden-size): use --tp 1, 2, 3, 4, 6 or 12",
         ),
-        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "64 processes: use --tp 4 with --pp 8"),
+        ("--preset gpt2-small --tp 5 --pp 13 --world-size 64", "64 processes: use --tp 4 --pp 8"),
         (
             "--preset gpt2-small --num-layers 6 --pp 4 --schedule interleaved --virtual-stages 2",
             "must be at most --num-layers 6: use --pp 2 or 3, or --num-layers 8 or more",
@@ -276,16 +276,16 @@ def test_the_entry_point_may_follow_the_flags(capsys: pytest.CaptureFixture[str]
         ),
         (
             "--preset gpt2-small --virtual-stages 4",
-            "1 problem\n  - --virtual-stages 4 needs --schedule interleaved and a pipeline: use --pp 2 with --schedule "
+            "1 problem\n  - --virtual-stages 4 needs --schedule interleaved and a pipeline: use --pp 2 --schedule "
             "interleaved, or leave --virtual-stages out\n",
         ),
         (
             "--preset gpt2-small --virtual-stages 4 --schedule gpipe --world-size 3",
-            "use --pp 3 with --schedule interleaved, or leave --virtual-stages out\n",
+            "use --pp 3 --schedule interleaved, or leave --virtual-stages out\n",
         ),
         (
             "--preset gpt2-small --recompute-num-layers 99 --recompute none",
-            "--num-layers 12: use 12 or less with --recompute full, or leave it out",
+            "--num-layers 12: use --recompute full --recompute-num-layers 12, or leave it out",
         ),
         (
             "--preset gpt2-small --tp 2 --sequence-parallel --seq-length 1023",
@@ -386,3 +386,87 @@ def test_whole_experts_per_rank_need_no_flag_on_accelerators(capsys: pytest.Capt
     assert planned(capsys, f"{flags} h100")["layout"] == planned(capsys, f"{flags} h100 --sequence-parallel")["layout"]
     assert main(f"{flags} cpu".split()) == 2
     assert "--etp 1 with --tp 2 needs --sequence-parallel" in capsys.readouterr().err
+
+
+EMPTY = (
+    ("--cluster h100 --timeline=", "--timeline"),
+    ("--cluster=", "--cluster"),
+    ("--cluster h100 --world-size=", "--world-size"),
+    ("--cluster h100 --software=", "--software"),
+    ("--cluster h100 --config=", "--config"),
+)
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """What is said of a command line that is refused."""
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(argv))
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "flag"), EMPTY)
+def test_an_empty_value_is_refused_by_name(flags: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one word with its flag, and in another."""
+    before, _, name = flags.rstrip("=").rpartition("--")
+    for argv in (flags.split(), [*before.split(), f"--{name}", ""]):
+        said = refused(capsys, ["pretrain_gpt.py", "--preset", "gpt2-small", *argv])
+        assert f"refused: 1 problem\n  - {flag} is empty: give it a value, or leave the flag out\n" in said
+
+
+def test_empty_values_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain_gpt.py", "--preset", "gpt2-small", "--schedule=", "--timeline=", "--cluster="]
+    said = refused(capsys, words)
+    assert "3 problems" in said and "--schedule is empty: use auto, 1f1b, " in said
+    assert "1 problem\n  - --calibrate is empty: " in refused(capsys, ["--calibrate", ""])
+    twice = refused(capsys, ["pretrain_gpt.py", "--cluster", "h100", "--preset", "gpt2-small", "--preset="])
+    assert "and as --preset '': keep one of them" in twice
+
+
+def test_a_directory_is_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, ["pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", str(tmp_path)])
+    assert f"--cluster {tmp_path} is a directory: use a100-40g, " in said
+    assert "or a file that ends in .toml" in said
+
+
+def test_a_file_that_is_no_toml_has_no_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a file that sets fields needs to be told how its keys are shown."""
+    file, given = tmp_path / "run.toml", "pretrain_gpt.py --preset gpt2-small --cluster h100 --config"
+    for text, says in (("[model\nnum_layers = ", False), ("[parallel]\ntp = 5\n", True)):
+        file.write_text(text, encoding="utf-8")
+        assert ("are shown as their flags" in refused(capsys, [*given.split(), str(file)])) == says
+
+
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        (
+            "--preset llama-3-8b --recompute-num-layers 50",
+            [
+                "--recompute-num-layers 50 has no effect with --recompute none: leave it out\n",
+                "must be at most --num-layers 32: use --recompute full --recompute-num-layers 32, or leave it out\n",
+            ],
+        ),
+        ("--preset llama-3-8b --recompute-num-layers 5", ["--recompute none: leave it out, or use --recompute full\n"]),
+        (
+            "--preset gpt2-small --offload-params",
+            ["use --zero-stage 3 --offload-optimizer, or leave --offload-params out\n"],
+        ),
+        (
+            "--preset gpt2-small --offload-params --zero-stage 4",
+            ["at least 0 and at most 3: use --zero-stage 3 --offload-optimizer\n"],
+        ),
+        (
+            "--preset mixtral-8x7b --cp 4 --ep 4 --tp 3 --etp 3",
+            ["14336: use --tp 2 --etp 2\n", "heads 32: the same values solve this\n"],
+        ),
+    ],
+)
+def test_what_is_proposed_is_accepted_at_once(flags: str, ways: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, ["pretrain_gpt.py", "--cluster", "h100", *flags.split()])
+    assert all(way in said for way in ways), said
+
+
+def test_a_head_that_is_no_whole_number_of_dimensions_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, ["pretrain_gpt.py", "--cluster", "h100", "--preset", "llama-3-8b", "--hidden-size", "1000"])
+    assert "--rotary-percent" not in said and "must be a multiple of --num-attention-heads" in said

@@ -199,7 +199,7 @@ DOES_NOT_FIT = {
     "llama-3-8b --pp 4 --dp 2 --global-batch-size 64 --cluster a100-40g --schedule gpipe": (
         "--schedule 1f1b --zero-stage 1 --recompute full"
     ),
-    f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --pp 1 --dp 4",
+    f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --dp 4 --global-batch-size 8",
     "gpt2-medium --dp 4 --recompute full --micro-batch-size 1 --global-batch-size 8 --cluster laptop": (
         "--dp 2 --global-batch-size 8, with 2 ranks on the machine"
     ),

@@ -183,7 +183,7 @@ def _refused_unless(is_valid: Callable[[Mapping[str, Any]], bool], *ways: Way) -
 def test_a_combination_is_named_once() -> None:
     ways = Values(name="tp", among=range(1, 9), near=3), Values(name="pp", among=range(1, 9), near=1)
     first, second = _refused_unless(lambda one: one["tp"] == 4 and one["pp"] == 2, *ways)
-    assert first == "--tp 3 is not possible: use --tp 4 with --pp 2"
+    assert first == "--tp 3 is not possible: use --tp 4 --pp 2"
     assert second == "--tp 3 is wrong: the same values solve this"
 
 
@@ -206,7 +206,7 @@ def test_flags_are_named_beside_other_processes() -> None:
         return one["world_size"] == 8 or (one["tp"], one["pp"]) == (7, 2)
 
     first, second = _refused_unless(is_valid, *ways, processes)
-    assert first.endswith("for a plan --world-size), or use --pp 2 with --tp 7")
+    assert first.endswith("for a plan --world-size), or use --pp 2 --tp 7")
     assert second.endswith("for a plan --world-size)")
 
 

@@ -1,0 +1,60 @@
+"""Changes of a run, and how ways out are written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megacore.plan.change import Change
+from tests.unit.planning import planned, resolved
+from tools.plan import main
+
+RUN = "--preset gpt2-medium --dp 4 --micro-batch-size 4 --global-batch-size 64 --mock-data --train-iters 10"
+
+
+def test_the_flags_of_a_change_are_the_values_that_are_new() -> None:
+    start = Change(resolved(RUN))
+    change = start.and_(tp=2, pp=1, dp=2, zero_stage=1).and_(zero_stage=3, offload_params=True)
+    assert change.flags == "--tp 2 --dp 2 --zero-stage 3 --offload-params"
+    parallel = change.config.parallel
+    assert (parallel.tp, parallel.dp, parallel.zero_stage, parallel.offload_params) == (2, 2, 3, True)
+    assert start.and_(dp=4, micro_batch_size=4) is start
+    assert change.and_(offload_params=False).flags.endswith("--no-offload-params")
+
+
+def test_the_flags_of_a_change_make_the_same_run() -> None:
+    change = Change(resolved(f"{RUN} --tp 4")).and_(dp=2, recompute="full", sequence_parallel=True).with_its_batch()
+    assert change.flags.endswith(" --global-batch-size 64")
+    again = resolved(f"{RUN.replace('--dp 4 ', '').replace('--global-batch-size 64 ', '')} --tp 4 {change.flags}")
+    for section in ("parallel", "training", "model"):
+        assert getattr(again, section) == getattr(change.config, section)
+
+
+def test_a_preset_is_a_change_of_the_model() -> None:
+    change = Change(resolved(RUN)).and_(recompute="full").and_preset("gpt2-tiny", seq_length=1024)
+    assert change is not None
+    assert change.flags == "--recompute full --preset gpt2-tiny --seq-length 64"
+    assert change.config.model == resolved(RUN.replace("gpt2-medium", "gpt2-tiny")).model
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--preset gpt2-medium --dp 4 --micro-batch-size 4 --global-batch-size 64 --cluster laptop",
+        "--preset llama-3-8b --pp 4 --dp 2 --global-batch-size 64 --cluster a100-40g",
+    ],
+)
+def test_other_replicas_keep_the_global_batch(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose default follows them."""
+    ways = [way for way in planned(capsys, f"pretrain_gpt.py {flags}")["ways_out"] if "--dp" in way]
+    assert ways and all("--global-batch-size 64" in way for way in ways), ways
+
+
+def test_a_report_has_the_flags_of_a_way_out_as_code(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["pretrain_gpt.py", "--preset", "llama-3-8b", "--cluster", "h100"]
+    ways = planned(capsys, " ".join(flags))["ways_out"]
+    assert main(flags) == 0
+    written = re.findall(r"^\d\. `([^`]*)`(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert [f"{copied}{note}" for copied, note in written] == ways
+    assert all(re.fullmatch(r"(--[a-z-]+( [\w.]+)?)( --[a-z-]+( [\w.]+)?)*", copied) for copied, _ in written)
