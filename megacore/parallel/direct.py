@@ -132,11 +132,11 @@ def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        first, second, *rest = (terms[member] for member in members)
-        total = first + second
+        total, *rest = (terms[member] for member in members)
         for term in rest:
             total += term
-        part.copy_(total)
+        if total is not part:
+            part.copy_(total)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
