@@ -1,4 +1,4 @@
-"""Adafactor: the second moments of a matrix from their means over rows and columns (Shazeer and Stern 2018, argradient.view(root.shape).mul_(root.clamp_(min=self.settings.adafactor_eps1**2).rsqrt_())iv
+"""Adafactor: the second moments of a matrix from their means over rows and columns (Shazeer and Stern 2018, arXiv
 1804.04235), with decoupled weight decay, as in torch.optim.Adafactor.
 
 Matrices of blocks are taken whole and factored. All other parameters may be divided over ranks and keep the second

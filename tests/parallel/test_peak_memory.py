@@ -136,6 +136,10 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 8}
         | {"position_embedding_type": "rope"},
     ),
+    "tied table, activations in host memory, ZeRO 3": (
+        (1, 1, 2),
+        BUCKETS | {"zero_stage": 3, "offload_activations": True, "micro_batch_size": 4, "global_batch_size": 16},
+    ),
     "table of the last stage, ZeRO 3": (
         (1, 2, 2),
         BUCKETS
