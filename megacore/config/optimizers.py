@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import number
@@ -59,6 +59,34 @@ class StateKind:
             whole: whether the optimizer takes that parameter whole.
         """
         return self.parameters in ("all", "whole" if whole else "others") and (whole or self.per == "element")
+
+
+class Updated(NamedTuple):
+    """Elements that a rank updates of a bucket.
+
+    Attributes:
+        elements: all of them.
+        run: of the longest run of parameters that are updated together.
+        part: of the largest parameter.
+        is_copied: whether their gradients are copied to fp32.
+    """
+
+    elements: float
+    run: float
+    part: float
+    is_copied: bool
+
+
+class Temporaries(NamedTuple):
+    """Bytes of an update that exist for a moment.
+
+    Attributes:
+        in_bucket: while a bucket is updated.
+        at_end: when the gradients of all buckets have been seen, for an optimizer whose step needs all of them.
+    """
+
+    in_bucket: float = 0.0
+    at_end: float = 0.0
 
 
 class OptimizerSettings(Section):
@@ -116,6 +144,14 @@ class OptimizerSettings(Section):
             shape: global shape.
         """
         return float(math.prod(shape))
+
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        """What an update needs beside gradients and state, for a moment.
+
+        Args:
+            updated: what a rank updates of a bucket.
+        """
+        return Temporaries()
 
     @property
     def takes_some_whole(self) -> bool:
@@ -214,6 +250,15 @@ class LionConfig(OptimizerSettings):
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="exp_avg"),)
 
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        return Temporaries(4 * updated.run)  # the direction
+
+
+def _of_step_and_norm(updated: Updated) -> float:
+    """Bytes of a run's step in fp32, beside Adam's denominator, or beside a parameter's part of it in fp64, for its
+    norm."""
+    return 4 * updated.run + max(4 * updated.run, 8 * updated.part)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LambConfig(OptimizerSettings):
@@ -238,6 +283,15 @@ class LambConfig(OptimizerSettings):
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
 
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        return Temporaries(at_end=_of_step_and_norm(updated))
+
+
+def _of_message(updated: Updated) -> float:
+    """Bytes of the momentum of a bucket and of the sum that its messages stand for, in fp32, and of an eighth of the
+    sum, which is decoded at a time, with its bits before and after a shift."""
+    return 8 * updated.elements + (4 + 2) * updated.elements / 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdamConfig(OptimizerSettings):
@@ -255,6 +309,9 @@ class OneBitAdamConfig(OptimizerSettings):
     @property
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        return Temporaries(_of_message(updated))
 
     def warm_up(self, train_iters: int) -> int:
         """Updates of the warm-up."""
@@ -289,6 +346,10 @@ class OneBitLambConfig(OptimizerSettings):
     @property
     def state(self) -> tuple[StateKind, ...]:
         return tuple(StateKind(name=name) for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"))
+
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        """At the end the roots of both variances, and of a parameter its step, and this in fp64."""
+        return Temporaries(_of_message(updated), at_end=8 * updated.run + 12 * updated.part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +429,12 @@ class AdafactorConfig(OptimizerSettings):
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and name.startswith("blocks.")
+
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        """The root of the second moments of a run, in fp32, or a parameter in fp64, for its norm. At the end the step
+        once more, where gradients are copied, and the root."""
+        in_bucket = max(4 * updated.run, 8 * updated.part)
+        return Temporaries(in_bucket, at_end=8 * updated.run if updated.is_copied else 0.0)
 
 
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {

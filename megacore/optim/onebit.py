@@ -184,7 +184,8 @@ class OneBitLamb(_SharedMomentum[OneBitLambConfig], LambStep[OneBitLambConfig]):
             fresh.copy_(square)
 
     def take_momentum(self, run: LocalRun, mean: Tensor, new: Tensor) -> None:
-        gradient = (new - self.momentum * mean) / (1 - self.momentum)
+        gradient = self.momentum * mean
+        torch.sub(new, gradient, out=gradient).div_(1 - self.momentum)
         fresh, beta2 = self.tensors("exp_avg_sq_fresh", [run])[0], self.adam.adam_beta2
         fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         mean.copy_(new)
@@ -217,8 +218,9 @@ class OneBitLamb(_SharedMomentum[OneBitLambConfig], LambStep[OneBitLambConfig]):
             if not run.is_matrix:
                 continue
             frozen = self.root(run, "exp_avg_sq", self._frozen_after)
-            shrunk = frozen / self.root(run, "exp_avg_sq_fresh", self._done + 1)
-            plain = (self.state[run]["exp_avg"] / self.correction).div_(frozen)
+            shrunk = self.root(run, "exp_avg_sq_fresh", self._done + 1)
+            torch.div(frozen, shrunk, out=shrunk)
+            plain = torch.div(self.state[run]["exp_avg"] / self.correction, frozen, out=frozen)
             for part in self._norms.parts_of[run]:
                 of_part = plain[part.in_run]
                 whole = of_part.add(run.master[part.in_run], alpha=rates.weight_decay)

@@ -122,20 +122,25 @@ def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
         group: that contains the members.
         members: positions in the group, ascending, this rank's among them.
     """
-    others = [member for member in members if member != group.rank]
     for part in tensor.view(-1).split(_PART):
-        terms = {member: torch.empty_like(part) for member in others} | {group.rank: part}
-        operations = [
-            dist.P2POp(call, message, group.ranks[member], group=group.handle)
-            for member in others
-            for call, message in ((dist.isend, part), (dist.irecv, terms[member]))
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        first, second, *rest = (terms[member] for member in members)
-        total = first + second
-        for term in rest:
-            total += term
+        _sum_part(part, group, members)
+
+
+def _sum_part(part: Tensor, group: Group, members: Sequence[int]) -> None:
+    """`sum_among` of a part that is small enough for buffers; they are freed on return."""
+    others = [member for member in members if member != group.rank]
+    terms = {member: torch.empty_like(part) for member in others} | {group.rank: part}
+    operations = [
+        dist.P2POp(call, message, group.ranks[member], group=group.handle)
+        for member in others
+        for call, message in ((dist.isend, part), (dist.irecv, terms[member]))
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    total, *rest = (terms[member] for member in members)
+    for term in rest:
+        total += term
+    if total is not part:
         part.copy_(total)
 
 

@@ -292,11 +292,12 @@ def _filled_on_stage_3(
 ) -> _Filled:
     """Of a layer of `size` parameters: one bucket, or two where it has experts with copies. The reduction of the head's
     begins while its logits exist, or its parameters; those of others end with the layer."""
-    takes_whole, copies = config.optimizer_settings.takes_some_whole, ranks[1]
+    copies = ranks[1]
     has_own = layer.name == "head" if layer.block is None else layer.block.experts is not None and copies > 1
-    if not has_own or takes_whole:
+    if not has_own:
         return _Filled((), [Held(size + before, size, 0.0 if sums[0] else before / ranks[0])])
-    parts = pieces(config, layer, size, experts=True, on_cpu=on_cpu)
+    # Those that the optimizer takes whole are in the bucket of their layer.
+    parts = tuple(part._replace(whole=0) for part in pieces(config, layer, size, experts=True, on_cpu=on_cpu))
     return _filled_on_stage_2(_Buckets((parts,), (math.inf, math.inf), ranks), before, sums)[0]
 
 

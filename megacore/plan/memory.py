@@ -1,9 +1,9 @@
 """What training takes of a rank's memory, by formula: state, activations, and the moment of building.
 
 State is that of state.py. Activations are those of activations.py, times the microbatches that the schedule keeps in
-flight (in_flight.py). Backward adds what exists for a moment (backward_memory.py). Three sums are made of them: what
-a rank certainly takes, by which a run may be refused; what it is expected to take, by which a way out is recommended;
-and the low end of this, for reports.
+flight (in_flight.py). Backward adds what exists for a moment (backward_memory.py), and so does the update of the
+weights (update_memory.py). Three sums are made of them: what a rank certainly takes, by which a run may be refused;
+what it is expected to take, by which a way out is recommended; and the low end of this, for reports.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megacore.plan.state import (
     term_bytes,
     zero_stage,
 )
+from megacore.plan.update_memory import updating_bytes
 
 GIB = 2.0**30
 # torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
@@ -59,6 +60,7 @@ class RankMemory:
         working: what exists beside them at the end of a forward, of the stage where it is most: logits, or a block that
             is computed again.
         building: what exists when the last layer has been made.
+        updating: what exists beside the state while weights are updated, at most.
         late: bytes of the state that do not exist while there are activations: the moments of a run of one step, which
             the optimizer makes after backward. 0 in other runs.
         computing: most bytes of gradients and activations at a time while a microbatch is computed, less `working`.
@@ -84,6 +86,7 @@ class RankMemory:
     in_flight: int
     working: float
     building: float
+    updating: float
     late: float
     computing: float
     completing: float
@@ -112,10 +115,10 @@ class RankMemory:
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
-        that are certain, and in backward `waiting`, `passing` and `reducing` as well."""
+        that are certain, in backward `waiting`, `passing` and `reducing` as well, and in the update `updating`."""
         state = self._computing_state
         in_backward = self._in_backward(state) + self.waiting + self.passing + self.reducing
-        return max(self.building, state, in_backward)
+        return max(self.building, state + self.updating, in_backward)
 
     @property
     def on_host(self) -> float:
@@ -125,7 +128,7 @@ class RankMemory:
     @property
     def is_fullest_in_backward(self) -> bool:
         """Whether the peak is in forward and backward."""
-        return self.expected_tensors > max(self.building, self._computing_state)
+        return self.expected_tensors > max(self.building, self._computing_state + self.updating)
 
     @property
     def _computing_state(self) -> float:
@@ -398,6 +401,7 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, n
         in_flight=in_backward.in_flight,
         working=in_backward.working,
         building=held.building,
+        updating=updating_bytes(config, on_rank, on_cpu=on_cpu),
         late=held.late,
         computing=in_backward.computing,
         completing=in_backward.completing,

@@ -187,7 +187,7 @@ def passing_of(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward,
         head=layers.head,
         again=layers.again,
         working=layers.working[backward.stage],
-        kept=layers.in_blocks,
+        kept=[_freed_by_layer(config, chunk, on_cpu=on_cpu) for chunk in layers.in_blocks],
         on_cpu=on_cpu,
     )
 
@@ -216,8 +216,18 @@ def _passing_of_stage(
     working: float,
     on_cpu: bool,
 ) -> Passing:
-    kept = [_layers_of_stage(config, stage, on_cpu=on_cpu).in_blocks for stage in on_rank.stages]
+    in_blocks = (_layers_of_stage(config, stage, on_cpu=on_cpu).in_blocks for stage in on_rank.stages)
+    kept = [_freed_by_layer(config, chunk, on_cpu=on_cpu) for chunk in in_blocks]
     return passing_bytes(config, on_rank, backward, head=head, again=again, working=working, kept=kept, on_cpu=on_cpu)
+
+
+def _freed_by_layer(config: ResolvedConfig, in_blocks: Sequence[float], *, on_cpu: bool) -> Sequence[float]:
+    """What backward has freed of each layer's activations when it is done with it. Of those in host memory two blocks
+    are on the device: until nothing is left to fetch, each block that is freed makes room for another."""
+    if on_cpu or not config.training.offload_activations:
+        return in_blocks
+    last_two = [number for number, size in enumerate(in_blocks) if size][:2]
+    return [size if number in last_two else 0.0 for number, size in enumerate(in_blocks)]
 
 
 def products(counts: Iterable[int], sizes: Iterable[float]) -> float:

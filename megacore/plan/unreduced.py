@@ -166,18 +166,7 @@ def _buckets(
 ) -> tuple[list[int], list[int]]:
     """For each piece the number of its bucket, and the size of each bucket; as `zero.flat.assign_buckets`, and where
     there are `whole` ones as `zero.flat.assign_whole`: then by the first use of each."""
-    members, unfinished = list[list[int]](), dict[Kind, list[int]]()
-    for at, piece in enumerate(last_first):
-        if piece.whole:
-            continue
-        if piece.kind == "apart":
-            members.append([at])
-            continue
-        bucket = unfinished.setdefault(piece.kind, [])
-        bucket.append(at)
-        if _BYTES * sum(last_first[other].size for other in bucket) >= limits[piece.kind]:
-            members.append(unfinished.pop(piece.kind))
-    members += unfinished.values()
+    members = _split(last_first, limits)
     sized = [(bucket, sum(last_first[at].size for at in bucket)) for bucket in members]
     if whole:
         taken = {kind: [at for at, one in enumerate(last_first) if one.whole and one.kind == kind] for kind in limits}
@@ -191,3 +180,31 @@ def _buckets(
         sized.sort(key=lambda pair: pair[0][-1])
     number_of = {at: number for number, (bucket, _) in enumerate(sized) for at in bucket}
     return [number_of[at] for at in range(len(last_first))], [size for _, size in sized]
+
+
+def _split(last_first: Sequence[Piece], limits: dict[str, float]) -> list[list[int]]:
+    """The numbers of the pieces in each bucket of those that shards may split."""
+    members, unfinished = list[list[int]](), dict[Kind, list[int]]()
+    for at, piece in enumerate(last_first):
+        if piece.whole:
+            continue
+        if piece.kind == "apart":
+            members.append([at])
+            continue
+        bucket = unfinished.setdefault(piece.kind, [])
+        bucket.append(at)
+        if _BYTES * sum(last_first[other].size for other in bucket) >= limits[piece.kind]:
+            members.append(unfinished.pop(piece.kind))
+    return [*members, *unfinished.values()]
+
+
+def bucket_members(layers: Sequence[tuple[Piece, ...]], limits: tuple[float, float]) -> list[list[Piece]]:
+    """The pieces in each bucket of a stage, without those that the optimizer takes whole.
+
+    Args:
+        layers: the pieces of each layer, as `pieces` has them.
+        limits: as `unreduced` has them.
+    """
+    last_first = [piece for layer in reversed(layers) for piece in layer]
+    split = _split(last_first, dict(zip(("others", "experts"), limits, strict=True)))
+    return [[last_first[at] for at in members] for members in split]

@@ -224,6 +224,8 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
     training = config.training
     samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)
     config = replace(config, training=replace(training, global_batch_size=samples), rampup=RampupConfig())
+    # After the warm-up of a 1-bit optimizer a rank holds more: its second step is one of these.
+    config = replace(config, onebitadam=replace(config.onebitadam, onebit_freeze_step=1))
     pipeline_rank = coordinates_of(rank, config.parallel.degrees)[pipeline_dimension()]
     formula = (
         replace(config, model=replace(config.model, attention_dropout=0.0)) if on_cpu else config

@@ -136,6 +136,10 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 8}
         | {"position_embedding_type": "rope"},
     ),
+    "tied table, activations in host memory, ZeRO 3": (
+        (1, 1, 2),
+        BUCKETS | {"zero_stage": 3, "offload_activations": True, "micro_batch_size": 4, "global_batch_size": 16},
+    ),
     "table of the last stage, ZeRO 3": (
         (1, 2, 2),
         BUCKETS
@@ -291,6 +295,34 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     )
 }
 
+LARGE_TABLE: dict[str, Any] = MATRICES | {"vocab_size": 32768, "global_batch_size": 4, "zero_stage": 0}
+# Updates that take more than the backward before.
+UPDATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "Adafactor, two tables, bf16 sums, pp 2": (
+        (1, 2, 1),
+        LARGE_TABLE | TWO_TABLES | {"optimizer": "adafactor", "grad_reduce_dtype": "bf16"},
+    ),
+    "Adafactor, two tables, bf16 sums, ZeRO 1": (
+        (1, 2, 2),
+        LARGE_TABLE | TWO_TABLES | {"optimizer": "adafactor", "grad_reduce_dtype": "bf16", "zero_stage": 1},
+    ),
+    "Adafactor, experts, ZeRO 3": (
+        (1, 1, 4),
+        MATRICES | EXPERTS | LLAMA | {"optimizer": "adafactor", "ep": 2, "zero_stage": 3, "global_batch_size": 8},
+    ),
+    "LAMB, two tables, pp 2": ((1, 2, 1), LARGE_TABLE | TWO_TABLES | {"optimizer": "lamb"}),
+    "Lion, two tables, bf16 sums, pp 2": (
+        (1, 2, 1),
+        LARGE_TABLE | TWO_TABLES | {"optimizer": "lion", "grad_reduce_dtype": "bf16"},
+    ),
+    "tied table of four stages": (
+        (1, 4, 1),
+        LARGE_TABLE | {"schedule": "zero-bubble", "offload_activations": True},
+    ),
+    "1-bit Adam": ((1, 1, 4), MATRICES | {"optimizer": "onebitadam", "zero_stage": 0, "vocab_size": 512}),
+    "1-bit LAMB": ((1, 1, 4), MATRICES | {"optimizer": "onebitlamb", "zero_stage": 0, "vocab_size": 512}),
+}
+
 
 def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[str, Any]) -> list[list[RankReport]]:
     """Of each case the first rank of every stage, after two steps of all its microbatches."""
@@ -298,7 +330,7 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES)[case]
+            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES | UPDATED)[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -339,6 +371,10 @@ def test_peak_of_memory_where_experts_are_most_of_it() -> None:
 
 def test_peak_of_memory_where_the_optimizer_takes_matrices_whole() -> None:
     require_peaks([*WHOLE], seq_length=64)
+
+
+def test_peak_of_memory_where_the_update_takes_most() -> None:
+    require_peaks([*UPDATED], seq_length=64)
 
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
