@@ -131,6 +131,11 @@ class RankMemory:
         return self.expected_tensors > max(self.building, self._computing_state + self.updating)
 
     @property
+    def is_fullest_in_update(self) -> bool:
+        """Whether the peak is in the optimizer step."""
+        return self.updating > 0 and self._computing_state + self.updating == self.expected_tensors
+
+    @property
     def _computing_state(self) -> float:
         """State in the memory in which the rank computes."""
         return sum(size - self.host.get(kind, 0.0) for kind, size in self.state.items())

@@ -345,13 +345,18 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
         "loss head or recomputed block": rank.working,
         "kept for weight gradients": rank.waiting,
         "communication and passing buffers": rank.passing + rank.reducing,
+        "temporary tensors of the update": rank.updating if rank.is_fullest_in_update else 0.0,
         "process, allocator": rank.expected - rank.expected_tensors,
     }
 
 
 def memory_figures(rank: RankMemory) -> dict[str, Figure]:
     """`memory_terms` with their ranges, which add up to that of the peak where the terms add up to it."""
-    least = {"communication and passing buffers": 0.0, "process, allocator": rank.overhead[0]}
+    least = {
+        "communication and passing buffers": 0.0,
+        "temporary tensors of the update": 0.0,
+        "process, allocator": rank.overhead[0],
+    }
     figures = {name: by_formula(size, low=least.get(name, size)) for name, size in memory_terms(rank).items()}
     figures["process, allocator"] = replace(figures["process, allocator"], origin="assumed")
     return figures
@@ -375,6 +380,8 @@ def terms_apart(rank: RankMemory) -> str | None:
         return "a run of one step makes the optimizer state after backward, which has freed the activations"
     if rank.is_fullest_in_backward:
         return "backward frees activations and logits while it makes gradients, so they never all exist at once"
+    if rank.is_fullest_in_update:
+        return "activations are freed before the update makes its temporary tensors, so they never all exist at once"
     return "the peak is while the model is built or updated, when there are no activations"
 
 
@@ -388,4 +395,5 @@ def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory
 
 
 def _key(rank: RankMemory) -> tuple[object, ...]:
-    return rank.parameters, rank.in_flight, rank.activations, rank.working, rank.waiting, rank.passing
+    terms = rank.activations, rank.working, rank.waiting, rank.passing, rank.updating
+    return rank.parameters, rank.in_flight, terms

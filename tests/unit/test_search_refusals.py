@@ -162,7 +162,7 @@ def test_flags_that_need_what_a_search_chooses_restrict_it(
     [
         ("--tp 1 --distribute-saved-activations --recompute full", "has no effect with --tp 1: leave it out"),
         ("--recompute none --distribute-saved-activations", "has no effect with --recompute none: leave it out, or"),
-        ("--offload-params --offload-optimizer --zero-stage 1", "--offload-params is not possible with --zero-stage 1"),
+        ("--offload-params --offload-optimizer --zero-stage 1", "--offload-params needs --zero-stage 3, with any --dp"),
         ("--zero-shard-size 16", "--zero-shard-size 16 must divide the number of --dp x --cp ranks"),
         ("--cp-comm ring", "--cp-comm ring has no effect with --cp 1: leave it out"),
         ("--min-cp 2 --cp-comm ring", "--attention-dropout 0.1 is not possible with --cp 2"),
