@@ -263,6 +263,7 @@ def _read(args: argparse.Namespace) -> _Request:
     args.unfit = [*unfit_values(given_values(args.flags, kind, _shape_for(kind))[0])] if args.is_full else []
     problems += args.unfit
     args.usual_batch = _usual_batch(args, reading, kind)
+    args.has_file = "config" in given
     args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
     problems += [*wrong_limits(args, cluster), *wrong_given(args, given)]

@@ -233,7 +233,7 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
         UserError: the picture cannot be drawn or written.
     """
     constraints = _constraints(args)
-    found = search(config, cluster, constraints, names_batch=args.names_batch)
+    found = search(config, cluster, constraints, names_batch=args.names_batch, names_defaults=args.has_file)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
     report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found))
 

@@ -40,13 +40,14 @@ def nearest_start(values: Mapping[str, Sequence[Any]], left: Recheck) -> Changes
     changes: dict[str, Any] = {}
     problems = left(changes)
     while problems:
+        known = len(problems)
         single = [(left({**changes, **one}), one) for one in _steps(problems, changes, values)]
         pairs = (
             (left({**changes, **one, **two}), {**one, **two})
             for remaining, one in single
             for two in _steps(remaining, {**changes, **one}, values)
         )
-        better = _fewest(single, len(problems)) or _fewest(pairs, len(problems))
+        better = _fewest(single, known) or _fewest(pairs, known)
         if better is None:
             break
         problems, further = better
@@ -66,6 +67,11 @@ def _steps(problems: Sequence[str], changes: Changes, values: Mapping[str, Seque
 def _fewest(
     tried: Iterable[tuple[Sequence[str], dict[str, Any]]], known: int
 ) -> tuple[Sequence[str], dict[str, Any]] | None:
-    """The first of those that leave the fewest problems, if that is fewer than are known."""
-    best = min(tried, key=lambda one: len(one[0]), default=None)
-    return best if best is not None and len(best[0]) < known else None
+    """The first of those that leave no problem, or else the fewest, if that is fewer than are known."""
+    best = None
+    for one in tried:
+        if (number := len(one[0])) < known:
+            best, known = one, number
+        if not known:
+            break
+    return best

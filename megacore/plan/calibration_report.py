@@ -16,7 +16,7 @@ from megacore.plan.planner import Figure, Origin
 from megacore.plan.size_unit import size_unit
 
 # Of the numbers of a cluster file: their units, and what of a fit changes them.
-_FIELDS = {
+CLUSTER_FIELDS = {
     "memory_gb": ("GB", "machine"),
     "memory_bandwidth_gb_s": ("GB/s", "fitted"),
     "gpus_per_node": ("devices", "machine"),
@@ -130,5 +130,5 @@ def _numbers(fit: Calibration) -> Iterator[tuple[str, tuple[str, Origin]]]:
     yield "cores", ("cores", "exact")
     yield "memory_bytes", ("bytes", "exact")
     origins: dict[str, Origin] = {"fitted": "fitted", "links": links, "machine": machine, "base": before}
-    for name, (unit, changed_by) in _FIELDS.items():
+    for name, (unit, changed_by) in CLUSTER_FIELDS.items():
         yield name, (unit, origins[changed_by])

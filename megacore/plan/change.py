@@ -13,7 +13,7 @@ from megacore.config.schema import section_of
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedRun:
     """Another configuration, and what makes it of the given one.
 
     Attributes:
@@ -24,13 +24,13 @@ class Change:
     config: ResolvedConfig
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def and_(self, **values: Any) -> Change:
+    def and_(self, **values: Any) -> ChangedRun:
         """With other values of fields as well; the same change, where the configuration has all of them."""
         sections = {name: getattr(self.config, section_of(type(self.config), name)) for name in values}
         new = {name: value for name, value in values.items() if value != getattr(sections[name], name)}
-        return Change(self.config.with_values(new), {**self.values, **new}) if new else self
+        return ChangedRun(self.config.with_values(new), {**self.values, **new}) if new else self
 
-    def and_preset(self, name: str, *, seq_length: int | None = None) -> Change | None:
+    def and_preset(self, name: str, *, seq_length: int | None = None) -> ChangedRun | None:
         """With another preset as well; None where that is of another kind of model.
 
         Args:
@@ -55,13 +55,13 @@ class Change:
         data = dataclasses.replace(config.data, seq_length=length)
         named = {} if length == usual == config.data.seq_length else {"seq_length": length}
         changed = dataclasses.replace(config, model=resolved, data=data, **dense)
-        return Change(changed, {**self.values, "preset": name, **named})
+        return ChangedRun(changed, {**self.values, "preset": name, **named})
 
-    def with_its_batch(self) -> Change:
+    def with_its_batch(self) -> ChangedRun:
         """With a flag for the global batch, where it would have another default: one microbatch for each replica."""
         if self.config.microbatches == 1 or not self.values.keys() & {"micro_batch_size", "dp"}:
             return self
-        return Change(self.config, {**self.values, "global_batch_size": self.config.training.global_batch_size})
+        return ChangedRun(self.config, {**self.values, "global_batch_size": self.config.training.global_batch_size})
 
     @property
     def flags(self) -> str:

@@ -191,30 +191,36 @@ def layout_json(config: ResolvedConfig) -> dict[str, Any]:
     }
 
 
-def layout_flags(config: ResolvedConfig) -> str:
-    """The flags that make the layout."""
+def layout_flags(config: ResolvedConfig, *, with_defaults: bool = False) -> str:
+    """The flags that make the layout.
+
+    Args:
+        config: a resolved configuration.
+        with_defaults: also those that have their defaults, for a run whose --config file may say otherwise.
+    """
     parallel, training = config.parallel, config.training
-    context = f" --cp {parallel.cp}" if parallel.cp > 1 else ""
+    context = f" --cp {parallel.cp}" if parallel.cp > 1 or with_defaults else ""
     parts = [f"--tp {parallel.tp}{context} --pp {parallel.pp} --dp {parallel.dp}"]
     if config.model.experts is not None:
         is_default = parallel.expert_split == parallel.tp
-        parts.append(f"--ep {parallel.ep}" + ("" if is_default else f" --etp {parallel.expert_split}"))
+        is_left_out = is_default and not with_defaults
+        parts.append(f"--ep {parallel.ep}" + ("" if is_left_out else f" --etp {parallel.expert_split}"))
     if parallel.schedule_csv is not None:
         parts.append(f"--schedule-csv {shlex.quote(str(parallel.schedule_csv))}")
-    elif not parallel.is_one_by_one:
+    elif with_defaults or not parallel.is_one_by_one:
         parts.append(f"--schedule {parallel.schedule_name}")
-    if parallel.virtual_stages > 1:
+    if parallel.virtual_stages > 1 or with_defaults:
         parts.append(f"--virtual-stages {parallel.virtual_stages}")
     if parallel.pipeline_layout is not None:
         parts.append(f"--pipeline-layout {shlex.quote(parallel.pipeline_layout)}")
-    elif parallel.pp > 1 and parallel.pipeline_balance != "time":
+    elif with_defaults or (parallel.pp > 1 and parallel.pipeline_balance != "time"):
         parts.append(f"--pipeline-balance {parallel.pipeline_balance}")
     parts.append(f"--micro-batch-size {training.micro_batch_size}")
-    if parallel.zero_stage:
+    if parallel.zero_stage or with_defaults:
         parts.append(f"--zero-stage {parallel.zero_stage}")
     if parallel.sequence_parallel:
         parts.append("--sequence-parallel")
-    elif parallel.tp > 1:  # which is not the default everywhere
+    elif parallel.tp > 1 or with_defaults:  # which is not the default everywhere
         parts.append("--no-sequence-parallel")
     parts.append(f"--recompute {training.recompute}")
     if training.recompute_num_layers is not None:

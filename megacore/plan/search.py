@@ -69,6 +69,7 @@ class Layout:
         seconds: of a step, expected.
         range: of it from the fast to the slow case, once it is simulated.
         names_batch: whether its flags include --global-batch-size, which the user has not given.
+        names_defaults: whether its flags include those that have their defaults, as a --config file may say otherwise.
     """
 
     config: ResolvedConfig
@@ -76,6 +77,7 @@ class Layout:
     seconds: float
     range: tuple[float, float] | None = None
     names_batch: bool = False
+    names_defaults: bool = False
 
     @property
     def is_simulated(self) -> bool:
@@ -92,7 +94,7 @@ class Layout:
     @property
     def flags(self) -> str:
         """The flags that make it."""
-        flags = layout_flags(self.config)
+        flags = layout_flags(self.config, with_defaults=self.names_defaults)
         return f"{flags} --global-batch-size {self.config.training.global_batch_size}" if self.names_batch else flags
 
 
@@ -186,7 +188,14 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
-def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, names_batch: bool = False) -> Found:
+def search(
+    config: ResolvedConfig,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    names_batch: bool = False,
+    names_defaults: bool = False,
+) -> Found:
     """All layouts of a run.
 
     Args:
@@ -194,13 +203,20 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *
         cluster: that computes.
         constraints: what a layout may be.
         names_batch: whether the flags of the layouts include --global-batch-size.
+        names_defaults: whether they include those that have their defaults.
     """
     start = time.perf_counter()
     evaluation = _Evaluation(config, cluster, constraints)
     divisions = list(divisions_of(config, cluster, constraints))
     results = _evaluated(evaluation, divisions)
     fitting = [
-        Layout(config=with_choice(config, choice), memory_bytes=memory, seconds=seconds, names_batch=names_batch)
+        Layout(
+            config=with_choice(config, choice),
+            memory_bytes=memory,
+            seconds=seconds,
+            names_batch=names_batch,
+            names_defaults=names_defaults,
+        )
         for result in results
         for choice, memory, seconds in result.fitting
     ]

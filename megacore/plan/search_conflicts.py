@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from megacore.config import ResolvedConfig, violations
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag, flag_and_value
-from megacore.config.messages import multiples, one_of
+from megacore.config.messages import divisors, multiples, one_of
 from megacore.config.problem import Problem
 from megacore.config.proposals import fields_of
 from megacore.plan.cluster import Cluster
@@ -28,7 +28,8 @@ from megacore.plan.search_space import (
 from megacore.plan.validity import Validity
 
 _MOST_NAMED = 4  # values of a way out
-_MOST_ASKED = 20  # layouts that are asked what is wrong with them
+_MOST_ASKED = 8  # layouts of a division of the ranks that are asked what is wrong with them
+_MOST_TRIED = 400  # layouts of another number of ranks, or of another batch
 _NEAR = 64  # ranks or samples more or fewer that are tried
 _ANOTHER = "another --world-size or --global-batch-size"
 _Kind = Literal["fixed", "least", "most"]
@@ -76,9 +77,10 @@ def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints,
     def is_possible(given: Sequence[_Given]) -> bool:
         return next(layouts(given), None) is not None
 
-    sizes = list(_other_sizes(config, cluster, constraints, batch_of_ranks=batch_of_ranks))
+    product, ranks = _largest_product(config, constraints)
+    sizes = list(_other_sizes(config, cluster, constraints, ranks, batch_of_ranks=batch_of_ranks))
     given = needed = _all_of(constraints)
-    if (product := _too_few_ranks(config, constraints)) is not None:
+    if ranks < constraints.world_size:
         ways = [
             one.flag_with(_nearest(one, values))
             for one in given
@@ -107,29 +109,38 @@ def _layouts(
 
 
 def _reason(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, needed: Sequence[_Given]) -> str:
-    """What is wrong with all layouts that are tried, where it is one constraint on further flags."""
-    layouts = _layouts(config, cluster, _with(constraints, needed), lambda _: True)
-    tried, names = itertools.islice(layouts, _MOST_ASKED), {one.name for one in needed}
-    wrong = [violations(with_choice(config, choice), constraints.world_size) for choice in tried]
+    """What is wrong with the layouts that keep all constraints, a few of each division of the ranks, where it is one
+    constraint on flags besides the needed ones."""
+    names, wrong = {one.name for one in needed}, []
+    for degrees in divisions_of(config, cluster, constraints):
+        for choice in itertools.islice(variants(config, constraints, degrees, ("none", "full")), _MOST_ASKED):
+            wrong.append(violations(with_choice(config, choice), constraints.world_size))
     common = set.intersection(*map(set, wrong)) if wrong else set()
-    said = [one.said for one in common if isinstance(one, Problem) and not fields_of(one) <= names]
-    return f" ({said[0]})" if len(said) == 1 else ""
+    further = [one for one in common if not fields_of(one) <= names]
+    if len(further) != 1:
+        return ""
+    (one,) = further
+    return f" ({one.said if isinstance(one, Problem) else one.partition(': ')[0]})"
 
 
 def _other_sizes(
-    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
+    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, most: int, *, batch_of_ranks: bool
 ) -> Iterator[str]:
-    """The nearest numbers of ranks of which a layout keeps all constraints, and the nearest batches."""
+    """Numbers of ranks of which a layout keeps all constraints, and batches: the nearest ones, or else divisors and
+    multiples; `most` ranks is the product of the largest degrees."""
     world, batch = constraints.world_size, config.training.global_batch_size
 
     def is_possible(ranks: int, size: int) -> bool:
         sized, others = with_batch(config, size), dataclasses.replace(constraints, world_size=ranks)
-        return next(_layouts(sized, cluster, others, Validity(sized, ranks)), None) is not None
+        tried = itertools.islice(_layouts(sized, cluster, others, lambda _: True), _MOST_TRIED)
+        return any(map(Validity(sized, ranks), tried))
 
     def nearest(number: int, is_right: Callable[[int], bool]) -> list[int]:
-        below, above = range(number - 1, max(number - _NEAR, 0), -1), range(number + 1, number + _NEAR)
-        least = [size for size in multiples(number, world) if size > number]
-        found = (next(filter(is_right, side), None) for side in (below, [*above, *least, 2 * number]))
+        fewer = sorted({most, *divisors(number, most=None)}, reverse=True)
+        below = [*range(number - 1, max(number - _NEAR, 0), -1), *(size for size in fewer if size <= number - _NEAR)]
+        more = [size for size in multiples(number, world) if size > number]
+        above = [*range(number + 1, number + _NEAR), *more, 2 * number]
+        found = (next(filter(is_right, side), None) for side in (below, above))
         return [one for one in found if one is not None]
 
     if worlds := nearest(world, lambda ranks: is_possible(ranks, batch // world * ranks if batch_of_ranks else batch)):
@@ -138,8 +149,8 @@ def _other_sizes(
         yield f"--global-batch-size {one_of(batches)}"
 
 
-def _too_few_ranks(config: ResolvedConfig, constraints: Constraints) -> str | None:
-    """The product of the largest degrees, if it is not enough for all ranks."""
+def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[str, int]:
+    """The product of the largest degrees, in words and as a number."""
     possible, factors, ranks = possible_degrees(config, constraints), [], 1
     for name in degree_fields():
         values, reason = possible[name]
@@ -154,7 +165,7 @@ def _too_few_ranks(config: ResolvedConfig, constraints: Constraints) -> str | No
             factors.append(f"--max-{name} {most}" + (f" ({largest} is possible)" if largest < most else ""))
         elif largest > 1 or name != "cp":
             factors.append(f"--{name} {largest} (the largest of those that {reason})")
-    return f"{' x '.join(factors)} = {ranks}" if ranks < constraints.world_size else None
+    return f"{' x '.join(factors)} = {ranks}", ranks
 
 
 def _all_of(constraints: Constraints) -> list[_Given]:

@@ -198,8 +198,9 @@ def _other_limits(name: str, values: Sequence[int], least: int | None, most: int
 
 
 def context_degrees(config: Config | ResolvedConfig, constraints: Constraints) -> list[int]:
-    """The given --cp, or those that leave each rank `LEAST_POSITIONS`; within the limits, which may ask for more."""
-    asked = constraints.fixed.get("cp", constraints.least.get("cp", 1))
+    """The given --cp; or those that leave each rank `LEAST_POSITIONS` or are at most that of the run that the search
+    begins from; within the limits, which may ask for more."""
+    asked = constraints.fixed.get("cp", constraints.least.get("cp", config.parallel.cp))
     most = constraints.most.get("cp", max(config.data.seq_length // LEAST_POSITIONS, asked))
     return [cp for cp in divisors(config.data.seq_length, most=None) if cp <= most and constraints.allow("cp", cp)]
 
@@ -223,7 +224,10 @@ def variants(
     degrees: Mapping[str, Any],
     recomputed: Sequence[Recomputed],
 ) -> Iterator[Choice]:
-    """The layouts of these degrees, smaller microbatches first, and of equal ones those that keep least of them."""
+    """The layouts of these degrees, smaller microbatches first, and of equal ones those that keep least of them.
+
+    The ZeRO stage of the run that the search begins from is always tried: its other flags may need it.
+    """
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
@@ -232,11 +236,14 @@ def variants(
     sizes = [b for b in constraints.among("micro_batch_size", tried) if per_replica % b == 0]
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
-    stages = constraints.among("zero_stage", range(shards))
+    stages = constraints.among("zero_stage", sorted({*range(shards), parallel.zero_stage}))
     kinds = constraints.among("recompute", recomputed)
     unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
-    may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
-    split = constraints.among("sequence_parallel", (False, True)) if may_split else [False]
+    if degrees["tp"] == 1:
+        split = [False]
+    else:
+        can_split = config.data.seq_length % unit == 0
+        split = [is_split for is_split in (False, can_split) if constraints.allow("sequence_parallel", is_split)]
     shapes = _shapes(config, constraints, degrees["pp"])
     layers = constraints.fixed.get("recompute_num_layers")
     # Many layouts have these sections in common.

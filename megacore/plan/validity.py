@@ -14,7 +14,8 @@ from megacore.plan.search_space import Choice, with_choice
 class Validity:
     """Whether layouts are valid. The rules that bind them are about one of four: the degrees; the microbatch, for so
     many replicas; the schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated
-    once."""
+    once, with the rest as in the run that the search begins from, which is valid: no rule may bind a ZeRO stage or
+    recomputation of that run to degrees or a schedule that other layouts do not have."""
 
     def __init__(self, config: ResolvedConfig, world_size: int) -> None:
         self._config, self._world_size = config, world_size

@@ -17,8 +17,8 @@ from typing import Any
 
 from megacore.config import ParallelConfig, ResolvedConfig, violations
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.messages import counted
-from megacore.plan.change import Change
+from megacore.config.messages import counted, divisors
+from megacore.plan.change import ChangedRun
 from megacore.plan.fastest_schedule import fastest_that_fits, is_auto
 from megacore.plan.limits import Limits
 from megacore.plan.memory import GIB
@@ -83,14 +83,14 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
         limits: what there is.
     """
     config = config.for_device(on_cpu=limits.on_cpu)
-    start = Change(config)
-    fitting: list[Change] = []
+    start = ChangedRun(config)
+    fitting: list[ChangedRun] = []
     ways: list[WayOut] = []
     smaller: list[int] = []  # parameters of the smaller models among them; more than twice as many are another way out
 
-    def add(candidates: Iterator[Change], note: str = "") -> None:
-        for change in map(Change.with_its_batch, candidates):
-            if any(way.values.items() <= change.values.items() for way in fitting) or not _is_valid(change, limits):
+    def add(candidates: Iterator[ChangedRun], note: str = "") -> None:
+        for change in map(ChangedRun.with_its_batch, candidates):
+            if any(_has_all_of(way, change) for way in fitting) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
@@ -109,7 +109,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
         add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
     if len(ways) < _WAYS:
         add(_fewer_replicas(lean, limits))
-    further: list[tuple[Callable[[], Iterator[Change]], str]] = [
+    further: list[tuple[Callable[[], Iterator[ChangedRun]], str]] = [
         (lambda: _more_replicas(lean, limits), ""),
         (lambda: _more_stages(lean, limits), ""),
         (lambda: _smaller_models(lean), _SMALLER_MODEL),
@@ -126,11 +126,16 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     return [*ways[:_WAYS], *itertools.islice(larger, max(_WAYS - len(ways), 0))]
 
 
-def _is_valid(change: Change, limits: Limits) -> bool:
+def _has_all_of(way: ChangedRun, change: ChangedRun) -> bool:
+    """Whether a change does what an earlier way out does, and more, on as many ranks."""
+    return way.config.parallel.ranks == change.config.parallel.ranks and way.values.items() <= change.values.items()
+
+
+def _is_valid(change: ChangedRun, limits: Limits) -> bool:
     return not violations(change.config, change.config.parallel.ranks, on_cpu=limits.on_cpu)
 
 
-def _with_auto_schedule(change: Change, limits: Limits) -> ResolvedConfig:
+def _with_auto_schedule(change: ChangedRun, limits: Limits) -> ResolvedConfig:
     """The configuration with the schedule that --schedule auto, if it is given, chooses for these flags."""
     config = change.config
     if limits.cluster is None or "schedule" in change.values or not (config.parallel.pp > 1 and is_auto(config)):
@@ -138,7 +143,7 @@ def _with_auto_schedule(change: Change, limits: Limits) -> ResolvedConfig:
     return fastest_that_fits(config, outline(config), limits.cluster, limits.fits)
 
 
-def _number_of(change: Change, config: ResolvedConfig, limits: Limits) -> int | None:
+def _number_of(change: ChangedRun, config: ResolvedConfig, limits: Limits) -> int | None:
     """Of machines or devices, where it is not as many as before."""
     world = change.config.parallel.ranks
     if world == config.parallel.ranks:
@@ -146,7 +151,7 @@ def _number_of(change: Change, config: ResolvedConfig, limits: Limits) -> int | 
     return world // limits.local_ranks if limits.on_cpu else world
 
 
-def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
+def _where(change: ChangedRun, config: ResolvedConfig, limits: Limits) -> str:
     number = _number_of(change, config, limits)
     if number is None:
         return ""
@@ -159,7 +164,7 @@ def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
     return f", on {counted(number, 'machine')} with as much memory{shared}"
 
 
-def _fewer_in_flight(start: Change) -> Iterator[Change]:
+def _fewer_in_flight(start: ChangedRun) -> Iterator[ChangedRun]:
     """The same ranks by 1F1B, alone and with stages of as much state each."""
     change = _by_1f1b(start)
     if change is not start:
@@ -167,7 +172,7 @@ def _fewer_in_flight(start: Change) -> Iterator[Change]:
         yield from _even_state(change)
 
 
-def _by_1f1b(start: Change) -> Change:
+def _by_1f1b(start: ChangedRun) -> ChangedRun:
     """The same by 1F1B; as it is where that is no change or not possible."""
     return start.and_(**_one_f_one_b(start.config))
 
@@ -181,7 +186,7 @@ def _one_f_one_b(config: ResolvedConfig) -> _Option:
     return {"schedule": "1f1b", "virtual_stages": 1}
 
 
-def _other_divisions(start: Change) -> Iterator[Change]:
+def _other_divisions(start: ChangedRun) -> Iterator[ChangedRun]:
     """The same ranks with more of them for each replica of the model, as few as may be: neighbours split matrices
     first, and within a machine."""
     parallel = start.config.parallel
@@ -189,35 +194,31 @@ def _other_divisions(start: Change) -> Iterator[Change]:
         return
     ranks = parallel.tp * parallel.pp * parallel.dp
     for change in _thrifty(start):
-        for dp in reversed(_divisors(ranks)):
+        for dp in reversed(divisors(ranks, most=None)):
             of_replica = ranks // dp
-            for tp in reversed(_divisors(of_replica)):
+            for tp in reversed(divisors(of_replica, most=None)):
                 if dp < parallel.dp and tp <= max(_MOST_TP, parallel.tp):
                     yield change.and_(tp=tp, pp=of_replica // tp, dp=dp)
 
 
-def _fewer_replicas(start: Change, limits: Limits) -> Iterator[Change]:
+def _fewer_replicas(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     """On a CPU, whose memory all ranks share: fewer of them, as many as may be."""
     parallel = start.config.parallel
     if not limits.on_cpu or parallel.ranks != limits.local_ranks:
         return
     for change in _thrifty(start):
-        for dp in reversed(_divisors(parallel.dp)[:-1]):
+        for dp in reversed(divisors(parallel.dp, most=None)[:-1]):
             yield _with_replicas(change, dp)
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _even_state(start: Change) -> Iterator[Change]:
+def _even_state(start: ChangedRun) -> Iterator[ChangedRun]:
     """The same ranks with as much state on every stage, where stages are balanced by time."""
     parallel = start.config.parallel
     if parallel.pp > 1 and parallel.pipeline_balance == "time" and parallel.pipeline_layout is None:
         yield start.and_(pipeline_balance="parameters")
 
 
-def _savings(start: Change, limits: Limits) -> Iterator[Change]:
+def _savings(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     """The same ranks and model with flags that save memory, the fewest and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
     kinds = _KINDS_OF_RECOMPUTE[_KINDS_OF_RECOMPUTE.index(training.recompute) + 1 :]
@@ -247,7 +248,7 @@ def _offloads(parallel: ParallelConfig) -> Iterator[_Option]:
         yield {"offload_params": True, "offload_optimizer": True, "zero_stage": 3}
 
 
-def _kept_off_host(start: Change, limits: Limits) -> list[_Option]:
+def _kept_off_host(start: ChangedRun, limits: Limits) -> list[_Option]:
     """Less in host memory, where that is too small; on a CPU, where offloading takes copies of the gradients and saves
     nothing, no offloading of the optimizer."""
     parallel, training = start.config.parallel, start.config.training
@@ -263,7 +264,7 @@ def _price(option: _Option) -> int:
     return max(_PRICES.get(item, _PRICES.get((item[0], None), 0)) for item in option.items())
 
 
-def _thrifty(change: Change) -> Iterator[Change]:
+def _thrifty(change: ChangedRun) -> Iterator[ChangedRun]:
     """The same, then with every activation that can be computed again, then with the smallest microbatch as well."""
     yield change
     for saving in ({"recompute": "full"}, {"micro_batch_size": 1}):
@@ -272,7 +273,7 @@ def _thrifty(change: Change) -> Iterator[Change]:
             yield change
 
 
-def _more_replicas(start: Change, limits: Limits) -> Iterator[Change]:
+def _more_replicas(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     """ZeRO stage 3 over more and more data-parallel ranks."""
     parallel, dp = start.config.parallel, start.config.parallel.dp
     while (ranks := parallel.ranks // parallel.dp * (dp := dp * 2)) <= _MOST_RANKS:
@@ -281,7 +282,7 @@ def _more_replicas(start: Change, limits: Limits) -> Iterator[Change]:
                 yield _with_replicas(thrifty, dp).and_(zero_stage=3)
 
 
-def _more_stages(start: Change, limits: Limits) -> Iterator[Change]:
+def _more_stages(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     """The layers split over more and more ranks, by tp up to eight neighbours, and beyond by pp."""
     parallel = start.config.parallel
     if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
@@ -296,7 +297,7 @@ def _more_stages(start: Change, limits: Limits) -> Iterator[Change]:
                     yield thrifty.and_(tp=tp, pp=pp)
 
 
-def _more_of_all(start: Change, limits: Limits) -> Iterator[Change]:
+def _more_of_all(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     """More ranks in every dimension together, with every flag that saves memory."""
     parallel = start.config.parallel
     if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
@@ -312,7 +313,7 @@ def _more_of_all(start: Change, limits: Limits) -> Iterator[Change]:
             yield _thriftiest(_with_replicas(start.and_(tp=tp, pp=pp), parallel.dp * rest))
 
 
-def _thriftiest(change: Change) -> Change:
+def _thriftiest(change: ChangedRun) -> ChangedRun:
     """Every flag that saves device memory and changes neither the model nor the ranks."""
     *_, change = _thrifty(_by_1f1b(change))
     parallel = change.config.parallel
@@ -323,7 +324,7 @@ def _thriftiest(change: Change) -> Change:
     return change.and_(zero_stage=3) if parallel.dp > 1 else change
 
 
-def _with_replicas(change: Change, dp: int) -> Change:
+def _with_replicas(change: ChangedRun, dp: int) -> ChangedRun:
     """`dp` replicas, with a global batch that they can share: the given one, or one microbatch for each."""
     training = change.config.training
     batch = training.micro_batch_size * dp
@@ -336,7 +337,7 @@ def _may_change_model(config: ResolvedConfig) -> bool:
     return config.checkpoint.load is None and config.checkpoint.init_from_hf is None
 
 
-def _smaller_models(start: Change) -> Iterator[Change]:
+def _smaller_models(start: ChangedRun) -> Iterator[ChangedRun]:
     """The larger presets before the smaller ones; without a preset, or where flags change its shape, fewer layers."""
     if not _is_as_named(start):  # the flags would change another preset's shape as well
         yield from _fewer_layers(start)
@@ -345,14 +346,14 @@ def _smaller_models(start: Change) -> Iterator[Change]:
         yield from _thrifty(change)
 
 
-def _is_as_named(start: Change) -> bool:
+def _is_as_named(start: ChangedRun) -> bool:
     """Whether the model is a preset whose shape no flag changes."""
     config, name = start.config, start.config.model.preset
     same = None if name is None else start.and_preset(name)
     return same is not None and (same.config.model, same.config.data) == (config.model, config.data)
 
 
-def _smaller_presets(start: Change, *, most_cut: float = math.inf) -> list[Change]:
+def _smaller_presets(start: ChangedRun, *, most_cut: float = math.inf) -> list[ChangedRun]:
     """Presets with noticeably fewer parameters for sequences of the same length, the largest first; then those whose
     sequences are up to `most_cut` times shorter."""
     config, name, length = start.config, start.config.model.preset, start.config.data.seq_length
@@ -369,7 +370,7 @@ def _parameters(config: ResolvedConfig) -> int:
     return whole_parameters(config, outline(config))
 
 
-def _fewer_layers(start: Change, *, above: float = 0.0) -> Iterator[Change]:
+def _fewer_layers(start: ChangedRun, *, above: float = 0.0) -> Iterator[ChangedRun]:
     """As many of the layers as fit, in models of more than some number of parameters."""
     layers = start.config.model.num_layers
     fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
@@ -380,7 +381,7 @@ def _fewer_layers(start: Change, *, above: float = 0.0) -> Iterator[Change]:
                 yield from _thrifty(change)
 
 
-def _longest(start: Change, limits: Limits, *, most_cut: float = math.inf) -> Iterator[Change]:
+def _longest(start: ChangedRun, limits: Limits, *, most_cut: float = math.inf) -> Iterator[ChangedRun]:
     """The longest sequences that fit with the same other flags, to a multiple of 16 that the ranks can split; none
     where they are more than `most_cut` times shorter."""
     parallel = start.config.parallel
@@ -395,7 +396,7 @@ def _longest(start: Change, limits: Limits, *, most_cut: float = math.inf) -> It
         yield _with_length(start, units * unit)
 
 
-def _with_length(start: Change, length: int) -> Change:
+def _with_length(start: ChangedRun, length: int) -> ChangedRun:
     """Shorter sequences. A model without a preset that has a position per token then has as many positions fewer."""
     change, model = start.and_(seq_length=length), start.config.model
     is_derived = model.preset is None and model.max_position_embeddings == start.config.data.seq_length
@@ -404,7 +405,7 @@ def _with_length(start: Change, length: int) -> Change:
     return change.and_(max_position_embeddings=length)
 
 
-def _shorter(start: Change) -> Iterator[Change]:
+def _shorter(start: ChangedRun) -> Iterator[ChangedRun]:
     """Half the sequence, a quarter, and so on."""
     length, parallel = start.config.data.seq_length, start.config.parallel
     unit = parallel.sequence_unit(sequence_parallel=bool(parallel.sequence_parallel)) if parallel.cp > 1 else 1
@@ -414,12 +415,12 @@ def _shorter(start: Change) -> Iterator[Change]:
         yield _thriftiest(change)
 
 
-def _much_smaller(start: Change) -> list[Change]:
+def _much_smaller(start: ChangedRun) -> list[ChangedRun]:
     """Presets, or fewer layers, the largest model first."""
     return _smaller_presets(start) if _is_as_named(start) else list(_fewer_layers(start))
 
 
-def _smallest(start: Change, *, above: float = 0.0) -> Iterator[Change]:
+def _smallest(start: ChangedRun, *, above: float = 0.0) -> Iterator[ChangedRun]:
     """Smaller models, of more than some number of parameters, with every other saving as well."""
     for change in _much_smaller(start):
         if above and _parameters(change.config) <= above:
@@ -429,14 +430,14 @@ def _smallest(start: Change, *, above: float = 0.0) -> Iterator[Change]:
         yield from _shorter(thrifty)
 
 
-def _larger_hosts(start: Change, limits: Limits) -> Iterator[WayOut]:
+def _larger_hosts(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
     """The host memory that the run needs, where it is all that is too small."""
     demand = limits.demand(start.config)
     if not limits.host_allows(demand) and demand.computing <= limits.room.available:
         yield WayOut("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
 
 
-def _larger_machines(start: Change, limits: Limits) -> Iterator[WayOut]:
+def _larger_machines(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
     """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model,
     with some saving flags, and on more of them. Left out is what fits on the given machines, and what needs as much as
     the unchanged run."""
@@ -451,7 +452,7 @@ def _larger_machines(start: Change, limits: Limits) -> Iterator[WayOut]:
     candidates = itertools.chain([_thriftiest(start), start], [] if smallest is None else [smallest], further)
     seen = list[Mapping[str, Any]]()
     most = _tenths(limits.demand(start.config).computing)
-    for change in map(Change.with_its_batch, candidates):
+    for change in map(ChangedRun.with_its_batch, candidates):
         if change.values in seen or not _is_valid(change, limits):
             continue
         seen.append(change.values)

@@ -14,7 +14,8 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.errors import ConfigError
 from megacore.parallel.processors import available_cores
-from megacore.plan.cluster import load_cluster
+from megacore.plan.calibration_report import CLUSTER_FIELDS
+from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
 from megacore.plan.measured_run import read_run
 from tests.parity.runs import make_config
 from tests.unit.planning import numbers_without_unit, planned
@@ -195,3 +196,11 @@ def test_a_cluster_file_is_readable_whatever_the_directory_is_called(tmp_path: P
     (tmp_path / "run").rename(directory)
     assert main(["--calibrate", str(directory)]) == 0
     assert load_cluster(directory / "cluster.toml").source.startswith("fitted to ")
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_number_of_a_cluster_file_has_a_unit_in_a_fit(name: str) -> None:
+    cluster = tomllib.loads(to_toml(CLUSTERS[name]))
+    tables = {key: value for key, value in cluster.items() if isinstance(value, dict)}
+    numbers = {key for key, value in cluster.items() if isinstance(value, (int, float)) and key != "on_cpu"}
+    assert numbers | {"peak_tflops", *tables["efficiency"]} <= CLUSTER_FIELDS.keys()

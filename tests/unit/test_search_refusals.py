@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests.unit.planning import planned
 from tools.plan import main
 
 
@@ -126,11 +128,13 @@ def test_flags_of_a_search_that_contradict_each_other_are_one_problem(
             "--pp 8, or --world-size 7, or --global-batch-size 8\n",
         ),
         ("--global-batch-size 8 --max-tp 2 --max-pp 1 --max-dp 2", "use --max-tp 4, or --max-pp 2, or --max-dp 4, or "),
+        ("--world-size 1024 --max-tp 1 --max-pp 1 --dp 8", "use --dp 1024, or --world-size 8\n"),
         ("--tp 1 --pp 1 --dp 2 --seq-length 1022", "use --tp 4, or --pp 4, or --dp 8, or --world-size 2\n"),
     ],
 )
 def test_too_few_ranks_name_values_that_work(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 8 --search {flags}"
+    world = "" if "--world-size" in flags else "--world-size 8"
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 {world} --search {flags}"
     assert main(run.split()) == 2
     assert said in (text := capsys.readouterr().err), text
 
@@ -144,7 +148,8 @@ def test_too_few_ranks_name_values_that_work(flags: str, said: str, capsys: pyte
         ("--zero-shard-size 2 --global-batch-size 64", {"zero_stage": {1, 2, 3}, "dp": {2, 4, 8}}),
         ("--distribute-saved-activations --recompute full", {"tp": {2, 4}, "sequence_parallel": {False}}),
         ("--distribute-saved-activations", {"tp": {2, 4}, "recompute": {"full"}}),
-        ("--offload-params --offload-optimizer", {"zero_stage": {3}}),
+        ("--offload-params --offload-optimizer", {"zero_stage": {3}, "pp": {1, 2, 4, 8}, "dp": {1, 2, 4, 8}}),
+        ("--offload-params --offload-optimizer --tp 4 --pp 2", {"zero_stage": {3}, "dp": {1}}),
     ],
 )
 def test_flags_that_need_what_a_search_chooses_restrict_it(
@@ -157,6 +162,24 @@ def test_flags_that_need_what_a_search_chooses_restrict_it(
     assert {name: {layout[name] for layout in layouts} for name in kept} == kept
 
 
+@pytest.mark.parametrize("of_context", ["", "cp_comm = 'ring'\n"])
+def test_a_search_tries_the_values_of_a_file_and_its_flags_replace_them(
+    of_context: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[model]\npreset = 'gpt2-small'\nattention_dropout = 0.0\n[training]\nrecompute = 'full'\n[parallel]\n"
+        f"{of_context}cp = 2\npp = 2\nzero_stage = 1\nvirtual_stages = 2\nschedule = 'interleaved'\n"
+    )
+    flags = f"pretrain_gpt.py --config {file} --mock-data --train-iters 9 --vocab-size 50257 --cluster h100"
+    found = planned(capsys, f"{flags} --world-size 8 --search --top 100000")["layouts"]
+    assert {row["layout"]["cp"] for row in found} == ({2} if of_context else {1, 2})
+    for row in [next(row for row in found if row["layout"]["pp"] == pp) for pp in (1, 2, 4)]:
+        plan = planned(capsys, f"{flags} {row['flags']}")
+        assert {**plan["layout"], "num_microbatches": 0} == {**row["layout"], "num_microbatches": 0}
+        assert plan["world_size"] == 8
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -166,6 +189,10 @@ def test_flags_that_need_what_a_search_chooses_restrict_it(
         ("--zero-shard-size 16", "--zero-shard-size 16 must divide the number of --dp x --cp ranks"),
         ("--cp-comm ring", "--cp-comm ring has no effect with --cp 1: leave it out"),
         ("--min-cp 2 --cp-comm ring", "--attention-dropout 0.1 is not possible with --cp 2"),
+        (
+            "--tp 2 --sequence-parallel --distribute-saved-activations",
+            "has --sequence-parallel (--distribute-saved-activations has no effect with --sequence-parallel, which",
+        ),
         ("--min-cp 2", "has --min-cp 2 (--attention-dropout 0.1 is not possible with --cp 2, because"),
         ("--pipeline-layout E,6*t|6*t,H", "is for one layout: leave it out, or leave --search out\n"),
     ],

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megacore.plan.change import Change
+from megacore.plan.change import ChangedRun
 from tests.unit.planning import planned, resolved
 from tools.plan import main
 
@@ -14,7 +14,7 @@ RUN = "--preset gpt2-medium --dp 4 --micro-batch-size 4 --global-batch-size 64 -
 
 
 def test_the_flags_of_a_change_are_the_values_that_are_new() -> None:
-    start = Change(resolved(RUN))
+    start = ChangedRun(resolved(RUN))
     change = start.and_(tp=2, pp=1, dp=2, zero_stage=1).and_(zero_stage=3, offload_params=True)
     assert change.flags == "--tp 2 --dp 2 --zero-stage 3 --offload-params"
     parallel = change.config.parallel
@@ -24,7 +24,7 @@ def test_the_flags_of_a_change_are_the_values_that_are_new() -> None:
 
 
 def test_the_flags_of_a_change_make_the_same_run() -> None:
-    change = Change(resolved(f"{RUN} --tp 4")).and_(dp=2, recompute="full", sequence_parallel=True).with_its_batch()
+    change = ChangedRun(resolved(f"{RUN} --tp 4")).and_(dp=2, recompute="full", sequence_parallel=True).with_its_batch()
     assert change.flags.endswith(" --global-batch-size 64")
     again = resolved(f"{RUN.replace('--dp 4 ', '').replace('--global-batch-size 64 ', '')} --tp 4 {change.flags}")
     for section in ("parallel", "training", "model"):
@@ -32,7 +32,7 @@ def test_the_flags_of_a_change_make_the_same_run() -> None:
 
 
 def test_a_preset_is_a_change_of_the_model() -> None:
-    change = Change(resolved(RUN)).and_(recompute="full").and_preset("gpt2-tiny", seq_length=1024)
+    change = ChangedRun(resolved(RUN)).and_(recompute="full").and_preset("gpt2-tiny", seq_length=1024)
     assert change is not None
     assert change.flags == "--recompute full --preset gpt2-tiny --seq-length 64"
     assert change.config.model == resolved(RUN.replace("gpt2-medium", "gpt2-tiny")).model
@@ -58,3 +58,13 @@ def test_a_report_has_the_flags_of_a_way_out_as_code(capsys: pytest.CaptureFixtu
     written = re.findall(r"^\d\. `([^`]*)`(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert [f"{copied}{note}" for copied, note in written] == ways
     assert all(re.fullmatch(r"(--[a-z-]+( [\w.]+)?)( --[a-z-]+( [\w.]+)?)*", copied) for copied, _ in written)
+
+
+def test_more_ranks_are_a_way_out_beside_flags_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--preset llama-3-8b --seq-length 32768 --max-position-embeddings 32768 --dp 8 --cluster a100-40g"
+    ways = planned(capsys, f"pretrain_gpt.py {flags}")["ways_out"]
+    assert [way.partition(":")[0] for way in ways] == [
+        "--zero-stage 3 --recompute full",
+        "--tp 8 --dp 1 --global-batch-size 8",
+        "--recompute full --global-batch-size 16 --dp 16 --zero-stage 3, on 16 devices",
+    ]
