@@ -270,6 +270,13 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "schedule": "zero-bubble"}
         | {"micro_batch_size": 4, "global_batch_size": 32},
     ),
+    "zero-bubble, four stages, ZeRO 2": (
+        (1, 4, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 2, "schedule": "zero-bubble", "hidden_size": 512, "num_layers": 8}
+        | {"vocab_size": 512, "seq_length": 512, "micro_batch_size": 2, "global_batch_size": 32}
+        | {"bucket_size_mb": 25.0},
+    ),
     "zero-bubble, one stage, tied table": (
         (1, 1, 1),
         BUCKETS | {"precision": "bf16", "schedule": "zero-bubble", "micro_batch_size": 2, "global_batch_size": 8},
