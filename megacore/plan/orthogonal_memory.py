@@ -47,7 +47,7 @@ def _of_one(config: ResolvedConfig, matrix: Matrix) -> float:
     - A direction exists in fp32 before it is rounded.
     - An iteration holds X, the next X, X X^T and a polynomial of it; of a split matrix also the rows that are taken,
       and the result.
-    - A matrix whose slices are joined exists whole, and its result once more as it is sent, and as it comes back.
+    - A matrix whose slices are joined exists whole, and its result once more as it is sent.
     - The step of a split matrix is multiplied by the scales of its rows in fp32.
     """
     settings = config.optimizer_settings
@@ -60,7 +60,7 @@ def _of_one(config: ResolvedConfig, matrix: Matrix) -> float:
     given, whole = e * _given(config, matrix), e * sum(sizes)
     joined = whole if ranks > 1 else 0.0
     computed = joined + iteration + (whole if is_split else 0.0)
-    sent = joined + 3 * whole if ranks > 1 else whole
+    sent = 3 * whole if ranks > 1 else whole
     rounded = 4.0 * matrix.size if e < 4 else 0.0
     is_scaled = is_split or (settings.split_qkv == "heads" and matrix.products[0].number > 1 and not matrix.of_expert)
     scaled = given + (4.0 * matrix.size * (2 if e < 4 else 1) if is_scaled else 0.0)

@@ -102,12 +102,14 @@ def _updated(
     vector between them."""
     stage = zero_stage(config)
     ranks = {True: expert_copies(config.parallel), False: shard_ranks(config.parallel)} if stage else {}
-    is_copied = _is_copied(config)
+    is_copied, counts_tables = _is_copied(config), any(layer.name == "embedding" for layer in chunk)
     for members in _members(config, chunk, sizes, on_cpu=on_cpu):
         shards = ranks.get(members[0].kind == "experts", 1)
         elements = sum(piece.size for piece in members) / shards
-        part = max(min(_largest_part(config, chunk, piece), elements) for piece in members)
-        yield Updated(elements, min(max(piece.size for piece in members), elements), part, is_copied)
+        parts = [min(_largest_part(config, chunk, piece), elements) for piece in members]
+        counted = [size for piece, size in zip(members, parts, strict=True) if counts_tables or piece.kind != "apart"]
+        run = min(max(piece.size for piece in members), elements)
+        yield Updated(elements, run, max(parts), max(counted, default=0.0), is_copied)
 
 
 def _is_copied(config: ResolvedConfig) -> bool:
