@@ -68,12 +68,15 @@ class Updated(NamedTuple):
         elements: all of them.
         run: of the longest run of parameters that are updated together.
         part: of the largest parameter.
+        counted: of the largest one whose norm the rank, or a replica of it, adds up. Of a tied table only one stage
+            does.
         is_copied: whether their gradients are copied to fp32.
     """
 
     elements: float
     run: float
     part: float
+    counted: float
     is_copied: bool
 
 
@@ -257,7 +260,7 @@ class LionConfig(OptimizerSettings):
 def _of_step_and_norm(updated: Updated) -> float:
     """Bytes of a run's step in fp32, beside Adam's denominator, or beside a parameter's part of it in fp64, for its
     norm."""
-    return 4 * updated.run + max(4 * updated.run, 8 * updated.part)
+    return 4 * updated.run + max(4 * updated.run, 8 * updated.counted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +352,7 @@ class OneBitLambConfig(OptimizerSettings):
 
     def temporary_bytes(self, updated: Updated) -> Temporaries:
         """At the end the roots of both variances, and of a parameter its step, and this in fp64."""
-        return Temporaries(_of_message(updated), at_end=8 * updated.run + 12 * updated.part)
+        return Temporaries(_of_message(updated), at_end=8 * updated.run + 4 * updated.part + 8 * updated.counted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,7 +436,7 @@ class AdafactorConfig(OptimizerSettings):
     def temporary_bytes(self, updated: Updated) -> Temporaries:
         """The root of the second moments of a run, in fp32, or a parameter in fp64, for its norm. At the end the step
         once more, where gradients are copied, and the root."""
-        in_bucket = max(4 * updated.run, 8 * updated.part)
+        in_bucket = max(4 * updated.run, 8 * updated.counted)
         return Temporaries(in_bucket, at_end=8 * updated.run if updated.is_copied else 0.0)
 
 

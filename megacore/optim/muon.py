@@ -82,10 +82,7 @@ class Muon(Optimizer[MuonConfig]):
     def _update_matrices(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
         directions: dict[str, Tensor] = {}
         for (run, gradient), momentum in zip(pairs, self.tensors("momentum", [run for run, _ in pairs]), strict=True):
-            gradient = gradient.view(momentum.shape)
-            momentum.lerp_(gradient, 1 - self.momentum)
-            direction = gradient.lerp(momentum, self.momentum) if self.settings.muon_nesterov else momentum
-            directions[self._segment[run].spec.name] = direction.to(self._dtype)
+            directions[self._segment[run].spec.name] = self._direction(gradient.view(momentum.shape), momentum)
         results = self._matrices.apply(pairs[0][0].bucket, directions, self._orthogonalized)
         for run, _ in pairs:
             spec, shape = self._segment[run].spec, run.shape
@@ -99,6 +96,12 @@ class Muon(Optimizer[MuonConfig]):
                 master.sub_(step.float() * (lr * self._scales[spec.name]))
             else:
                 master.sub_(step, alpha=lr * self._scale(*self._matrices.shape(spec.name)[-2:]))
+
+    def _direction(self, gradient: Tensor, momentum: Tensor) -> Tensor:
+        """The direction of a matrix, or of a slice of it, before it is made orthogonal; updates the momentum."""
+        momentum.lerp_(gradient, 1 - self.momentum)
+        direction = gradient.lerp(momentum, self.momentum) if self.settings.muon_nesterov else momentum
+        return direction.to(self._dtype)
 
     def _orthogonalized(self, name: str, matrix: Tensor) -> Tensor:
         """The orthogonal factor of a whole parameter, or of the matrices that it consists of."""

@@ -159,6 +159,7 @@ class WholeMatrices:
             del sent, part, answer  # the function needs memory
             result = function(names[rank], whole)
             answer = torch.cat([matrix.view(result, i).reshape(-1) for i in ranks])
+            del whole, result
         returned = RowsExchanged(answer, from_each, to_each, group).wait()
         parts = returned.split(to_each[: len(names)])
         return {name: part.view(slices[name].shape) for name, part in zip(names, parts, strict=True)}

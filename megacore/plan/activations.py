@@ -146,10 +146,10 @@ def _beside_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
     return [first, *second, inner - kept]
 
 
-def _kept_inside(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """Tensors of the inner width of a block of which nothing, or all, has been computed again."""
-    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")
-    return kept["activation"] + kept["product of the activation"]
+def _kept_inside(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str = "none") -> float:
+    """Tensors of the inner width that a block keeps; `none`: where nothing, or all, has been computed again."""
+    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute=recompute)
+    return kept.get("activation", 0.0) + kept.get("product of the activation", 0.0)
 
 
 @once_per_layers
@@ -163,6 +163,17 @@ def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     core = attention_core_bytes(config, block, on_cpu=on_cpu) + attention_passing_bytes(config, block, on_cpu=on_cpu)
     after = _kept_inside(config, block, on_cpu=on_cpu) + kept["routing"] + max(most - core, 0.0)
     return [*(max(most - beside, 0.0) for beside in _beside_experts(config, block, on_cpu=on_cpu)), after]
+
+
+@once_per_layers
+def freed_in_weight_half(config: ResolvedConfig, block: ResolvedModel, products: int, *, on_cpu: bool) -> list[float]:
+    """Of what a split backward keeps of a block, that which the half for weights has freed when it comes to each of the
+    MLP's `products`, and after them. With `down` go the tensors of the inner width, with `up` and `gate` the gradients
+    of their outputs, and with the last also the output of the norm. Of a block without experts."""
+    first = _kept_inside(config, block, on_cpu=on_cpu, recompute=config.training.recompute)
+    gradients = inner_bytes(config, block) * (2 if block.gated else 1)
+    freed = [0.0, *(first + gradients * number / (products - 1) for number in range(products))]
+    return [*freed[:-1], freed[-1] + residual_bytes(config)]
 
 
 def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:

@@ -17,6 +17,7 @@ from megacore.plan.activations import (
     embedding_kept_bytes,
     forward_passing_bytes,
     freed_by_experts,
+    freed_in_weight_half,
     halves_gradient_bytes,
     head_freed_bytes,
     inner_bytes,
@@ -470,6 +471,10 @@ def _freed_by_piece(
     """Of what `_beside` counts, and of what a layer keeps, that which is freed when the gradient of a piece is added;
     or when it has been."""
     share = None if layer.block is None else expert_share(config, layer.block)
+    if layer.block is not None and share is None and config.parallel.may_split_backward:
+        of_mlp = pieces_of_mlp(layer.block, layer.block.inner_size, on_cpu=on_cpu)
+        in_half, gradient = freed_in_weight_half(config, layer.block, of_mlp, on_cpu=on_cpu), freed_first.arriving
+        return lambda held: in_half[min(held.piece, of_mlp)] + (gradient if held.arrived else 0.0)
     if layer.block is None or share is None or config.parallel.may_split_backward:
         with_first, arriving = freed_first.with_first, freed_first.arriving
         return lambda held: with_first if held.piece else arriving if held.arrived else 0.0

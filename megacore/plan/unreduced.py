@@ -182,11 +182,11 @@ def _buckets(
     return [number_of[at] for at in range(len(last_first))], [size for _, size in sized]
 
 
-def _split(last_first: Sequence[Piece], limits: dict[str, float]) -> list[list[int]]:
-    """The numbers of the pieces in each bucket of those that shards may split."""
+def _split(last_first: Sequence[Piece], limits: dict[str, float], *, mixes: bool = False) -> list[list[int]]:
+    """The numbers of the pieces in each bucket of those that shards may split; `mixes`: and of the others."""
     members, unfinished = list[list[int]](), dict[Kind, list[int]]()
     for at, piece in enumerate(last_first):
-        if piece.whole:
+        if piece.whole and not mixes:
             continue
         if piece.kind == "apart":
             members.append([at])
@@ -198,13 +198,16 @@ def _split(last_first: Sequence[Piece], limits: dict[str, float]) -> list[list[i
     return [*members, *unfinished.values()]
 
 
-def bucket_members(layers: Sequence[tuple[Piece, ...]], limits: tuple[float, float]) -> list[list[Piece]]:
-    """The pieces in each bucket of a stage, without those that the optimizer takes whole.
+def bucket_members(
+    layers: Sequence[tuple[Piece, ...]], limits: tuple[float, float], *, mixes: bool
+) -> list[list[Piece]]:
+    """The pieces in each bucket of a stage.
 
     Args:
         layers: the pieces of each layer, as `pieces` has them.
         limits: as `unreduced` has them.
+        mixes: whether those that the optimizer takes whole are among the others; else they are left out.
     """
     last_first = [piece for layer in reversed(layers) for piece in layer]
-    split = _split(last_first, dict(zip(("others", "experts"), limits, strict=True)))
+    split = _split(last_first, dict(zip(("others", "experts"), limits, strict=True)), mixes=mixes)
     return [[last_first[at] for at in members] for members in split]

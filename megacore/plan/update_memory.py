@@ -14,8 +14,10 @@ from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.once import once_per_state
+from megacore.plan.orthogonal_memory import orthogonalizing_bytes
 from megacore.plan.state import PlannedLayer, term_bytes, zero_stage
 from megacore.plan.unreduced import Piece, bucket_members, pieces
+from megacore.plan.whole_matrices import of_chunk, update_buckets
 
 # Elements of a tied table's gradient that are summed at a time (parallel/direct.py).
 _SUMMED_AT_ONCE = 1 << 24
@@ -57,7 +59,33 @@ def _of_optimizer(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> f
             of_bucket, at_end = settings.temporary_bytes(updated)
             copies = 4.0 * updated.elements if updated.is_copied else 0.0
             found += [copies + of_bucket, at_end]
+        if settings.joins_slices:
+            found += _of_matrices(config, chunk, sizes, on_cpu=on_cpu)
     return max(found)
+
+
+def _of_matrices(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], sizes: Sequence[int], *, on_cpu: bool
+) -> Iterator[float]:
+    """Of each bucket with matrices that the optimizer takes whole: the copies in fp32 of the gradients that the rank
+    updates, and what their directions take. Where a bucket has others too, its matrices are those of the stage that are
+    no larger than the largest one."""
+    copied = 4.0 if _is_copied(config) else 0.0
+    if _mixes(config):
+        held = [matrix for _, matrix in of_chunk(config, chunk, on_cpu=on_cpu)]
+        for members in _members(config, chunk, sizes, on_cpu=on_cpu):
+            largest = max((piece.size for piece in members if piece.whole), default=0)
+            matrices = [matrix for matrix in held if matrix.size <= largest]
+            directions = orthogonalizing_bytes(config, matrices, at_once=False, share=1.0)
+            yield copied * sum(piece.size for piece in members) + directions
+        return
+    is_sharded = zero_stage(config) > 0
+    shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
+    for bucket in update_buckets(config, chunk, on_cpu=on_cpu):
+        ranks = copies if bucket.of_experts else shards
+        at_once = not is_sharded and ranks > 1
+        directions = orthogonalizing_bytes(config, bucket.matrices, at_once=at_once, share=1 / ranks)
+        yield copied * bucket.size / (ranks if is_sharded else 1) + directions
 
 
 def _has_one_pass(config: ResolvedConfig) -> bool:
@@ -74,12 +102,24 @@ def _updated(
     vector between them."""
     stage = zero_stage(config)
     ranks = {True: expert_copies(config.parallel), False: shard_ranks(config.parallel)} if stage else {}
-    is_copied = ELEMENT_BYTES[config.precision.grad_reduce_dtype] != 4 and not config.training.reproducible
+    is_copied, counts_tables = _is_copied(config), any(layer.name == "embedding" for layer in chunk)
     for members in _members(config, chunk, sizes, on_cpu=on_cpu):
         shards = ranks.get(members[0].kind == "experts", 1)
         elements = sum(piece.size for piece in members) / shards
-        part = max(min(_largest_part(config, chunk, piece), elements) for piece in members)
-        yield Updated(elements, min(max(piece.size for piece in members), elements), part, is_copied)
+        parts = [min(_largest_part(config, chunk, piece), elements) for piece in members]
+        counted = [size for piece, size in zip(members, parts, strict=True) if counts_tables or piece.kind != "apart"]
+        run = min(max(piece.size for piece in members), elements)
+        yield Updated(elements, run, max(parts), max(counted, default=0.0), is_copied)
+
+
+def _is_copied(config: ResolvedConfig) -> bool:
+    """Whether gradients are copied to fp32."""
+    return ELEMENT_BYTES[config.precision.grad_reduce_dtype] != 4 and not config.training.reproducible
+
+
+def _mixes(config: ResolvedConfig) -> bool:
+    """Whether matrices that the optimizer takes whole share buckets with other parameters: no rank shards any."""
+    return ranks_of_role("replicas", config.parallel) == expert_copies(config.parallel) == 1
 
 
 def _members(
@@ -93,11 +133,10 @@ def _members(
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes))
     limits = (grown(limit, shards), grown(limit, copies))
-    if ranks_of_role("replicas", config.parallel) == copies == 1:
-        layers = [tuple(piece._replace(whole=0) for piece in layer) for layer in layers]
+    mixes = _mixes(config)
     stages = [[layer] for layer in layers] if zero_stage(config) == 3 else [layers]
-    whole = [[piece] for layer in layers for piece in layer if piece.whole]
-    return [*(members for stage in stages for members in bucket_members(stage, limits)), *whole]
+    whole = [[piece] for layer in layers for piece in layer if piece.whole and not mixes]
+    return [*(members for stage in stages for members in bucket_members(stage, limits, mixes=mixes)), *whole]
 
 
 def _largest_part(config: ResolvedConfig, chunk: Sequence[PlannedLayer], piece: Piece) -> float:

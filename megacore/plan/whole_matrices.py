@@ -108,7 +108,7 @@ def whole_state(
         on_cpu: whether the ranks compute in host memory.
     """
     if zero_stage(config) == 0:
-        matrices = [matrix for chunk in chunks for _, matrix in _of_chunk(config, chunk, on_cpu=on_cpu)]
+        matrices = [matrix for chunk in chunks for _, matrix in of_chunk(config, chunk, on_cpu=on_cpu)]
         held = sum(matrix.size for matrix in matrices)
         updated = Updated(held, parameters - held, sum(matrix.factors for matrix in matrices))
         return WholeState(padding=0, expert_padding=0, updated=[updated])
@@ -159,7 +159,7 @@ def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directi
         return Directions()
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     is_cut, is_expert_cut = ranks_of_role("layer", config.parallel) > 1, config.parallel.expert_split > 1
-    matrices = [matrix for _, matrix in _of_chunk(config, chunk, on_cpu=False)]
+    matrices = [matrix for _, matrix in of_chunk(config, chunk, on_cpu=False)]
     joined = sum(m.size for m in matrices if is_cut and m.is_cut and not m.of_expert) / shards
     joined += sum(m.size for m in matrices if is_expert_cut and m.of_expert) / copies
     if zero_stage(config) > 0:
@@ -196,7 +196,7 @@ def busiest_seconds(
     for bucket, places in _placed(config, chunks, on_cpu=on_cpu):
         group, ranks = split if bucket.of_experts else t, busy[bucket.of_experts]
         at_once = group if zero_stage(config) or len(ranks) == 1 else len(bucket.matrices)
-        of_rank: list[list[_Matrix]] = [[] for _ in ranks]
+        of_rank: list[list[Matrix]] = [[] for _ in ranks]
         for matrix, rank in zip(bucket.matrices, places, strict=True):
             of_rank[rank].append(matrix)
         for rank, held in enumerate(of_rank):
@@ -212,7 +212,7 @@ def _placed(
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     work = {False: [0.0] * shards, True: [0.0] * copies}
     for chunk in chunks:
-        for bucket in _update_buckets(config, chunk, on_cpu=on_cpu):
+        for bucket in update_buckets(config, chunk, on_cpu=on_cpu):
             works, ranks = [matrix.work for matrix in bucket.matrices], work[bucket.of_experts]
             places = exchange(bucket.shard_of, works, ranks, fixed=bucket.fixed)
             for one, rank in zip(works, places, strict=True):
@@ -230,7 +230,7 @@ def _ranks_of_stage(parallel: ParallelConfig) -> Sequence[tuple[int, int]]:
 
 
 def _seconds_in_turn(
-    matrices: Sequence[_Matrix], ranks: int, at_once: int, seconds: Callable[[Product], float]
+    matrices: Sequence[Matrix], ranks: int, at_once: int, seconds: Callable[[Product], float]
 ) -> float:
     """Of matrices whose slices so many ranks hold, each computed by one of them; slices of `at_once` are given
     together."""
@@ -243,13 +243,13 @@ def _seconds_in_turn(
     return total
 
 
-def _update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
+def update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
     """The buckets with matrices of a stage, one after the other as they are made."""
     if zero_stage(config) == 3:
         yield from (bucket for _, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu))
         return
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
-    matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
+    matrices = of_chunk(config, chunk, on_cpu=on_cpu)
     (held,) = held_by_layer([chunk])
     limit = _bucket_bytes(config, held)
     if shards == copies == 1:
@@ -266,7 +266,7 @@ def _layer_buckets(
     """Those of ZeRO's stage 3, each of one layer: its number, and the bucket. The first layer comes first."""
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     (held,) = held_by_layer([chunk])
-    for number, inside in reversed(_by_layer(_of_chunk(config, chunk, on_cpu=on_cpu)).items()):
+    for number, inside in reversed(_by_layer(of_chunk(config, chunk, on_cpu=on_cpu)).items()):
         beside = held[number] - sum(matrix.size for matrix in inside)
         beside -= _divided_experts(config, chunk[number], on_cpu=on_cpu)  # they have a bucket of their own
         for kind, ranks, taken in ((False, shards, beside), (True, copies, 0)):
@@ -283,8 +283,8 @@ def _divided_experts(config: ResolvedConfig, layer: PlannedLayer, *, on_cpu: boo
 
 
 def _among_others(
-    matrices: Sequence[tuple[int, _Matrix]], held: Sequence[int], limit: int
-) -> Iterator[tuple[_Matrix, ...]]:
+    matrices: Sequence[tuple[int, Matrix]], held: Sequence[int], limit: int
+) -> Iterator[tuple[Matrix, ...]]:
     """The matrices of each bucket where all parameters of a layer follow each other: a bucket is full at `limit`
     bytes. The few vectors of a block count with its last matrix.
 
@@ -295,7 +295,7 @@ def _among_others(
     """
     by_layer = _by_layer(matrices)
     for kind in (False, True):
-        members: list[_Matrix] = []
+        members: list[Matrix] = []
         size = 0
         for number in reversed(range(len(held))):
             inside = by_layer.get(number, [])
@@ -316,9 +316,9 @@ def _among_others(
             yield tuple(members)
 
 
-def _by_layer(matrices: Iterable[tuple[int, _Matrix]]) -> dict[int, list[_Matrix]]:
+def _by_layer(matrices: Iterable[tuple[int, Matrix]]) -> dict[int, list[Matrix]]:
     """Matrices by the number of their layer."""
-    found: dict[int, list[_Matrix]] = {}
+    found: dict[int, list[Matrix]] = {}
     for layer, matrix in matrices:
         found.setdefault(layer, []).append(matrix)
     return found
@@ -329,7 +329,7 @@ def _bucket_bytes(config: ResolvedConfig, held: Sequence[int]) -> int:
     return min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
 
 
-def _of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, _Matrix]]:
+def of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, Matrix]]:
     """The matrices of a stage, each with the number of its layer, the last used first."""
     return [
         (number, matrix)
@@ -345,7 +345,7 @@ def _all_buckets(
     """Those of matrices that all replicas hold, and those of experts that some of them hold."""
     (held,) = held_by_layer([chunk])
     limit = _bucket_bytes(config, held)
-    matrices = _of_chunk(config, chunk, on_cpu=on_cpu)
+    matrices = of_chunk(config, chunk, on_cpu=on_cpu)
     for of_experts, ranks in ((False, shards), (True, copies)):
         if ranks > 1 or not of_experts:
             alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == of_experts)
@@ -360,7 +360,7 @@ class Product(NamedTuple):
     columns: int
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """A matrix of a block on one rank.
 
     Attributes:
@@ -391,13 +391,13 @@ class _Bucket(NamedTuple):
     taken: int
     padding: int
     of_experts: bool
-    matrices: Sequence[_Matrix]
+    matrices: Sequence[Matrix]
     shard_of: Sequence[int]
     fixed: int
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def _buckets(matrices: tuple[_Matrix, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
+def _buckets(matrices: tuple[Matrix, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
     """The buckets of matrices over so many shards.
 
     Args:
@@ -451,7 +451,7 @@ def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bo
 
 
 @functools.lru_cache(maxsize=256)
-def _bucket(matrices: tuple[_Matrix, ...], shards: int, taken: int = 0) -> _Bucket:
+def _bucket(matrices: tuple[Matrix, ...], shards: int, taken: int = 0) -> _Bucket:
     """A bucket of matrices; `taken`: elements before them that shards may split."""
     packing = pack([_aligned(matrix) for matrix in matrices], shards, taken=taken, unit=_ALIGNMENT)
     size = shards * packing.shard_size
@@ -467,7 +467,7 @@ def _bucket(matrices: tuple[_Matrix, ...], shards: int, taken: int = 0) -> _Buck
     )
 
 
-def _aligned(matrix: _Matrix) -> int:
+def _aligned(matrix: Matrix) -> int:
     return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -477,7 +477,7 @@ def joins_up_and_gate(block: ResolvedModel, *, on_cpu: bool) -> bool:
 
 
 @once_per_layers
-def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[_Matrix]:
+def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     found = _of_block(config, block, on_cpu=on_cpu)
     taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
@@ -495,7 +495,7 @@ class _OfBlock(NamedTuple):
     """A weight of a block, and what it is on one rank if the optimizer takes it whole."""
 
     part: _Part
-    matrix: _Matrix
+    matrix: Matrix
 
 
 @functools.lru_cache(maxsize=1024)  # of each block, for all layouts
@@ -518,7 +518,7 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
         local = (held // math.prod(shape[1:]), *shape[1:])  # as many rows; no optimizer has factors of slices
         factors = settings.factor_bytes(local)
-        matrix = _Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), factors=factors, **how)
+        matrix = Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), factors=factors, **how)
         found.append(_OfBlock(_Part(part, shape), matrix))
 
     if inner:

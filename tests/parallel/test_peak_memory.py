@@ -270,6 +270,13 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         | {"precision": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 2, "schedule": "zero-bubble"}
         | {"micro_batch_size": 4, "global_batch_size": 32},
     ),
+    "zero-bubble, four stages, ZeRO 2": (
+        (1, 4, 2),
+        BUCKETS
+        | {"precision": "bf16", "zero_stage": 2, "schedule": "zero-bubble", "hidden_size": 512, "num_layers": 8}
+        | {"vocab_size": 512, "seq_length": 512, "micro_batch_size": 2, "global_batch_size": 32}
+        | {"bucket_size_mb": 25.0},
+    ),
     "zero-bubble, one stage, tied table": (
         (1, 1, 1),
         BUCKETS | {"precision": "bf16", "schedule": "zero-bubble", "micro_batch_size": 2, "global_batch_size": 8},
@@ -296,6 +303,15 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 LARGE_TABLE: dict[str, Any] = MATRICES | {"vocab_size": 32768, "global_batch_size": 4, "zero_stage": 0}
+WIDE_MATRICES: dict[str, Any] = BUCKETS | {
+    "precision": "bf16",
+    "hidden_size": 1024,
+    "vocab_size": 4096,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "bucket_size_mb": 25.0,
+    "untie_embeddings_and_output_weights": True,
+}
 # Updates that take more than the backward before.
 UPDATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Adafactor, two tables, bf16 sums, pp 2": (
@@ -309,6 +325,16 @@ UPDATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Adafactor, experts, ZeRO 3": (
         (1, 1, 4),
         MATRICES | EXPERTS | LLAMA | {"optimizer": "adafactor", "ep": 2, "zero_stage": 3, "global_batch_size": 8},
+    ),
+    "LAMB, tied table, pp 2": ((1, 2, 1), LARGE_TABLE | {"optimizer": "lamb"}),
+    "Muon, bf16 sums, pp 2": (
+        (1, 2, 1),
+        WIDE_MATRICES | {"optimizer": "muon", "grad_reduce_dtype": "bf16", "recompute": "full"},
+    ),
+    "Muon, fp32, pp 2": ((1, 2, 1), WIDE_MATRICES | {"optimizer": "muon", "precision": "fp32"}),
+    "Muon, bf16 sums, dp 2": (
+        (1, 2, 2),
+        WIDE_MATRICES | {"optimizer": "muon", "grad_reduce_dtype": "bf16", "recompute": "full"},
     ),
     "LAMB, two tables, pp 2": ((1, 2, 1), LARGE_TABLE | TWO_TABLES | {"optimizer": "lamb"}),
     "Lion, two tables, bf16 sums, pp 2": (
