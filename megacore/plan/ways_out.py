@@ -90,7 +90,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
 
     def add(candidates: Iterator[ChangedRun], note: str = "") -> None:
         for change in map(ChangedRun.with_its_batch, candidates):
-            if any(_has_all_of(way, change) for way in fitting) or not _is_valid(change, limits):
+            if any(way.values.items() <= change.values.items() for way in fitting) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
@@ -124,11 +124,6 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
             add(family(), note)
     larger = itertools.chain(_larger_hosts(start, limits), _larger_machines(start, limits))
     return [*ways[:_WAYS], *itertools.islice(larger, max(_WAYS - len(ways), 0))]
-
-
-def _has_all_of(way: ChangedRun, change: ChangedRun) -> bool:
-    """Whether a change does what an earlier way out does, and more, on as many ranks."""
-    return way.config.parallel.ranks == change.config.parallel.ranks and way.values.items() <= change.values.items()
 
 
 def _is_valid(change: ChangedRun, limits: Limits) -> bool:

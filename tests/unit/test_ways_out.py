@@ -58,13 +58,3 @@ def test_a_report_has_the_flags_of_a_way_out_as_code(capsys: pytest.CaptureFixtu
     written = re.findall(r"^\d\. `([^`]*)`(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert [f"{copied}{note}" for copied, note in written] == ways
     assert all(re.fullmatch(r"(--[a-z-]+( [\w.]+)?)( --[a-z-]+( [\w.]+)?)*", copied) for copied, _ in written)
-
-
-def test_more_ranks_are_a_way_out_beside_flags_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--preset llama-3-8b --seq-length 32768 --max-position-embeddings 32768 --dp 8 --cluster a100-40g"
-    ways = planned(capsys, f"pretrain_gpt.py {flags}")["ways_out"]
-    assert [way.partition(":")[0] for way in ways] == [
-        "--zero-stage 3 --recompute full",
-        "--tp 8 --dp 1 --global-batch-size 8",
-        "--recompute full --global-batch-size 16 --dp 16 --zero-stage 3, on 16 devices",
-    ]
