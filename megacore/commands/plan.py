@@ -349,7 +349,9 @@ def _take_foreign(args: argparse.Namespace, reading: Given, kind: type[Config]) 
     """Take what other trainers' flags say of a layout for given, as a search keeps it; what is wrong with those that
     the run does not begin from."""
     values, problems = given_values(args.flags, kind, _shape_for(kind))
-    reading.values |= {name: values[name] for name in SEARCHED if name in args.foreign and name in values}
+    for name in args.foreign.intersection(SEARCHED):
+        reading.values.pop(name, None)  # as in `--recompute-method uniform`, which takes no number of blocks
+        reading.values |= {name: values[name]} if name in values else {}
     left_out = [setting.source for setting in reading.foreign if set(setting.fields) & set(OF_DEGREES)]
     yield from (problem for problem in problems if problem.startswith(tuple(left_out)))
 

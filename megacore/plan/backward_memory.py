@@ -65,7 +65,8 @@ def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, o
 
 
 def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
-    """What the block that is computed again keeps besides its input."""
+    """What the block that is computed again keeps besides what was kept of it: its input, or this rank's shard of it,
+    which is gathered."""
     if config.training.recompute == "light" and not config.training.compile:  # one output of a norm or an activation
         activated = [_activated_bytes(config, block) for block in _distinct(blocks)]
         return max(residual_bytes(config), *activated) if activated else 0.0
@@ -73,7 +74,8 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
         cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
         return max(cores, default=0.0)
     if config.training.recompute == "full":
-        return max(_largest_block(config, blocks, on_cpu=on_cpu) - residual_bytes(config), 0.0)
+        kept = 0.0 if config.training.distribute_saved_activations else residual_bytes(config)
+        return max(_largest_block(config, blocks, on_cpu=on_cpu) - kept, 0.0)
     return 0.0
 
 

@@ -29,7 +29,7 @@ class RankLayers(NamedTuple):
 
     Attributes:
         in_blocks: what each layer keeps, by stage, as `kept_by_layer` has it.
-        kept: the same summed by stage; 0 where it goes to host memory.
+        kept: the same summed by stage, 0 where it goes to host memory; with the input from another stage.
         head_kept: by stage, what the head keeps of a microbatch until its backward.
         kept_grads: by stage, gradients of outputs that wait for the gradients of weights.
         head: what exists in the head while its gradients are computed.
@@ -83,6 +83,11 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         shared += 2 * max((size for stage in stages for size in stage.in_blocks), default=0.0)
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
 
+    def received(number: int) -> float:
+        """The input from another stage, whose gradient goes back there, where blocks keep a shard or a copy of it."""
+        is_apart = offloads or config.training.distribute_saved_activations
+        return residual_bytes(config) if is_apart and chunks[number][0].block is not None else 0.0
+
     def working(number: int) -> float:
         freed, most = 0.0, max(head if head_kept[number] else 0.0, sent)
         sizes = computed_again_by_layer(config, chunks[number], again)
@@ -93,7 +98,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
 
     return RankLayers(
         in_blocks=[stage.in_blocks for stage in stages],
-        kept=[0.0 if offloads else stage.kept for stage in stages],
+        kept=[(0.0 if offloads else stage.kept) + received(number) for number, stage in enumerate(stages)],
         head_kept=head_kept,
         kept_grads=[stage.kept_grads for stage in stages],
         head=head,

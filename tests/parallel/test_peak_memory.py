@@ -281,6 +281,16 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 1, 1),
         BUCKETS | {"precision": "bf16", "schedule": "zero-bubble", "micro_batch_size": 2, "global_batch_size": 8},
     ),
+    "activations in host memory, recomputed, four stages": (
+        (1, 4, 1),
+        {"precision": "bf16", "offload_activations": True, "num_layers": 8, "micro_batch_size": 8, "recompute": "full"}
+        | {"global_batch_size": 64, "vocab_size": 512, "schedule": "1f1b"},
+    ),
+    "inputs of blocks in shards": (
+        (4, 1, 1),
+        {"precision": "bf16", "recompute": "full", "distribute_saved_activations": True, "num_layers": 8}
+        | {"sequence_parallel": False, "micro_batch_size": 8, "global_batch_size": 16, "vocab_size": 512},
+    ),
     "activations in host memory": (
         (1, 2, 1),
         {"precision": "bf16", "offload_activations": True, "num_layers": 8, "micro_batch_size": 8}

@@ -225,6 +225,7 @@ def test_a_degree_that_does_not_divide_the_ranks_is_refused_without_a_batch_that
     [
         ("--tensor-model-parallel-size 4", "`--tp 4`"),
         ("--recompute-granularity full --recompute-method uniform", "`--recompute full`"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "`--recompute full`"),
         ("--use-distributed-optimizer", "`--zero-stage 1`"),
         ("--enable-zbh1-pipeline", "`--schedule zero-bubble`"),
         ("--num-virtual-stages-per-pipeline-rank 2", "`--schedule interleaved`, `--virtual-stages 2`"),
