@@ -123,7 +123,7 @@ def parser(description: str = "") -> PlanParser:
     add = flags.add_argument
     add("--ranks", type=whole(1, _MOST_RANKS), default=2, metavar="N",
         help="most ranks. Default: 2; combinations take 4")  # fmt: skip
-    add("--peers", type=_names, default=list(PEERS), help=f"from {','.join(PEERS)}. Default: all")
+    add("--peers", type=_names, metavar="TEXT", default=list(PEERS), help=f"from {','.join(PEERS)}. Default: all")
     add("--modes", type=_names, default=list(KINDS), help=f"from {','.join(KINDS)}. Default: all")
     add("--rounds", type=whole(1), default=6, metavar="N", help="rounds of each framework. Default: 6")
     add("--steps", type=whole(1), default=2, metavar="N", help="steps of a round. Default: 2")

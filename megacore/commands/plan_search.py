@@ -301,7 +301,8 @@ def _require_found(
     if is_limited:
         ways.append("fewer limits")
     if not ways:
-        ways = ["more ranks", "a smaller model"]
+        more = "a cluster file with a smaller gpus_per_node, so that fewer ranks share memory"
+        ways = [more if cluster.on_cpu and constraints.world_size > 1 else "more ranks", "a smaller model"]
     limits = " and the given limits" if is_limited or constraints.memory_bytes is not None else ""
     raise ConfigError(
         [

@@ -239,7 +239,7 @@ def throughput(plan: Plan) -> dict[str, Figure]:
 
 
 def _links(plan: Plan) -> Iterator[str]:
-    yield "## Bytes sent per rank and step (exact; without scalar all-reduces and bucket padding)"
+    yield "## Bytes sent per rank and step (exact; without small collectives and bucket padding)"
     yield ""
     yield "| transfers | links | MB |"
     yield "|---|---|---|"

@@ -84,9 +84,11 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
 
     def received(number: int) -> float:
-        """The input from another stage, whose gradient goes back there, where blocks keep a shard or a copy of it."""
+        """The input from another stage, whose gradient goes back there, where blocks keep a shard or a copy of it. A
+        backward that is split lets go of it before the peak."""
         is_apart = offloads or config.training.distribute_saved_activations
-        return residual_bytes(config) if is_apart and chunks[number][0].block is not None else 0.0
+        is_held = is_apart and not config.parallel.may_split_backward
+        return residual_bytes(config) if is_held and chunks[number][0].block is not None else 0.0
 
     def working(number: int) -> float:
         freed, most = 0.0, max(head if head_kept[number] else 0.0, sent)

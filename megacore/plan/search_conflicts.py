@@ -152,10 +152,13 @@ def _other_sizes(
 def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[str, int]:
     """The product of the largest degrees, in words and as a number."""
     possible, factors, ranks = possible_degrees(config, constraints), [], 1
+    world = constraints.world_size
     for name in degree_fields():
         values, reason = possible[name]
         if name == "cp":
-            values, reason = context_degrees(config, constraints), f"leave a rank {LEAST_POSITIONS:,} positions"
+            values = [cp for cp in context_degrees(config, constraints) if world % cp == 0]
+            reason = f"leave a rank {LEAST_POSITIONS:,} positions"
+        also = reason.removeprefix("divide ")
         largest = max((value for value in values if constraints.allow(name, value)), default=1)
         ranks *= largest
         if name in constraints.fixed:
@@ -164,7 +167,7 @@ def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[
             most = constraints.most[name]
             factors.append(f"--max-{name} {most}" + (f" ({largest} is possible)" if largest < most else ""))
         elif largest > 1 or name != "cp":
-            factors.append(f"--{name} {largest} (the largest of those that {reason})")
+            factors.append(f"--{name} {largest} (the largest of those that divide --world-size {world} and {also})")
     return f"{' x '.join(factors)} = {ranks}", ranks
 
 

@@ -58,7 +58,8 @@ def test_limits_that_no_layout_can_keep_are_all_named(
         ),
         (
             "--max-dp 3 --max-tp 2",
-            "--search: --max-tp 2 x --pp 8 (the largest of those that are at most --num-layers 12) x --max-dp 3 (2 is "
+            "--search: --max-tp 2 x --pp 8 (the largest of those that divide --world-size 64 and are at most "
+            "--num-layers 12) x --max-dp 3 (2 is "
             "possible) = 32 must be at least --world-size 64",
         ),
         ("--tp 2 --pp 4 --dp 4", "--search: --tp 2 x --pp 4 x --dp 4 = 32 must be at least --world-size 64"),
@@ -124,10 +125,15 @@ def test_flags_of_a_search_that_contradict_each_other_are_one_problem(
     [
         (
             "--global-batch-size 7 --tp 1 --pp 1",
-            "--dp 1 (the largest of those that divide --global-batch-size 7) = 1 must be at least --world-size 8: use "
+            "--dp 1 (the largest of those that divide --world-size 8 and --global-batch-size 7) = 1 must be at least "
+            "--world-size 8: use "
             "--pp 8, or --world-size 7, or --global-batch-size 8\n",
         ),
         ("--global-batch-size 8 --max-tp 2 --max-pp 1 --max-dp 2", "use --max-tp 4, or --max-pp 2, or --max-dp 4, or "),
+        (
+            "--world-size 1009 --seq-length 8192 --max-position-embeddings 8192 --global-batch-size 1",
+            "= 1 must be at least --world-size 1009: use --world-size 1, or --global-batch-size 1009\n",
+        ),
         ("--world-size 1024 --max-tp 1 --max-pp 1 --dp 8", "use --dp 1024, or --world-size 8\n"),
         ("--tp 1 --pp 1 --dp 2 --seq-length 1022", "use --tp 4, or --pp 4, or --dp 8, or --world-size 2\n"),
     ],
