@@ -41,7 +41,7 @@ SHORT: Changes = {"seq_length": 256, "num_layers": 2}
 
 @dataclass(frozen=True)
 class Held:
-    """Of a second step: bytes that it keeps from forward to backward, its peak, and both by formula, beyond what lies on
+    """Of a second step: bytes that it keeps from forward to backward, its peak, and both by formula, beyond what is on
     the device between steps; and the losses and norms of both steps."""
 
     kept: int
