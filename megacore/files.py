@@ -124,7 +124,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def why_unwritable(path: Path) -> str | None:
-    """Why a file cannot be written, found out before there is anything to write; None where it can.
+    """Why a file cannot be written or replaced, found out before there is anything to write; None where it can.
 
     A directory can refuse files although its permissions allow them, as /proc does: so a nameless file is made in it.
 
@@ -136,8 +136,10 @@ def why_unwritable(path: Path) -> str | None:
         if path.exists():
             if not path.is_file():
                 return "is a directory" if path.is_dir() else "is not a regular file"
-            return None if os.access(path, os.W_OK) else "cannot be written"
-        os.lstat(path.parent / path.name)
+            if not os.access(path, os.W_OK):
+                return "cannot be written"
+        else:
+            os.lstat(path.parent / path.name)
     except FileNotFoundError:
         pass
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links

@@ -17,7 +17,7 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import cluster_json, described, layout_flags, layout_json, run_json
-from megacore.plan.plan_report import fit_json, misfits
+from megacore.plan.plan_report import fit_json, misfits, settings_line
 from megacore.plan.planner import Origin, Plan, by_formula, exact, make_plan
 from megacore.plan.size_unit import SizeUnit, memory_unit
 from megacore.train.dry_run import RankReport, run_ranks
@@ -73,6 +73,8 @@ def _print_table(
     ranks = counted(config.parallel.ranks, "CPU" if on_cpu else "accelerator")
     print(f"# Dry run: {config.model.preset or 'model'} on {ranks}, {describe_degrees(config.parallel.degrees)}\n")
     unit = memory_unit(plan_memory(config, outline(config), on_cpu=on_cpu))
+    for line in settings_line(config):
+        print(f"{line}\n")
     print(_HEADER.format(unit=unit.name))
     if plan is not None:
         for line in misfits(plan, unit):
@@ -107,7 +109,7 @@ def _row(report: RankReport, unit: SizeUnit) -> tuple[str, ...]:
     sizes = [sum(report.state.values()), sum(report.planned_state.values())]
     if report.is_filled:
         sizes += [report.peak, planned.expected_tensors]
-    cells = [unit.number(size, 3) for size in sizes] + [""] * (4 - len(sizes))
+    cells = [unit.number(size, 2) for size in sizes] + [""] * (4 - len(sizes))
     return f"{report.parameters:,}", *cells, str(report.microbatches[-1]), report.result
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megacore.commands.tool import os_problem
 from megacore.errors import UserError
-from megacore.files import naming, output_is_closed
+from megacore.files import output_is_closed
 from megacore.plan.canvas import Drawing, save
 
 
@@ -29,8 +29,7 @@ def report_with_pictures(
         if path is None:
             continue
         try:
-            with naming(path):
-                save(draw(), path)
+            save(draw(), path)
         except OSError as error:
             problems.append(os_problem(error))
         except UserError as error:

@@ -174,7 +174,8 @@ def _parser(prog: str, usage: str) -> PlanParser:
         type=share,
         default=0.9,
         metavar="SHARE",
-        help="share of the time in which training makes progress. Default: 0.9",
+        help="share of the time in which training makes progress: the rest is lost to failures, restarts and "
+        "checkpoints. Default: 0.9",
     )
     add("--price-per-hour", type=price, metavar="USD", help="price per device and hour. Default: that of the cluster")
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted timeline of the pipeline (.svg or .png)")

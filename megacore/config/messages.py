@@ -83,8 +83,8 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
 
 
 def counted(n: int, noun: str, plural: str | None = None) -> str:
-    """`1 problem`, `3 problems`."""
-    return f"{n} {noun if n == 1 else plural or noun + 's'}"
+    """`1 problem`, `3,000 problems`."""
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ _MOST_CHANGED = 4  # flags of a combination
 _LATER = 0.25  # of distance, for each value of a field that is nearer
 _BRANCHES = 8  # values of a flag that a combination tries
 _NEAR = 64  # processes more or fewer that are tried
-_SAME = "the same values solve this"
+_SAME = "the change proposed above solves this too"
 
 
 def with_tried_ways(found: Sequence[str], recheck: Recheck, *, processes: int | None = None) -> list[str]:

@@ -12,10 +12,10 @@ import textwrap
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megacore.errors import UserError
-from megacore.files import why_unwritable
+from megacore.files import replacing, why_unwritable
 
 SUFFIXES = (".svg", ".png")
 _FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
@@ -91,16 +91,16 @@ def wrapped(text: str, width: float, *, size: float, bold: bool = False) -> list
 
 
 def save(drawing: Drawing, path: Path) -> None:
-    """Write a drawing as its name's ending says.
+    """Write a drawing as its name's ending says. If that fails, a file of this name stays as it was.
 
     Raises:
         UserError: another ending than .svg and .png, or PNG without matplotlib.
+        OSError: the file cannot be written.
     """
     require_writable(path)
-    if path.suffix.lower() == ".svg":
-        path.write_text(to_svg(drawing), encoding="utf-8")
-    else:
-        _save_png(drawing, path)
+    with replacing(path.resolve() if path.is_symlink() else path, durable=False) as file:
+        write = _write_svg if path.suffix.lower() == ".svg" else _write_png
+        write(drawing, file)
 
 
 def require_writable(path: Path, flag: str = "-o") -> None:
@@ -127,6 +127,10 @@ def require_writable(path: Path, flag: str = "-o") -> None:
             f"{flag} {path} needs matplotlib, which is not installed: use {flag} {path.with_suffix('.svg')}, "
             "or pip install matplotlib"
         )
+
+
+def _write_svg(drawing: Drawing, file: BinaryIO) -> None:
+    file.write(to_svg(drawing).encode())
 
 
 def to_svg(drawing: Drawing) -> str:
@@ -170,7 +174,7 @@ def _number(value: float) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-def _save_png(drawing: Drawing, path: Path) -> None:
+def _write_png(drawing: Drawing, file: BinaryIO) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -204,4 +208,4 @@ def _save_png(drawing: Drawing, path: Path) -> None:
             }
             axes.text(mark.x, mark.y, mark.text, va="center_baseline", **style)
     with rc_context({"hatch.linewidth": 0.6}):
-        figure.savefig(path, dpi=2 * _DOTS_PER_INCH, metadata={"Title": drawing.title})
+        figure.savefig(file, format="png", dpi=2 * _DOTS_PER_INCH, metadata={"Title": drawing.title})

@@ -17,6 +17,7 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.flops import blocks_of
 from megacore.plan.memory import RankMemory, held_on_host
 from megacore.plan.model_size import active_parameters, block_parameters
+from megacore.plan.other_settings import other_settings
 from megacore.plan.planner import Figure, Origin, by_formula, usable_host_bytes
 from megacore.plan.state import PlannedLayer, whole_parameters
 
@@ -133,6 +134,7 @@ def run_json(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> dict[str
         "seq_length": config.data.seq_length,
         "global_batch_size": config.training.global_batch_size,
         "world_size": config.parallel.ranks,
+        "settings": other_settings(config),
     }
 
 

@@ -175,13 +175,13 @@ def memory_picture(plan: Plan) -> Drawing:
     unit = memory_unit(plan.memory)
     if plan.fullest.expected < plan.capacity / 4:  # the bars would be lines
         top = plan.fullest.expected
-    height_note = f"the full row height is {unit.text(top, 2)}"
+    height_note = f"the full row height is {unit.text(top)}"
     row = 46.0 if len(plan.memory) <= 16 else 30.0
     changing = max(rank.expected - _constant(rank) for rank in plan.memory)
     cut = 0 < changing < top / 4
     if cut:  # what changes would be lines
         top = changing
-        height_note = f"the dark strip is not to scale; above the strip, the full row height is {unit.text(top, 2)}"
+        height_note = f"the dark strip is not to scale; above the strip, the full row height is {unit.text(top)}"
     is_limited = not cut and top >= plan.capacity
     usable = size_unit([plan.capacity]).text(plan.capacity)
     title = f"predicted memory per rank; usable: {usable} ({plan.cluster.name})"
@@ -281,9 +281,9 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
                 drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
 
     drawing.marks.append(Words(x=_LEFT - 10, y=middle, text=f"rank {rank.pp_rank}", anchor="end"))
-    layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {unit.text(base, 2)}")
+    layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {unit.text(base)}")
     if area.cut:
-        state = Words(x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=unit.text(base, 2), size=8, color=_WHITE)
+        state = Words(x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=unit.text(base), size=8, color=_WHITE)
         drawing.marks.append(state)
     changes = held_over_time(rank.pp_rank, line, len(plan.memory))
     in_flight = max((change.microbatches for change in changes), key=sum)
@@ -294,7 +294,7 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
             continue
         kept = shared + _product(held.microbatches, rank.microbatch)
         waiting = _product(held.waiting, later)
-        whole = unit.text(base + kept + waiting, 2)
+        whole = unit.text(base + kept + waiting)
         note = f"{counted(sum(held.microbatches), 'microbatch', 'microbatches')}: {whole}"
         layer(held.start, end, base, kept, _KEPT, note)
         note = f"{counted(sum(held.waiting), 'microbatch', 'microbatches')} kept for weight gradients: {whole}"
@@ -361,7 +361,7 @@ def frontier_picture(found: Found) -> Drawing:
     y = area.bottom + 52
     for number, layout in enumerate(marked[:_NUMBERED], start=1):
         marks.append(Words(x=area.left + _INDENT - 8, y=y, text=f"{number}.", size=11.5, anchor="end"))
-        text = f"{four_digits(layout.seconds)} s, {layout.memory_bytes / unit.bytes:#.3g} {unit.name}: {layout.flags}"
+        text = f"{four_digits(layout.seconds)} s, {unit.text(layout.memory_bytes)}: {layout.flags}"
         for line in wrapped(text, area.width - _INDENT, size=11.5):
             marks.append(Words(x=area.left + _INDENT, y=y, text=line, size=11.5))
             y += 16

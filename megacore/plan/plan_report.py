@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megacore.config import ResolvedConfig
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import counted
-from megacore.config.parallel import StagesThatFit
+from megacore.config.parallel import ResolvedParallel, StagesThatFit
 from megacore.plan.flops import Attention
 from megacore.plan.memory import RankMemory
+from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.other_settings import other_settings
 from megacore.plan.plan_json import (
     cluster_json,
     described,
@@ -51,6 +55,12 @@ PARTS = {
     "optimizer": "optimizer update",
     "host": "offload copies to and from host memory, exposed",
 }
+PARTS_APART = (
+    "with slower computation more communication overlaps, so an exposed part can be shorter in the slow case than in "
+    "the fast case. The range of a part has its shortest and its longest time of all cases"
+)
+"""Why the ranges of the parts do not add up, where they do not."""
+AFTER_WARM_UP = "{} sends whole gradients in its warm-up: all times, bytes, days and the price are those after it"
 LINKS = {"node": "in a node", "network": "between nodes"}
 
 
@@ -79,7 +89,7 @@ def _head(plan: Plan) -> Iterator[str]:
     extras = [
         "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
         f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
-        "stages balanced by parameters, because by time they do not fit" if isinstance(parallel, StagesThatFit) else "",
+        _balance(parallel),
         f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
         "sequence parallel" if parallel.sequence_parallel else "",
         f"recompute {training.recompute}"
@@ -89,8 +99,9 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"# Plan: {config.model.preset or 'model'} on {parallel.ranks} x {cluster.name}"
     yield ""
     active = f", of which a token uses {plan.active_parameters:,}" if config.model.experts is not None else ""
-    yield f"- model: {plan.parameters:,} parameters{active} (exact)"
+    yield f"- model: {plan.parameters:,} parameters{active} (exact{_without_padding(config)})"
     yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
+    yield from settings_line(config)
     yield (
         f"- batch: {counted(training.global_batch_size, 'sequence')} of {counted(config.data.seq_length, 'token')}, "
         f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica"
@@ -101,11 +112,33 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"- software that runs the step: {cluster.software.name}"
 
 
+def _balance(parallel: ResolvedParallel) -> str:
+    """How the layers are divided into stages, where that is not by time or by the flag of another line."""
+    if isinstance(parallel, StagesThatFit):
+        return "stages balanced by parameters, because by time they do not fit"
+    is_usual = parallel.pp == 1 or parallel.pipeline_balance == "time" or parallel.pipeline_layout is not None
+    return "" if is_usual else f"stages balanced by {parallel.pipeline_balance}"
+
+
+def _without_padding(config: ResolvedConfig) -> str:
+    """How the vocabulary of the ranks differs from that of the model, where it does."""
+    size, split = config.model.vocab_size, ranks_of_role("layer", config.parallel)
+    padded = vocabulary_rows(config.model, split) * split
+    return "" if padded == size else f", without padding; ranks hold a vocabulary padded from {size:,} to {padded:,}"
+
+
+def settings_line(config: ResolvedConfig) -> Iterator[str]:
+    """A line of a report on the settings that no other line names; none where all have their defaults."""
+    if settings := other_settings(config):
+        yield f"- other settings that are not the default: `{' '.join(settings)}`"
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     kinds = list(rank_kinds(plan.memory))
     names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
     unit, capacity = memory_unit(plan.memory), size_unit([plan.capacity]).text(plan.capacity)
-    yield f"## Memory per rank in {unit.name}, {capacity} usable (parameters: exact; bytes: formula)"
+    padded = ", padding included" if _without_padding(plan.config) else ""
+    yield f"## Memory per rank in {unit.name}, {capacity} usable (parameters: exact{padded}; bytes: formula)"
     yield ""
     host_names = [name for name in host_terms(plan.fullest) if any(host_terms(rank)[name] for _, rank in kinds)]
     columns = {name: unit.column([memory_terms(rank)[name] for _, rank in kinds]) for name in names}
@@ -125,7 +158,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield ""
     if fullest.on_host:
         yield (
-            f"{unit.text(fullest.on_host, 2)} of pipeline rank {fullest.pp_rank} are in host memory. The peak "
+            f"{unit.text(fullest.on_host)} of pipeline rank {fullest.pp_rank} are in host memory. The peak "
             f"does not include them. {_on_host(plan, unit)}"
         )
         yield ""
@@ -200,7 +233,7 @@ def _largest(rank: RankMemory, unit: SizeUnit) -> str:
 
 def _time(plan: Plan) -> Iterator[str]:
     seconds = plan.time.seconds
-    yield f"## Step time ({plan.timed_origin}; range: fast case to slow case)"
+    yield f"## Step time ({plan.timed_origin}; range: from the fast case to the slow case)"
     yield ""
     yield "| part | s | share | range |"
     yield "|---|---|---|---|"
@@ -211,7 +244,10 @@ def _time(plan: Plan) -> Iterator[str]:
     whole = plan.timed(seconds, "s")
     yield f"| **step** | **{four_digits(seconds)}** | 100% | {_range(whole)} |"
     yield ""
-    hidden = ", ".join(f"{role} {size:.3g} s" for role, size in plan.time.hidden.items() if size > 0)
+    if parts_apart(plan):
+        yield f"The ranges of the parts do not add up to that of the step: {PARTS_APART}."
+        yield ""
+    hidden = ", ".join(f"{role} {four_digits(size)} s" for role, size in plan.time.hidden.items() if size > 0)
     yield f"- overlapped with computation: {hidden or 'nothing'}"
     for key, figure in throughput(plan).items():
         label = key.replace("per GPU", "per rank") if plan.cluster.on_cpu else key
@@ -220,7 +256,16 @@ def _time(plan: Plan) -> Iterator[str]:
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
-        yield f"- low confidence: {LOW_CONFIDENCE}"
+        yield f"- low confidence: the time may be far off, because {LOW_CONFIDENCE}"
+    if plan.config.optimizer_settings.momentum_format is not None:
+        yield f"- {AFTER_WARM_UP.format(plan.config.optimizer.optimizer)}"
+
+
+def parts_apart(plan: Plan) -> bool:
+    """Whether the ranges of the parts of a step add up to another range than that of the step, but for rounding."""
+    whole, parts = plan.timed(plan.time.seconds, "s"), [plan.part(name) for name in PARTS]
+    sums = sum(part.low for part in parts), sum(part.high for part in parts)
+    return any(abs(end - of_parts) > 1e-3 * end for end, of_parts in zip((whole.low, whole.high), sums, strict=True))
 
 
 def throughput(plan: Plan) -> dict[str, Figure]:
@@ -241,12 +286,12 @@ def throughput(plan: Plan) -> dict[str, Figure]:
 def _links(plan: Plan) -> Iterator[str]:
     yield "## Bytes sent per rank and step (exact; without small collectives and bucket padding)"
     yield ""
-    yield "| transfers | links | MB |"
+    yield "| transfers | links | MB (10^6 bytes) |"
     yield "|---|---|---|"
     sizes = plan.link_bytes()
     kinds = list(dict.fromkeys(kind for kind, _ in sizes))
     for (kind, link), size in sorted(sizes.items(), key=lambda item: kinds.index(item[0][0])):
-        yield f"| {kind} | {LINKS[link]} | {size / 1e6:,.3f} |"
+        yield f"| {kind} | {LINKS[link]} | {four_digits(size / 1e6)} |"
     if not sizes:
         yield "| none | | 0 |"
 

@@ -12,7 +12,7 @@ from megacore.config.messages import counted
 from megacore.plan.memory import RankMemory, held_on_host, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import cluster_json, described, layout_json, node_host_json, run_json, training_json
-from megacore.plan.plan_report import four_digits
+from megacore.plan.plan_report import four_digits, settings_line
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
 from megacore.plan.search import Found, Layout
 from megacore.plan.size_unit import memory_unit, size_unit
@@ -23,7 +23,9 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     """The best layouts as a Markdown table: of each way to divide the model the fastest schedule."""
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
-    left_out = f"; {found.left_out:,} with larger microbatches, more time and memory left out" if found.left_out else ""
+    skipped = ""
+    if found.left_out:
+        skipped = f"; skipped {found.left_out:,}: a smaller microbatch takes less time and memory"
     capacity = size_unit([found.capacity]).text(found.capacity)
     rows = found.divisions[:top]
     sizes = [layout.memory_bytes for layout, *_ in rows]
@@ -38,7 +40,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {capacity} per rank of "
         f"{found.cluster.name}, software {found.cluster.software.name} "
-        f"(searched in {found.wall_seconds:.1f} s{left_out})",
+        f"(searched in {found.wall_seconds:.1f} s{skipped})",
         "",
         *_run(found),
         *(["", f"As given, and not searched for: {given}."] if given else []),
@@ -61,10 +63,13 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
         if tokens:
             ranks = layout.config.parallel.ranks
             days, price = found.cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
-            cells += [f"{days:,.2f}", f"{price:,.0f}"]
+            cells += [four_digits(days), f"{price:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Low confidence: {LOW_CONFIDENCE}."] if has_small else []
-    lines += ["", "Times are assumed, memory is by formula (docs/guides/planner.md); plan one of them for its details."]
+    lines += ["", f"Low confidence: the time may be far off, because {LOW_CONFIDENCE}."] if has_small else []
+    if frontier & {id(layout) for layout, *_ in rows}:
+        lines += ["", "Frontier: no other layout is better in both time and memory."]
+    details = "For the details of a layout, plan it alone: add its flags, without --search."
+    lines += ["", f"Times are assumed, memory is by formula (docs/guides/planner.md). {details}"]
     return "\n".join(lines)
 
 
@@ -79,6 +84,7 @@ def _run(found: Found) -> Iterator[str]:
     name = f"{config.model.preset}, " if config.model.preset else ""
     batch, length = config.training.global_batch_size, config.data.seq_length
     yield f"- model: {name}{whole_parameters(config, outline(config)):,} parameters (exact)"
+    yield from settings_line(config)
     yield f"- batch: {counted(batch, 'sequence')} of {counted(length, 'token')}"
 
 

@@ -78,7 +78,7 @@ def launch_summary(
         *(("", text) for text in balanced),
         (
             "batch",
-            f"{counted(batch, 'sequence')} of {config.data.seq_length} = "
+            f"{counted(batch, 'sequence')} of {config.data.seq_length:,} = "
             f"{batch * config.data.seq_length:,} tokens per step; "
             f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica",
         ),

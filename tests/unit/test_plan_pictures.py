@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest import mock
 
 import pytest
@@ -96,6 +96,30 @@ def test_a_picture_that_fails_does_not_lose_the_report(
     said = "it has no size" if isinstance(error, UserError) else f"{paths[0]}: No space left on device; make room"
     assert said in err
     assert [path.is_file() for path in paths[1:]] == [True] * (len(paths) - 1)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_picture_that_fails_while_it_is_written_leaves_the_file_as_it_was(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"picture.{suffix}"
+    drawing = canvas.Drawing(title="a title", width=100, height=100)
+    canvas.save(drawing, path)
+    before = path.read_bytes()
+
+    def half(drawing: canvas.Drawing, file: BinaryIO) -> None:
+        file.write(b"half")
+        file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(canvas, f"_write_{suffix}", half), pytest.raises(OSError, match="No space") as error:
+        canvas.save(drawing, path)
+    assert error.value.filename == str(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_picture_replaces_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "link.svg").symlink_to(tmp_path / "real.svg")
+    canvas.save(canvas.Drawing(title="a title", width=100, height=100), tmp_path / "link.svg")
+    assert (tmp_path / "link.svg").is_symlink() and "a title" in (tmp_path / "real.svg").read_text(encoding="utf-8")
 
 
 def found_of(sizes: Sequence[tuple[float, float]]) -> Found:

@@ -458,7 +458,7 @@ def test_a_file_that_is_no_toml_has_no_keys(tmp_path: Path, capsys: pytest.Captu
         ),
         (
             "--preset mixtral-8x7b --cp 4 --ep 4 --tp 3 --etp 3",
-            ["14336: use --tp 2 --etp 2\n", "heads 32: the same values solve this\n"],
+            ["14336: use --tp 2 --etp 2\n", "heads 32: the change proposed above solves this too\n"],
         ),
     ],
 )

@@ -409,7 +409,7 @@ def test_a_search_without_a_batch_has_one_that_no_degree_changes(
     assert main([*flags.split(), "--search"]) == 0
     _, _, model, batch, *_ = capsys.readouterr().out.splitlines()
     assert model == "- model: gpt2-large, 774,030,080 parameters (exact)"
-    assert batch == "- batch: 8 sequences of 1024 tokens"
+    assert batch == "- batch: 8 sequences of 1,024 tokens"
 
 
 def test_the_batch_of_a_file_is_that_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from megacore.commands.plan import dry_run, is_dry_run
+from megacore.config.presets import GPT_PRESETS
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
-from tests.unit.planning import BLOOM, planned
+from megacore.plan.other_settings import other_settings
+from tests.unit.planning import BLOOM, planned, resolved
 from tools.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -31,6 +33,78 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
     for figure in (plan["step_seconds"], *plan["throughput"].values()):
         assert figure["low"] <= figure["value"] <= figure["high"]
         assert figure["origin"] == "assumed"
+
+
+SMALL = "pretrain_gpt.py --preset gpt2-small --cluster a100-80g --global-batch-size 64"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_told"),
+    [("--tp 2 --dp 32 --zero-stage 3", True), ("--dp 1", False)],
+)
+def test_ranges_of_parts_that_do_not_add_up_are_explained(
+    flags: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exposed communication is longest where computation is fastest."""
+    plan = planned(capsys, f"{SMALL} {flags}")
+    low = sum(part["low"] for part in plan["step_parts"].values())
+    assert (low == pytest.approx(plan["step_seconds"]["low"], rel=1e-3)) is not is_told
+    assert main(f"{SMALL} {flags}".split()) == 0
+    assert ("The ranges of the parts do not add up to that of the step: " in capsys.readouterr().out) is is_told
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("", None),
+        ("--optimizer lion --offload-activations", "--offload-activations --optimizer lion"),
+        ("--dp 2 --zero-stage 1 --offload-optimizer", "--offload-optimizer"),
+        ("--grad-reduce-dtype bf16 --window-size 256 --lr 1e-4", "--window-size 256 --grad-reduce-dtype bf16"),
+        ("--pp 2 --pipeline-layout E,6*t|6*t,H", "--pipeline-layout E,6*t|6*t,H"),
+    ],
+)
+def test_a_report_names_what_is_not_the_default(
+    flags: str, line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In words and in JSON; not what the line of the layout has, and not what changes no plan."""
+    for search in ("", " --search --world-size 2 --max-micro-batch-size 1 --top 1"):
+        if search and "--pipeline-layout" in flags:  # which is for one layout
+            continue
+        assert main(f"{SMALL} {flags}{search}".split()) == 0
+        found = re.findall(
+            r"^- other settings that are not the default: `(.*)`$", capsys.readouterr().out, re.MULTILINE
+        )
+        assert found == ([] if line is None else [line])
+        assert " ".join(planned(capsys, f"{SMALL} {flags}{search}")["settings"]) == (line or "")
+
+
+def test_every_preset_has_its_own_defaults() -> None:
+    for preset in GPT_PRESETS:
+        assert other_settings(resolved(f"--preset {preset} --mock-data --train-iters 1")) == []
+
+
+@pytest.mark.parametrize(("tp", "padded"), [(1, "50,304"), (2, "50,432")])
+def test_the_padding_of_the_vocabulary_is_named(tp: int, padded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 50,257 rows in pieces of 128 for each rank."""
+    assert main(f"{SMALL} --tp {tp}".split()) == 0
+    text = capsys.readouterr().out
+    assert f"(exact, without padding; ranks hold a vocabulary padded from 50,257 to {padded})" in text
+    assert "(parameters: exact, padding included; " in text
+    assert main(f"{BLOOM}".split()) == 0
+    assert "padding included" not in capsys.readouterr().out
+
+
+def test_a_plan_of_a_one_bit_optimizer_says_that_it_is_after_the_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "sends whole gradients in its warm-up"
+    assert main(f"{SMALL} --dp 2 --optimizer onebitadam --onebit-freeze-step 100 --tokens 1e9".split()) == 0
+    assert f"- onebitadam {said}" in capsys.readouterr().out
+    assert main(f"{SMALL} --dp 2".split()) == 0
+    assert said not in capsys.readouterr().out
+
+
+def test_stages_that_are_not_balanced_by_time_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{SMALL} --pp 2 --pipeline-balance uniform".split()) == 0
+    assert ", stages balanced by uniform" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -385,7 +459,7 @@ def test_a_plan_shows_what_is_sent_of_tied_gradients(capsys: pytest.CaptureFixtu
         sent = planned(capsys, f"{flags} --zero-stage {zero}")["bytes_per_rank_and_step"]
         assert sent["tied gradients, between nodes"]["value"] == table / shards
     assert main([*flags.split(), "--zero-stage", "0"]) == 0
-    assert f"| tied gradients | between nodes | {table / 1e6:,.3f} |" in capsys.readouterr().out
+    assert f"| tied gradients | between nodes | {table / 1e6:,.0f} |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_every_proposal_of_a_random_layout_is_valid(kind: Callable[[], _Runs], p
         if not (problems := Validation(config=config, world_size=ranks, follows_degrees=world_size is None).messages()):
             continue
         tried += 1
-        assert not problems[0].endswith(": the same values solve this")  # which a line above names
+        assert not problems[0].endswith(": the change proposed above solves this too")  # which a line above names
         for problem in problems:
             for changes in _proposals(problem):
                 proposed += 1
@@ -184,7 +184,7 @@ def test_a_combination_is_named_once() -> None:
     ways = Values(name="tp", among=range(1, 9), near=3), Values(name="pp", among=range(1, 9), near=1)
     first, second = _refused_unless(lambda one: one["tp"] == 4 and one["pp"] == 2, *ways)
     assert first == "--tp 3 is not possible: use --tp 4 --pp 2"
-    assert second == "--tp 3 is wrong: the same values solve this"
+    assert second == "--tp 3 is wrong: the change proposed above solves this too"
 
 
 def test_other_processes_are_named_where_flags_are_no_way_out() -> None:
@@ -195,7 +195,7 @@ def test_other_processes_are_named_where_flags_are_no_way_out() -> None:
     processes = Values(name="world_size", among=range(1, 20), near=7, around=True)
     first, second = _refused_unless(lambda one: one["world_size"] % 4 == 0 and one["tp"] == 4, *ways, processes)
     assert re.fullmatch(f"--tp 3 is not possible: use --tp 4, and {start}", first)
-    assert second.endswith(": the same values solve this")
+    assert second.endswith(": the change proposed above solves this too")
 
 
 def test_flags_are_named_beside_other_processes() -> None:
