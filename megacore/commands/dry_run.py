@@ -17,15 +17,16 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import cluster_json, described, layout_flags, layout_json, run_json
-from megacore.plan.plan_report import fit_json, misfits, settings_line
+from megacore.plan.plan_report import fit_json, layout_lines, misfits
 from megacore.plan.planner import Origin, Plan, by_formula, exact, make_plan
 from megacore.plan.size_unit import SizeUnit, memory_unit
 from megacore.train.dry_run import RankReport, run_ranks
 
 _HEADER = """\
 State after a step and memory peak during it, in {unit}: counted, and by the formulas of docs/guides/memory.md for this
-number of microbatches. The first and the last rank along tp and dp of each pipeline stage run. Stages that hold equal
-layers and take the same actions share a row, which names the ranks of the first of these stages.
+number of microbatches. Parameters are those of a rank, with the padding of the vocabulary. The first and the last rank
+along tp and dp of each pipeline stage run. Stages that hold equal layers and take the same actions share a row, which
+names the ranks of the first of these stages.
 """
 _COLUMNS = ("stage", "ranks", "parameters", "state", "formula", "peak", "formula", "microbatches", "result")
 _COUNTED: dict[str, tuple[str, Origin]] = {
@@ -73,8 +74,7 @@ def _print_table(
     ranks = counted(config.parallel.ranks, "CPU" if on_cpu else "accelerator")
     print(f"# Dry run: {config.model.preset or 'model'} on {ranks}, {describe_degrees(config.parallel.degrees)}\n")
     unit = memory_unit(plan_memory(config, outline(config), on_cpu=on_cpu))
-    for line in settings_line(config):
-        print(f"{line}\n")
+    print("\n".join(layout_lines(config)) + "\n")
     print(_HEADER.format(unit=unit.name))
     if plan is not None:
         for line in misfits(plan, unit):

@@ -80,28 +80,12 @@ def markdown(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -
 
 def _head(plan: Plan) -> Iterator[str]:
     config, cluster = plan.config, plan.cluster
-    parallel, training = config.parallel, config.training
-    recomputed = training.recompute_num_layers
-    every = [*reversed(parallel.degrees.items()), ("ep", parallel.ep)]
-    if config.model.experts is not None and parallel.expert_split != parallel.tp:
-        every.append(("etp", parallel.expert_split))
-    degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
-    extras = [
-        "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
-        f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
-        _balance(parallel),
-        f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
-        "sequence parallel" if parallel.sequence_parallel else "",
-        f"recompute {training.recompute}"
-        + ("" if recomputed is None else f" (first {recomputed} blocks of each stage)"),
-        config.precision.precision,
-    ]
-    yield f"# Plan: {config.model.preset or 'model'} on {parallel.ranks} x {cluster.name}"
+    training = config.training
+    yield f"# Plan: {config.model.preset or 'model'} on {config.parallel.ranks} x {cluster.name}"
     yield ""
     active = f", of which a token uses {plan.active_parameters:,}" if config.model.experts is not None else ""
     yield f"- model: {plan.parameters:,} parameters{active} (exact{_without_padding(config)})"
-    yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
-    yield from settings_line(config)
+    yield from layout_lines(config)
     yield (
         f"- batch: {counted(training.global_batch_size, 'sequence')} of {counted(config.data.seq_length, 'token')}, "
         f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica"
@@ -125,6 +109,29 @@ def _without_padding(config: ResolvedConfig) -> str:
     size, split = config.model.vocab_size, ranks_of_role("layer", config.parallel)
     padded = vocabulary_rows(config.model, split) * split
     return "" if padded == size else f", without padding; ranks hold a vocabulary padded from {size:,} to {padded:,}"
+
+
+def layout_lines(config: ResolvedConfig) -> Iterator[str]:
+    """What tells a layout from others: a line of degrees, schedule, ZeRO, recomputation and precision, and what
+    `settings_line` has."""
+    parallel, training = config.parallel, config.training
+    recomputed = training.recompute_num_layers
+    every = [*reversed(parallel.degrees.items()), ("ep", parallel.ep)]
+    if config.model.experts is not None and parallel.expert_split != parallel.tp:
+        every.append(("etp", parallel.expert_split))
+    degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
+    extras = [
+        "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
+        f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
+        _balance(parallel),
+        f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
+        "sequence parallel" if parallel.sequence_parallel else "",
+        f"recompute {training.recompute}"
+        + ("" if recomputed is None else f" (first {recomputed} blocks of each stage)"),
+        config.precision.precision,
+    ]
+    yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
+    yield from settings_line(config)
 
 
 def settings_line(config: ResolvedConfig) -> Iterator[str]:

@@ -245,11 +245,12 @@ SHORT = "--train-iters 2 --global-batch-size 8 --micro-batch-size 1 --dry-run=fu
 
 
 def test_the_command_of_gpt() -> None:
-    status, out, err = run_distributed(command, 1, "pretrain_gpt", f"{TINY} {SHORT} --pp 2 --world-size 4", init=False)[
-        0
-    ]
+    flags = f"{TINY} {SHORT} --pp 2 --world-size 4 --schedule gpipe --zero-stage 1 --offload-optimizer"
+    status, out, err = run_distributed(command, 1, "pretrain_gpt", flags, init=False)[0]
     assert (status, err) == (0, "")
     assert "# Dry run: model on 4 accelerators, pp 2 x dp 2 x tp 1" in out
+    assert "\n- layout: dp 2, pp 2; schedule gpipe, ZeRO 1, recompute none, bf16\n" in out
+    assert re.search(r"\n- other settings that are not the default: `[^`]*--offload-optimizer", out)
     assert "peak during it, in MiB: counted" in out
     assert re.search(r"\n\| 0 \| 0 \| [0-9,]+( \| 0\.[0-9]*[1-9][0-9]*){4} \| ", out)
     assert out.endswith("4 kinds of rank, 4 of them OK\n")
