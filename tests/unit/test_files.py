@@ -18,7 +18,16 @@ from megacore.checkpoint.lock import WriterLock, sees_lock
 from megacore.checkpoint.small_json import read_object
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
-from megacore.files import append_bytes, naming, read_bounded, replace_bytes, replacing, take_lock, write_all
+from megacore.files import (
+    append_bytes,
+    naming,
+    read_bounded,
+    replace_bytes,
+    replacing,
+    take_lock,
+    why_unwritable,
+    write_all,
+)
 from megacore.train.sinks import _keep_until as keep_until
 from tests.patience import patience
 
@@ -52,6 +61,13 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None
 def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
         replace_bytes(tmp_path / "gone" / "a", b"x")
+
+
+def test_a_file_in_a_directory_that_takes_no_new_files_cannot_be_replaced(tmp_path: Path) -> None:
+    why = why_unwritable(Path("/proc/self/comm"))  # which can be written in place
+    assert why is not None and "takes no new files" in why
+    (tmp_path / "file").write_bytes(b"old")
+    assert why_unwritable(tmp_path / "file") is None
 
 
 def test_a_name_that_is_known_stays() -> None:
