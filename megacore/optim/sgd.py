@@ -22,7 +22,8 @@ class SGD(Optimizer[SGDConfig]):
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         momentum = self.momentum
-        masters, buffers = [run.master for run in runs], [self.state[run].get("momentum_buffer") for run in runs]
+        masters: list[Tensor] = [run.master for run in runs]
+        buffers = [self.state[run].get("momentum_buffer") for run in runs]
         if weight_decay:  # in place: PyTorch's operator would copy all gradients
             torch._foreach_add_(list(gradients), masters, alpha=weight_decay)
         sgd(
