@@ -20,6 +20,8 @@ from megacore.config.messages import number
 _BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK = 256
 """Elements with one scale, where an optimizer keeps its state in 8 bits."""
+PART = 1 << 20
+"""Most elements whose moments exist in fp32 at a time, where an optimizer keeps them in fewer bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,12 @@ class AdamWConfig(OptimizerSettings):
     @property
     def state(self) -> tuple[StateKind, ...]:
         return self.moments
+
+    def temporary_bytes(self, updated: Updated) -> Temporaries:
+        """Of a part both moments in fp32, and what they are rounded with: to bf16 the random bits in int64, those of
+        one moment before and after they are int32; to 8 bits the scales and the dividends, divisors and quotients."""
+        per_element = {"fp32": 0, "bf16": 8 + 8 + 8 + 4, "int8": 8 + 4 + 4 + 4 + 4}[self.moments_dtype]
+        return Temporaries(per_element * min(updated.part, PART))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.config.optimizers import BLOCK, StateKind
-from megacore.optim.moments import (
-    MOST_ELEMENTS,
-    KeptMoments,
-    Moments,
-    Part,
-    global_indices,
-    local_shape,
-)
+from megacore.config.optimizers import BLOCK, PART, StateKind
+from megacore.optim.moments import KeptMoments, Moments, Part, global_indices, local_shape
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.zero.local_segments import LocalRun, LocalSegment
@@ -134,7 +127,7 @@ class BlockMoments(KeptMoments):
         ends, size, found, start = offsets[1:], int(offsets[-1]), list[slice](), 0
         while start < size:
             following = int(torch.searchsorted(ends, start, right=True))
-            last = int(torch.searchsorted(ends, start + MOST_ELEMENTS, right=True)) - 1
+            last = int(torch.searchsorted(ends, start + PART, right=True)) - 1
             stop = int(ends[max(following, last)])
             found.append(slice(start, stop))
             start = stop
@@ -284,8 +277,8 @@ def _pieces_of(local: LocalSegment, first: int) -> _Pieces:
     size = math.prod(spec.shape)
     blocks = -(-size // BLOCK)
     cpu, found = torch.device("cpu"), list[tuple[Tensor, Tensor]]()
-    for start in range(segment.start, segment.stop, MOST_ELEMENTS):
-        index = global_indices(spec, shape, start, min(start + MOST_ELEMENTS, segment.stop), cpu)
+    for start in range(segment.start, segment.stop, PART):
+        index = global_indices(spec, shape, start, min(start + PART, segment.stop), cpu)
         numbers = torch.where(index < size, index // BLOCK, blocks)
         found.append(torch.unique_consecutive(numbers, return_counts=True))
     numbers, inverse = torch.unique_consecutive(torch.cat([ids for ids, _ in found]), return_inverse=True)

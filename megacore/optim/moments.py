@@ -16,12 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.config.optimizers import StateKind
+from megacore.config.optimizers import PART, StateKind
 from megacore.parallel.sharding import ShardSpec
 from megacore.zero.local_segments import LocalRun, LocalSegment
-
-MOST_ELEMENTS = 1 << 20
-"""Of a part: its fp32 copies exist for a moment."""
 
 
 class Moments(NamedTuple):
@@ -73,7 +70,7 @@ class KeptMoments(ABC):
     def elements_of_parts(self, local: LocalSegment) -> list[slice]:
         """The parts into which a segment is divided, each as its elements of the segment."""
         size = local.segment.stop - local.segment.start
-        return [slice(first, min(first + MOST_ELEMENTS, size)) for first in range(0, size, MOST_ELEMENTS)]
+        return [slice(first, min(first + PART, size)) for first in range(0, size, PART)]
 
     @abstractmethod
     def read(self, part: Part) -> Moments:
@@ -139,12 +136,12 @@ def global_indices(spec: ShardSpec, shape: tuple[int, ...], start: int, stop: in
         held = (last - first) * width
         index = flat + first * width
         return index if stop <= held else index.masked_fill_(flat >= held, spec.shape[0] * width)
-    index = torch.zeros_like(flat)
+    index, coordinate = torch.zeros_like(flat), torch.empty_like(flat)
     padding = torch.zeros_like(flat, dtype=torch.bool)
     stride, inner = 1, 1
     for size, whole, (first, last) in zip(reversed(shape), reversed(spec.shape), reversed(spec.slices), strict=True):
-        coordinate = flat // inner % size
+        torch.div(flat, inner, rounding_mode="floor", out=coordinate).remainder_(size)
         padding |= coordinate >= last - first
-        index += (coordinate + first) * stride
+        index += coordinate.add_(first).mul_(stride)
         stride, inner = stride * whole, inner * size
     return index.masked_fill_(padding, stride)

@@ -54,8 +54,9 @@ class RoundedMoments(KeptMoments):
         start, stop = first + part.in_segment.start, first + part.in_segment.stop
         index = global_indices(local.spec, self._shapes[local.spec.name], start, stop, moments.mean.device)
         bits = random_bits(index, self._keys[local.spec.name], step)
-        for kind, values, shift in zip(self.kinds, moments, (0, 16), strict=True):
-            self._kept(part, kind).copy_(rounded(values, bits >> shift))
+        for kind, values in zip(self.kinds, moments, strict=True):
+            self._kept(part, kind).copy_(rounded(values, bits))
+            bits >>= 16
 
     def values(self, local: LocalSegment, column: int) -> Tensor | None:
         return local.state(self, self.kinds[column].name)
@@ -90,9 +91,9 @@ def random_bits(index: Tensor, key: int, step: Tensor) -> Tensor:
     signed = key - (1 << 64) if key >> 63 else key
     bits = index.mul_(_INDEX_FACTOR).add_(step.to(torch.int64) * _STEP_FACTOR + signed)
     for shift, factor in _MIX:
-        bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)
+        bits ^= (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         bits *= factor
-    return bits.bitwise_xor_((bits >> 31) & ((1 << 33) - 1))
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_((1 << 33) - 1))
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
@@ -106,5 +107,5 @@ def rounded(values: Tensor, bits: Tensor) -> Tensor:
     Returns:
         [n] fp32, whose last 16 bits are zero where they are finite
     """
-    added = values.view(torch.int32) + (bits & _LOW).to(torch.int32)
-    return torch.where(values.isfinite(), (added & ~_LOW).view(torch.float32), values)
+    added = (bits & _LOW).to(torch.int32).add_(values.view(torch.int32)).bitwise_and_(~_LOW)
+    return torch.where(values.isfinite(), added.view(torch.float32), values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
@@ -21,12 +22,16 @@ class SGD(Optimizer[SGDConfig]):
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         momentum = self.momentum
+        masters: list[Tensor] = [run.master for run in runs]
         buffers = [self.state[run].get("momentum_buffer") for run in runs]
+        if weight_decay:  # in place: PyTorch's operator would copy all gradients
+            torch._foreach_add_(list(gradients), masters, alpha=weight_decay)
         sgd(
-            [run.master for run in runs],
+            masters,
             list(gradients),
             buffers,
-            weight_decay=weight_decay,
+            foreach=True,  # in place, with Nesterov's momentum too
+            weight_decay=0.0,
             momentum=momentum,
             lr=lr,
             dampening=0.0,

@@ -355,6 +355,13 @@ UPDATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 4, 1),
         LARGE_TABLE | {"schedule": "zero-bubble", "offload_activations": True},
     ),
+    "SGD, two tables, pp 2": ((1, 2, 1), LARGE_TABLE | TWO_TABLES | {"optimizer": "sgd"}),
+    "SGD, Nesterov's momentum": ((1, 1, 1), LARGE_TABLE | {"optimizer": "sgd", "sgd_nesterov": True}),
+    "AdamW, moments in bf16, pp 2": ((1, 2, 1), LARGE_TABLE | TWO_TABLES | {"moments_dtype": "bf16"}),
+    "AdamW, moments and sums in bf16, tp 2, ZeRO 1": (
+        (2, 1, 2),
+        LARGE_TABLE | TWO_TABLES | {"moments_dtype": "bf16", "grad_reduce_dtype": "bf16", "zero_stage": 1},
+    ),
     "1-bit Adam": ((1, 1, 4), MATRICES | {"optimizer": "onebitadam", "zero_stage": 0, "vocab_size": 512}),
     "1-bit LAMB": ((1, 1, 4), MATRICES | {"optimizer": "onebitlamb", "zero_stage": 0, "vocab_size": 512}),
 }
