@@ -237,7 +237,8 @@ def variants(
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
     stages = constraints.among("zero_stage", sorted({*range(shards), parallel.zero_stage}))
-    kinds = constraints.among("recompute", recomputed)
+    layers = constraints.fixed.get("recompute_num_layers")
+    kinds = [kind for kind in constraints.among("recompute", recomputed) if layers is None or kind == "full"]
     unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
     if degrees["tp"] == 1:
         split = [False]
@@ -245,11 +246,10 @@ def variants(
         can_split = config.data.seq_length % unit == 0
         split = [is_split for is_split in (False, can_split) if constraints.allow("sequence_parallel", is_split)]
     shapes = _shapes(config, constraints, degrees["pp"])
-    layers = constraints.fixed.get("recompute_num_layers")
     # Many layouts have these sections in common.
     trainings = {
         (size, kind): dataclasses.replace(
-            training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers if kind == "full" else None
+            training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers
         )
         for size, kind in itertools.product(sizes, kinds)
     }

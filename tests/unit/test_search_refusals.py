@@ -344,3 +344,47 @@ def test_a_search_without_a_layout_that_fits_names_ranks_that_are_enough(
     more = ways[0].split()[1]
     assert main(given.replace("--world-size 8", f"--world-size {more}").split()) == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 48}, {"micro_batch_size": {2}}),
+        ({"train_micro_batch_size_per_gpu": 2}, {"micro_batch_size": {2}}),
+        ({"train_batch_size": 12, "zero_optimization": {"stage": 2}}, {"zero_stage": {2}}),
+    ],
+)
+def test_a_search_keeps_what_a_deepspeed_configuration_gives(
+    keys: dict[str, object], kept: dict[str, set[object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan with the flags of a layout and the same file has the layout and the batch."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(keys))
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --deepspeed-config {file}"
+    report = planned(capsys, f"{run} --world-size 8 --search --top 100000")
+    found = report["layouts"]
+    assert {name: {row["layout"][name] for row in found} for name in kept} == kept
+    for row in (found[0], found[-1]):
+        plan = planned(capsys, f"{run} {row['flags']}")
+        assert {**plan["layout"], "num_microbatches": 0} == {**row["layout"], "num_microbatches": 0}
+        assert plan["global_batch_size"] == report["global_batch_size"]
+
+
+def test_a_number_of_microbatches_is_for_one_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}')
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --deepspeed-config {file} --world-size 8 --search"
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(run.split()))
+    text = capsys.readouterr().err
+    assert "gradient_accumulation_steps 4 is for one layout" in text and text.count("\n  - ") == 1, text
+
+
+def test_the_recomputed_blocks_of_a_file_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No flag takes them back."""
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\npreset = 'gpt2-small'\n[training]\nrecompute = 'full'\nrecompute_num_layers = 2\n")
+    run = f"pretrain_gpt.py --config {file} --cluster h100"
+    found = planned(capsys, f"{run} --world-size 8 --search --top 100000")["layouts"]
+    assert {(row["layout"]["recompute"], row["layout"]["recompute_num_layers"]) for row in found} == {("full", 2)}
+    assert planned(capsys, f"{run} {found[0]['flags']}")["layout"]["recompute_num_layers"] == 2
