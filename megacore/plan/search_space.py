@@ -54,9 +54,11 @@ class Constraints:
 
     def allow(self, name: str, value: int) -> bool:
         """Whether a field may have a value."""
-        return self.fixed.get(name, value) == value and (
-            self.least.get(name, value) <= value <= self.most.get(name, value)
-        )
+        return self.fixed.get(name, value) == value and self.within_limits(name, value)
+
+    def within_limits(self, name: str, value: Any) -> bool:
+        """Whether the limits allow a field a value; None is within any."""
+        return value is None or self.least.get(name, value) <= value <= self.most.get(name, value)
 
     def among(self, name: str, values: Iterable[T]) -> list[T]:
         """What a field may be: its given value, or those of `values` that are within the limits."""
@@ -248,9 +250,7 @@ def variants(
     shapes = _shapes(config, constraints, degrees["pp"])
     # Many layouts have these sections in common.
     trainings = {
-        (size, kind): dataclasses.replace(
-            training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers
-        )
+        (size, kind): dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers)
         for size, kind in itertools.product(sizes, kinds)
     }
     unset: dict[str, Any] = {"schedule_csv": None, "pipeline_layout": None}
