@@ -87,8 +87,9 @@ class Validation:
             return [*self._left(changes), *beyond]
 
         start = self.config.with_values(nearest_start(values, left))
-        if start.parallel.dp is None and (dp := fill_degrees(start.parallel, self.world_size)["dp"]):
-            start = start.with_values({"dp": dp})
+        last = degree_fields()[-1]
+        if start.value(last) is None and (ranks := fill_degrees(start.parallel, self.world_size)[last]):
+            start = start.with_values({last: ranks})  # which a search chooses too, so that it is not derived
         return replace(self, config=start, world_size=self._ranks(start, self.world_size))
 
     def _ranks(self, config: Config, given: int) -> int:
