@@ -45,6 +45,8 @@ from megacore.commands.tool import positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import given_values, parse_config
+from megacore.config.deepspeed import read_deepspeed
+from megacore.config.deepspeed_keys import ACCUMULATION, TOTAL
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import Given, read_flags, without_fields
@@ -67,9 +69,9 @@ _DATA_FIELDS = {"mock_data", "data_path"}
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
-_SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size", "deepspeed_config"}
+_SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
-_SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf", "config"}
+_SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
 
 
 def plan_tool(argv: Sequence[str] | None = None) -> int:
@@ -256,21 +258,27 @@ def _read(args: argparse.Namespace) -> _Request:
     reading = read_flags(args.flags, kind)
     given, args.unread = reading.values, reading.unread
     typed = dict(given)
+    file = Given() if given.get("config") is None else read_toml(given["config"], kind)
     args.foreign = {name for setting in reading.foreign for name in setting.fields}
+    args.of_file = {*file.values, *file.unread}
+    if args.search and given.get("deepspeed_config") is not None:
+        problems += _take_deepspeed(args, given["deepspeed_config"])
     if args.search and args.foreign & set(SEARCHED):
         problems += _take_foreign(args, reading, kind)
     args.given_device = given.get("device")
     problems += _wrong_device(given, cluster)
     args.unfit = [*unfit_values(given_values(args.flags, kind, _shape_for(kind))[0])] if args.is_full else []
     problems += args.unfit
-    args.usual_batch = _usual_batch(args, reading, kind)
+    args.usual_batch = _usual_batch(args, reading, file)
     args.has_file = "config" in given
     args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
+    if (blocks := file.values.get("recompute_num_layers")) is not None and args.search:  # which no flag takes back
+        args.fixed = {"recompute": "full", "recompute_num_layers": blocks, **args.fixed}
     problems += [*wrong_limits(args, cluster), *wrong_given(args, given)]
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
-    is_smaller = args.search and given.keys() & _BATCH_OR_REPLICAS
+    is_smaller = args.search and (given.keys() | args.foreign) & _BATCH_OR_REPLICAS
     config = parse_config(
         _with_defaults(args, given, kind, problems),
         prog=args.help_of,
@@ -357,6 +365,21 @@ def _take_foreign(args: argparse.Namespace, reading: Given, kind: type[Config]) 
     yield from (problem for problem in problems if problem.startswith(tuple(left_out)))
 
 
+def _take_deepspeed(args: argparse.Namespace, path: str) -> Iterator[str]:
+    """Take what a DeepSpeed configuration says of a layout for given, as no flag may say otherwise; what it says of one
+    layout only is refused."""
+    settings = read_deepspeed(path, is_planned=True).settings
+    for setting in settings:
+        if setting.source.startswith(ACCUMULATION):
+            yield (
+                f"{setting.where}{setting.source} is for one layout, as --search divides the same batch in all ways: "
+                f'leave it out, or set it to "auto", and give {TOTAL} or --global-batch-size'
+            )
+    # What follows from the batch alone is no value that the search must keep.
+    args.foreign |= {name for setting in settings if not setting.is_last for name in setting.fields}
+    args.foreign |= {"global_batch_size"} & {name for setting in settings for name in setting.fields}
+
+
 def _wrong_device(given: Mapping[str, Any], cluster: Cluster | None) -> Iterator[str]:
     """That the flags of the run ask for another device than the cluster's."""
     device = given.get("device", "auto")
@@ -389,12 +412,11 @@ def _with_defaults(
         flags += ["--recompute", "full"]
     if args.usual_batch is not None:
         flags += ["--global-batch-size", str(args.usual_batch)]
-    if "config" in given:
+    if "config" not in given:
+        flags = [*flags, *_usual_flags(args, given)]
+    if args.is_dry_run or "config" in args.unread:
         return flags
-    flags = [*flags, *_usual_flags(args, given)]
-    if args.is_dry_run:
-        return flags
-    named = given.keys() | args.unread
+    named = given.keys() | args.unread | args.of_file
     defaults = [] if named & _DATA_FIELDS else ["--mock-data"]
     defaults += [] if "train_iters" in named else ["--train-iters", "1000"]
     if "--mock-data" in defaults and not named & _SOURCES_OF_VOCABULARY:
@@ -403,13 +425,13 @@ def _with_defaults(
     return [*flags, *defaults]
 
 
-def _usual_batch(args: argparse.Namespace, reading: Given, kind: type[Config]) -> int | None:
+def _usual_batch(args: argparse.Namespace, reading: Given, file: Given) -> int | None:
     """The batch of a search where nothing gives one: a microbatch for each rank, whatever the degrees are. None: the
     batch is given, or follows from settings of another trainer or from a ramp."""
     given = reading.values
-    file = Given() if given.get("config") is None else read_toml(given["config"], kind)
-    decided = {*given, *file.values, *reading.unread, *file.unread, *args.foreign}
-    if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or "micro_batch_size" in args.foreign:
+    decided = {*given, *reading.unread, *args.of_file, *args.foreign}
+    is_unknown = "micro_batch_size" in args.foreign - given.keys()
+    if not args.search or args.world_size is None or decided & _SOURCES_OF_BATCH or is_unknown:
         return None
     micro = {**file.values, **given}.get("micro_batch_size", 1)
     replicas = {**file.values, **given}.get("dp") or 1

@@ -130,7 +130,7 @@ class PlanParser(ToolParser):
         known.flags = rest
         _give_back_value(known, words)
         _take_entry(known)
-        self._problems += self._contradictions(words)
+        self._problems += self.contradictions(words)
         for flag, way_out in self.elsewhere.items():
             if flag in (word.split("=")[0] for word in known.flags):
                 self._problems.append(f"{flag} {way_out}")
@@ -142,21 +142,6 @@ class PlanParser(ToolParser):
     def _with_dashes(self, word: str) -> str:
         """A flag of ours that is spelled with underscores, which the trainer accepts too."""
         return flag if (flag := dashed(word)).partition("=")[0] in self.names() else word
-
-    def _contradictions(self, words: Sequence[str]) -> Iterator[str]:
-        """Flags that are given twice with different values, of which argparse takes the last."""
-        values: dict[str, list[str]] = {}
-        for word, following in itertools.zip_longest(words, words[1:]):
-            flag, equals, text = word.partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is None or action.nargs not in (None, "?"):
-                continue
-            is_alone = action.nargs == "?" and not equals and following not in (action.choices or ())
-            values.setdefault(flag, []).append(str(action.const) if is_alone else text if equals else str(following))
-        for flag, texts in values.items():
-            if len(distinct := list(dict.fromkeys(texts))) > 1:
-                both = " and as ".join(f"{flag} {text}" for text in distinct)
-                yield f"{flag} is given twice, as {both}: keep one of them"
 
 
 def dashed(word: str) -> str:

@@ -16,7 +16,7 @@ from megacore.commands.tool import positive
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import flag_and_value
-from megacore.config.messages import divisors, one_of
+from megacore.config.messages import divisors
 from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.config.search_start import Searched
 from megacore.errors import ConfigError
@@ -24,7 +24,7 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import usable_bytes, usable_host_bytes
 from megacore.plan.search import Found, search
-from megacore.plan.search_conflicts import conflict
+from megacore.plan.search_conflicts import conflict, too_many_ranks
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_limits
 from megacore.plan.search_ways import ways_of_search
@@ -157,17 +157,6 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
             ways = f"--min-{name} {_near(most, args.world_size, up=False)} or less"
             ways += f", or --max-{name} {_near(least, args.world_size, up=True)} or more"
             yield f"--min-{name} {least} must be at most --max-{name} {most}: use {ways}"
-    smallest = {}
-    for name in degree_fields():
-        if name in args.fixed:
-            smallest[f"--{name}"] = args.fixed[name]
-        elif f"min-{name}" in given:
-            smallest[f"--min-{name}"] = given[f"min-{name}"]
-    ranks = math.prod(smallest.values())
-    if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
-        product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
-        values = ", or ".join([*_smaller_degrees(smallest, args.world_size), f"--world-size {ranks}"])
-        yield f"{product} = {ranks} must be at most --world-size {args.world_size}: use {values}"
     limit = given.get("max-memory-gb")
     if args.search and args.world_size is not None and cluster is not None and limit is not None:
         usable = usable_bytes(cluster, args.world_size) / 1e9
@@ -186,42 +175,20 @@ def _near(limit: int, world: int | None, *, up: bool) -> int:
     return (min if up else max)(known, default=limit)
 
 
-def _smaller_degrees(smallest: Mapping[str, int], world: int) -> Iterator[str]:
-    """Values of one of these flags by which the ranks can be divided as the others say.
-
-    Args:
-        smallest: values of degrees, and their smallest ones, by flag.
-        world: the number of ranks.
-    """
-    if not 1 <= world <= MOST_RANKS:
-        return
-    for flag, value in smallest.items():
-        works = [d for d in divisors(world, most=None) if d < value and _can_divide({**smallest, flag: d}, world)]
-        if works and flag.startswith("--min-"):
-            yield f"{flag} {max(works)} or less"
-        elif works:
-            yield f"{flag} {one_of(works)}"
-
-
-def _can_divide(smallest: Mapping[str, int], ranks: int) -> bool:
-    """Whether ranks can be divided by all given degrees, and by others that are not below their smallest values."""
-    limits = sorted(smallest.items(), key=lambda item: item[0].startswith("--min-"))  # given ones first
-    if not limits:
-        return True
-    (flag, value), rest = limits[0], dict(limits[1:])
-    tried = [d for d in divisors(ranks, most=None) if d >= value] if flag.startswith("--min-") else [value]
-    return any(ranks % d == 0 and _can_divide(rest, ranks // d) for d in tried)
-
-
 def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
     """Limits leave each degree a value.
 
     Raises:
         ConfigError: what is wrong.
     """
-    if not args.search or args.world_size is None or cluster is None:
+    if not args.search or args.world_size is None or cluster is None or not 1 <= args.world_size <= MOST_RANKS:
         return
-    if problems := impossible_limits(config, _constraints(args), names_batch=args.usual_batch is None):
+    constraints, names_batch = _constraints(args), args.usual_batch is None
+    problems = [
+        *too_many_ranks(config, cluster, constraints, batch_of_ranks=not names_batch),
+        *impossible_limits(config, constraints, names_batch=names_batch),
+    ]
+    if problems:
         raise ConfigError(problems)
 
 
@@ -263,7 +230,7 @@ def searched(args: argparse.Namespace) -> Searched | None:
         }
         return {name: constraints.among(name, some) for name, some in possible.items() if name not in args.fixed}
 
-    return Searched(ranks=args.world_size, values=values)
+    return Searched(ranks=args.world_size, values=values, allows=constraints.within_limits)
 
 
 def _constraints(args: argparse.Namespace) -> Constraints:

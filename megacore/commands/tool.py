@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import itertools
 import os
 import signal
 import sys
@@ -58,13 +59,20 @@ class EmptyFlag(NamedTuple):
 
 
 class ToolParser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT."""
+    """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT, and
+    flags that are given twice with different values."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse has it."""
         for empty in self.empty_flags(sys.argv[1:] if args is None else args):
             self.error(empty.said)
         return super().parse_known_args(args, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it."""
+        for contradiction in self.contradictions(sys.argv[1:] if args is None else args):
+            self.error(contradiction)
+        return super().parse_args(args, namespace)
 
     def empty_flags(self, words: Sequence[str]) -> Iterator[EmptyFlag]:
         """The flags whose value is empty."""
@@ -77,6 +85,29 @@ class ToolParser(argparse.ArgumentParser):
                 way = f"use {one_of(list(action.choices))}" if action.choices is not None else "give it a value"
                 also = "" if action.required else ", or leave the flag out"
                 yield EmptyFlag(flag, f"{flag} is empty: {way}{also}", place, 1 if equals else 2)
+
+    def contradictions(self, words: Sequence[str]) -> Iterator[str]:
+        """Flags that are given twice with different values, of which argparse takes the last."""
+        values: dict[str, list[str]] = {}
+        several = set[str]()
+        for place, word in enumerate(words):
+            flag, equals, text = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if action is None or action.nargs == 0 or isinstance(action, argparse._AppendAction):
+                continue
+            following = list(itertools.takewhile(lambda one: not one.startswith("--"), words[place + 1 :]))
+            if action.nargs is None:
+                del following[1:]
+            elif action.nargs == "?":
+                following = [one for one in following[:1] if one in (action.choices or ())] or [str(action.const)]
+            else:
+                several.add(flag)
+            values.setdefault(flag, []).append(text if equals else " ".join(following))
+        for flag, texts in values.items():
+            if len(distinct := list(dict.fromkeys(texts))) > 1:
+                both = " and as ".join(f"{flag} {text}" for text in distinct)
+                way_out = "give all of its values after one flag" if flag in several else "keep one of them"
+                yield f"{flag} is given twice, as {both}: {way_out}"
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""

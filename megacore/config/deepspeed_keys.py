@@ -35,18 +35,20 @@ from megacore.config.megatron_values import Translation
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
-_TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
-_ACCUMULATION = "gradient_accumulation_steps"
+TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+"""Keys of the batch and of the microbatch."""
+ACCUMULATION = "gradient_accumulation_steps"
+"""The key of the number of microbatches of a replica."""
 
 
 def _total(value: Value) -> Translation:
     total, values = whole(value, low=1), {"global_batch_size": whole(value, low=1)}
-    replicas, steps = value.shape.replicas, value.other(_ACCUMULATION, 1)
+    replicas, steps = value.shape.replicas, value.other(ACCUMULATION, 1)
     if value.other(_MICRO) is not None or value.shape.micro_batch_size is not None or replicas is None:
         return Translation(values)
     if not isinstance(steps, int) or steps < 1 or total % (replicas * steps):
         raise ValueError(
-            f"{value} must be a multiple of {_ACCUMULATION} {shown(steps)} x {replicas} data-parallel ranks, because "
+            f"{value} must be a multiple of {ACCUMULATION} {shown(steps)} x {replicas} data-parallel ranks, because "
             f"{_MICRO} is left out: change one of them"
         )
     return Translation(values, {"micro_batch_size": total // replicas // steps})
@@ -54,15 +56,15 @@ def _total(value: Value) -> Translation:
 
 def _accumulation(value: Value) -> Translation:
     steps, replicas = whole(value, low=1), value.shape.replicas
-    micro, total = value.shape.micro_batch_size, value.other(_TOTAL)
+    micro, total = value.shape.micro_batch_size, value.other(TOTAL)
     if replicas is None or micro is None:
         if total is None and micro is None:
             raise ValueError(f"{value} needs the size of a microbatch: give {_MICRO}, or --micro-batch-size")
         return Translation()
     if total is not None and total != (product := micro * steps * replicas):
         raise ValueError(
-            f"{_TOTAL} {shown(total)} must be {_MICRO} {micro} x {_ACCUMULATION} {steps} x {replicas} data-parallel "
-            f"ranks = {product}: use {_TOTAL} {product}, or change one of the others"
+            f"{TOTAL} {shown(total)} must be {_MICRO} {micro} x {ACCUMULATION} {steps} x {replicas} data-parallel "
+            f"ranks = {product}: use {TOTAL} {product}, or change one of the others"
         )
     return Translation({"global_batch_size": micro * steps * replicas})
 
@@ -141,14 +143,14 @@ def _removed(name: str) -> Key:
 
 
 KEYS: Mapping[str, Key] = {
-    _TOTAL: custom(
+    TOTAL: custom(
         f"--global-batch-size, and --micro-batch-size where {_MICRO} is left out",
         ("global_batch_size", "micro_batch_size"),
         _total,
         is_last=True,
     ),
     _MICRO: sets("micro_batch_size", lambda value: whole(value, low=1)),
-    _ACCUMULATION: custom(
+    ACCUMULATION: custom(
         "--global-batch-size: its value x --micro-batch-size x --dp, checked where train_batch_size is given",
         ("global_batch_size",),
         _accumulation,

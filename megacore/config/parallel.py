@@ -124,7 +124,8 @@ class ParallelConfig(Section):
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if self.zero_stage == 0 and "zero_stage" not in wrong:
-            yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", "--zero-stage 1, 2 or 3")
+            sharding = Values(name="zero_stage", among=[1, 2, 3], near=0)
+            yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", sharding)
         if self.offload_params and not wrong & {"offload_params", "zero_stage", "offload_optimizer"}:
             usual = {"zero_stage": 3, "offload_optimizer": True}
             needed = {name: value for name, value in usual.items() if getattr(self, name) != value}

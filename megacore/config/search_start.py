@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megacore.config.problem import Change, Problem, Values
 from megacore.config.proposals import Changes, Recheck, fields_of
 from megacore.config.schema import Config
 
@@ -21,10 +22,12 @@ class Searched:
     Attributes:
         ranks: number of ranks that it divides.
         values: of each field that it chooses, by name: what it may be, given the configuration.
+        allows: whether a field may have a value within the limits of the search, which no way out may exceed.
     """
 
     ranks: int
     values: Callable[[Config], Mapping[str, Sequence[Any]]]
+    allows: Callable[[str, Any], bool]
 
 
 def nearest_start(values: Mapping[str, Sequence[Any]], left: Recheck) -> Changes:
@@ -47,12 +50,60 @@ def nearest_start(values: Mapping[str, Sequence[Any]], left: Recheck) -> Changes
             for remaining, one in single
             for two in _steps(remaining, {**changes, **one}, values)
         )
-        better = _fewest(single, known) or _fewest(pairs, known)
+        better = _fewest(single, known) or _fewest(pairs, known) or _with_most_ways(problems, single)
         if better is None:
             break
         problems, further = better
         changes |= further
     return changes
+
+
+def with_other_values(problem: str, values: Mapping[str, Sequence[Any]], left: Recheck) -> str:
+    """The message about a constraint. Where values of one field that a search chooses keep it, and all of them violate
+    another constraint, it names that first and has the ways out of both.
+
+    Args:
+        problem: a violated constraint.
+        values: that fields may take, by field.
+        left: the violated constraints after fields have other values.
+    """
+    if not isinstance(problem, Problem):
+        return problem
+    known = frozenset(map(fields_of, left({})))
+    for name in values.keys() & fields_of(problem):
+        keeping = [
+            (step, [one for one in others if fields_of(one) not in known])
+            for step in _steps([problem], {}, {name: values[name]})
+            if fields_of(problem) not in map(fields_of, others := left(step))
+        ]
+        for step, new in keeping[:1]:
+            if len(new) == 1 and isinstance(new[0], Problem) and all(other for _, other in keeping):
+                further = [
+                    Change(way.text, {**step, **way.values})
+                    for way in new[0].ways
+                    if isinstance(way, Change) and way.values
+                ]
+                own = [way for way in problem.ways if not (isinstance(way, Values) and way.name == name)]
+                both = f"{new[0].said}, and {problem.said}"
+                return Problem(both, *further, *own, about=(*fields_of(problem), *fields_of(new[0])))
+    return problem
+
+
+def _with_most_ways(
+    problems: Sequence[str], tried: Iterable[tuple[Sequence[str], dict[str, Any]]]
+) -> tuple[Sequence[str], dict[str, Any]] | None:
+    """Where the same constraints are violated with more values to offer, as for a divisor of more replicas."""
+    about, most, best = [*map(fields_of, problems)], _offered(problems), None
+    for one in tried:
+        if [*map(fields_of, one[0])] == about and (number := _offered(one[0])) > most:
+            best, most = one, number
+    return best
+
+
+def _offered(problems: Sequence[str]) -> int:
+    """The number of values that violated constraints offer."""
+    ways = [way for problem in problems if isinstance(problem, Problem) for way in problem.ways]
+    return sum(len(way.among) for way in ways if isinstance(way, Values) and not way.bound)
 
 
 def _steps(problems: Sequence[str], changes: Changes, values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

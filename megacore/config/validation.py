@@ -16,7 +16,7 @@ from typing import Any
 from megacore.config.batch_rules import BATCH_RULES
 from megacore.config.compression import COMPRESSION_RULES
 from megacore.config.data_rules import DATA_RULES
-from megacore.config.dimensions import degree_fields
+from megacore.config.dimensions import degree_fields, fill_degrees
 from megacore.config.duration_rules import DURATION_RULES
 from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, flag
@@ -26,7 +26,7 @@ from megacore.config.problem import WORLD_SIZE
 from megacore.config.proposals import with_tried_ways
 from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
-from megacore.config.search_start import Searched, nearest_start
+from megacore.config.search_start import Searched, nearest_start, with_other_values
 
 _RULES = [
     *chain(
@@ -63,6 +63,9 @@ class Validation:
         """One message per problem. It names the flags, their values, the constraint and the ways out, which are tried
         on all constraints."""
         found = self._left({})
+        if found and self.searched is not None:
+            values = self.searched.values(self.config)
+            found = [with_other_values(problem, values, self._left) for problem in found]
         processes = None if self.follows_degrees else self.world_size
         return with_tried_ways(found, self._left, processes=processes) if found else []
 
@@ -84,6 +87,9 @@ class Validation:
             return [*self._left(changes), *beyond]
 
         start = self.config.with_values(nearest_start(values, left))
+        last = degree_fields()[-1]
+        if start.value(last) is None and (ranks := fill_degrees(start.parallel, self.world_size)[last]):
+            start = start.with_values({last: ranks})  # which a search chooses too, so that it is not derived
         return replace(self, config=start, world_size=self._ranks(start, self.world_size))
 
     def _ranks(self, config: Config, given: int) -> int:
@@ -99,6 +105,9 @@ class Validation:
         product = degrees_product(changed)
         if changes and self.searched is not None and product and self.searched.ranks % product:
             left.append(f"{product} ranks do not divide {self.searched.ranks}")
+        if self.searched is not None:
+            beyond = [name for name, value in values.items() if not self.searched.allows(name, value)]
+            left += [f"{flag(name)} {values[name]} is not within the limits of the search" for name in beyond]
         return left
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, fullest_rank, held_on_host, plan_memory
+from megacore.plan.memory import GIB, MOST_MEMORY, fullest_rank, held_on_host, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room
 
@@ -45,6 +45,10 @@ class Limits:
     def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
         """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
         return demand.computing * self._sharing(ranks) <= self.room.available and self.host_allows(demand)
+
+    def are_certain(self, demand: Demand, *, ranks: int) -> bool:
+        """Whether the device has as much as all of so many ranks may take at the most."""
+        return MOST_MEMORY * demand.computing * self._sharing(ranks) <= self.room.available
 
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether all ranks of a configuration have what they are expected to take."""

@@ -37,6 +37,8 @@ from megacore.plan.state import (
 from megacore.plan.update_memory import updating_bytes
 
 GIB = 2.0**30
+MOST_MEMORY = 1.1
+"""What a rank may take at the most, as a multiple of what is expected."""
 # torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
 # libraries and buffers of its communication, beside the context that is there before anything is counted.
 CPU_OVERHEAD, ACCELERATOR_OVERHEAD = 0.4 * GIB, 1.0 * GIB

@@ -20,7 +20,7 @@ from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
 from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
 from megacore.plan.limits import Limits
-from megacore.plan.memory import GIB, RankMemory, fullest_rank, held_on_host, needed_on_host, plan_memory
+from megacore.plan.memory import GIB, MOST_MEMORY, RankMemory, fullest_rank, held_on_host, needed_on_host, plan_memory
 from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
@@ -33,7 +33,6 @@ Origin = Literal["exact", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 # What other programs and the libraries' own contexts take: a planned device is full below its capacity, as is a host.
 _USABLE = 0.97
-_MOST_MEMORY = 1.1  # times what is expected
 # Below these widths, of a model and of a rank's share, launches take as long as operators.
 _SMALL_HIDDEN, _NARROW = 2048, 256
 LOW_CONFIDENCE = "the model is small for this device; kernel launches can take as long as the kernels"
@@ -57,7 +56,7 @@ def exact(value: float, unit: str) -> Figure:
 
 def by_formula(size: float, *, low: float) -> Figure:
     """Bytes of memory, of which some are certain."""
-    return Figure(value=size, unit="bytes", origin="formula", low=low, high=size * _MOST_MEMORY)
+    return Figure(value=size, unit="bytes", origin="formula", low=low, high=size * MOST_MEMORY)
 
 
 def peak_figure(*ranks: RankMemory) -> Figure:

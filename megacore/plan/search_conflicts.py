@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, violations
@@ -99,6 +101,49 @@ def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints,
         ways.append(one.flag_with(_nearest(one, possible[0] or possible[1])))
     contradiction = " and ".join(map(str, needed)) + _reason(config, cluster, constraints, needed)
     return f"--search: no valid layout of {world} has {contradiction}: use {', or '.join([*ways, *sizes])}"
+
+
+def too_many_ranks(
+    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
+) -> Iterator[str]:
+    """That the given degrees and the smallest ones need more ranks than there are; arguments as for `conflict`.
+
+    Each way out leaves a division of the ranks: one flag or, where none does, several flags together; or more ranks.
+    """
+    world = constraints.world_size
+    rest = [one for one in _all_of(constraints) if one.kind == "most" or one.name not in degree_fields()]
+    given = [one for name in degree_fields() for one in _all_of(constraints) if one.name == name and one not in rest]
+    ranks = math.prod(one.value for one in given)
+    if ranks <= world or len(given) < 2:
+        return
+
+    def divisions(given: Sequence[_Given], ranks: int = world) -> Iterator[Mapping[str, Any]]:
+        sized = with_batch(config, config.training.global_batch_size // world * ranks) if batch_of_ranks else config
+        allowed = dataclasses.replace(_with(constraints, [*rest, *given]), world_size=ranks)
+        return divisions_of(sized, cluster, allowed)
+
+    ways = list[str]()
+    for one in given:
+        smaller = [one._replace(value=d) for d in divisors(world, most=None) if d < one.value]
+        works = [less for less in smaller if next(divisions([*_without(given, one), less]), None) is not None]
+        if works and one.kind == "least":
+            ways.append(f"{works[-1]} or less")
+        elif works:
+            ways.append(one.flag_with([less.value for less in works]))
+    if not ways:
+        nearest = min(divisions([]), key=partial(_distance, given), default=None)
+        lower = [] if nearest is None else [one._replace(value=min(one.value, nearest[one.name])) for one in given]
+        ways = [" ".join(str(less) for less, one in zip(lower, given, strict=True) if less != one)] if lower else []
+    if next(divisions(given, ranks), None) is not None:
+        ways.append(f"--world-size {ranks}")
+    product = " x ".join(map(str, given))
+    yield f"{product} = {ranks} must be at most --world-size {world}: use {', or '.join(ways or ['smaller ones'])}"
+
+
+def _distance(given: Sequence[_Given], degrees: Mapping[str, Any]) -> tuple[float, float]:
+    """How many times smaller degrees are than the given ones, in all and at the most."""
+    factors = [max(one.value / degrees[one.name], 1.0) for one in given]
+    return math.prod(factors), max(factors)
 
 
 def _layouts(

@@ -54,9 +54,11 @@ class Constraints:
 
     def allow(self, name: str, value: int) -> bool:
         """Whether a field may have a value."""
-        return self.fixed.get(name, value) == value and (
-            self.least.get(name, value) <= value <= self.most.get(name, value)
-        )
+        return self.fixed.get(name, value) == value and self.within_limits(name, value)
+
+    def within_limits(self, name: str, value: Any) -> bool:
+        """Whether the limits allow a field a value; None is within any."""
+        return value is None or self.least.get(name, value) <= value <= self.most.get(name, value)
 
     def among(self, name: str, values: Iterable[T]) -> list[T]:
         """What a field may be: its given value, or those of `values` that are within the limits."""
@@ -237,7 +239,8 @@ def variants(
     # With a pipeline stages 2 and 3 would reduce each microbatch by itself.
     shards = 1 if degrees["dp"] * degrees["cp"] == 1 else 2 if degrees["pp"] > 1 else 4
     stages = constraints.among("zero_stage", sorted({*range(shards), parallel.zero_stage}))
-    kinds = constraints.among("recompute", recomputed)
+    layers = constraints.fixed.get("recompute_num_layers")
+    kinds = [kind for kind in constraints.among("recompute", recomputed) if layers is None or kind == "full"]
     unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
     if degrees["tp"] == 1:
         split = [False]
@@ -245,12 +248,9 @@ def variants(
         can_split = config.data.seq_length % unit == 0
         split = [is_split for is_split in (False, can_split) if constraints.allow("sequence_parallel", is_split)]
     shapes = _shapes(config, constraints, degrees["pp"])
-    layers = constraints.fixed.get("recompute_num_layers")
     # Many layouts have these sections in common.
     trainings = {
-        (size, kind): dataclasses.replace(
-            training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers if kind == "full" else None
-        )
+        (size, kind): dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=layers)
         for size, kind in itertools.product(sizes, kinds)
     }
     unset: dict[str, Any] = {"schedule_csv": None, "pipeline_layout": None}

@@ -20,8 +20,8 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import counted, divisors
 from megacore.plan.change import ChangedRun
 from megacore.plan.fastest_schedule import fastest_that_fits, is_auto
-from megacore.plan.limits import Limits
-from megacore.plan.memory import GIB
+from megacore.plan.limits import Demand, Limits, size_text
+from megacore.plan.memory import GIB, MOST_MEMORY
 from megacore.plan.outline import outline
 from megacore.plan.state import whole_parameters
 
@@ -90,12 +90,13 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
 
     def add(candidates: Iterator[ChangedRun], note: str = "") -> None:
         for change in map(ChangedRun.with_its_batch, candidates):
-            if any(way.values.items() <= change.values.items() for way in fitting) or not _is_valid(change, limits):
+            if any(_contains(change, way) for way in fitting) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 fitting.append(change)
-                ways.append(WayOut(change.flags, f"{_where(change, config, limits)}{note}: {demand}"))
+                tight = "" if limits.are_certain(demand, ranks=change.config.parallel.ranks) else _tight(demand)
+                ways.append(WayOut(change.flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
                 if note == _SMALLER_MODEL:
                     smaller.append(_parameters(change.config))
                 return
@@ -124,6 +125,18 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
             add(family(), note)
     larger = itertools.chain(_larger_hosts(start, limits), _larger_machines(start, limits))
     return [*ways[:_WAYS], *itertools.islice(larger, max(_WAYS - len(ways), 0))]
+
+
+def _contains(change: ChangedRun, way: ChangedRun) -> bool:
+    """Whether a change has all that is another way out, or the same with a still smaller microbatch."""
+    values, micro = {**change.values}, way.values.get("micro_batch_size", 0)
+    if 0 < values.get("micro_batch_size", 0) < micro:
+        values["micro_batch_size"] = micro
+    return way.values.items() <= values.items()
+
+
+def _tight(demand: Demand) -> str:
+    return f" (tight: up to {size_text(MOST_MEMORY * demand.computing)})"
 
 
 def _is_valid(change: ChangedRun, limits: Limits) -> bool:
@@ -217,13 +230,12 @@ def _savings(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     """The same ranks and model with flags that save memory, the fewest and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
     kinds = _KINDS_OF_RECOMPUTE[_KINDS_OF_RECOMPUTE.index(training.recompute) + 1 :]
-    sizes = dict.fromkeys([*(training.micro_batch_size // n for n in (2, 4, 8)), 1])
-    batch = training.global_batch_size // dp
+    smaller = [n for n in divisors(training.global_batch_size // dp, most=None) if n < training.micro_batch_size]
     groups: list[list[_Option]] = [
         [option] if (option := _one_f_one_b(start.config)) else [],
         [{"zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4 if dp > 1 else 0)],
         [{"recompute": kind} for kind in kinds],
-        [{"micro_batch_size": n} for n in sizes if 0 < n < training.micro_batch_size and batch % n == 0],
+        [{"micro_batch_size": n} for n in reversed(smaller)],
         [{"sequence_parallel": True}] if parallel.tp > 1 and not parallel.sequence_parallel else [],
         [] if limits.on_cpu else [*_offloads(parallel)],
         *([option] for option in _kept_off_host(start, limits)),

@@ -120,7 +120,7 @@ def test_what_is_recommended_fits(
     listed = ways(refuse(*given, checks=[check_memory]))
     assert len(listed) >= 3
     notes = "(?:, a smaller model|, shorter sequences|, the longest sequences that fit)?"
-    form = rf"(--.*?)(?:, on (\d+) machines.*?)?{notes}: ([\d.]+ [GM]iB) per rank"
+    form = rf"(--.*?)(?:, on (\d+) machines.*?)?{notes}: ([\d.]+ [GM]iB) per rank(?: \(tight: .*\))?"
     fitting = [match for way in listed if (match := re.fullmatch(form, way))]  # the others name larger machines
     assert len(fitting) >= 2
     for words, machines, size in (match.groups() for match in fitting):
@@ -162,7 +162,7 @@ def test_there_are_three_ways_out_however_little_there_is(flags: tuple[str, ...]
     found = ways(text)
     assert len(set(found)) == len(found) >= 3
     for way in found:
-        size = re.search(r"([\d.]+) ([GM]iB) per rank$", way)
+        size = re.search(r"([\d.]+) ([GM]iB) per rank(?: \(tight: .*\))?$", way)
         assert size is not None
         fits = float(size[1]) / (1 if size[2] == "GiB" else 1024) <= gib + 0.05
         assert fits != ("machines with at least" in way), way

@@ -506,3 +506,18 @@ def test_a_device_that_is_large_enough_is_no_way_out(capsys: pytest.CaptureFixtu
         float(one.replace(",", "")) for one in re.findall("devices with at least (.*) GiB", str(plan["ways_out"]))
     ]
     assert needed and min(needed) > CLUSTERS["h100"].device.memory_bytes / GIB, plan["ways_out"]
+
+
+def test_a_plan_of_a_file_needs_no_data_and_no_number_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a plan without a file does not."""
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\npreset = 'gpt2-small'\n")
+    of_file = planned(capsys, f"pretrain_gpt.py --config {file} --cluster h100")
+    assert of_file == planned(capsys, "pretrain_gpt.py --preset gpt2-small --cluster h100")
+    file.write_text("[model]\nnum_layers = 2\nhidden_size = 64\nnum_attention_heads = 4\n[data]\nseq_length = 64\n")
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(["pretrain_gpt.py", "--config", str(file), "--cluster", "h100"]))
+    text = capsys.readouterr().err
+    assert "the model needs a vocabulary" in text and text.count("\n  - ") == 1, text

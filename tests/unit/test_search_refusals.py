@@ -25,7 +25,8 @@ from tools.plan import main
         (
             "--min-tp 16 --min-cp 3 --max-cp 3 --min-dp 8",
             [
-                "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64",
+                "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64: use --min-tp 4 "
+                "--min-cp 2\n",
                 "--min-tp 16 leaves no --tp: those that divide --world-size 64 and divide --num-attention-heads 12 are "
                 "1, 2, 4: use --min-tp 4 or less\n",
                 "--min-cp 3 and --max-cp 3 leave no --cp: those that divide --world-size 64 and divide --seq-length "
@@ -192,7 +193,27 @@ def test_a_search_tries_the_values_of_a_file_and_its_flags_replace_them(
         ("--tp 1 --distribute-saved-activations --recompute full", "has no effect with --tp 1: leave it out"),
         ("--recompute none --distribute-saved-activations", "has no effect with --recompute none: leave it out, or"),
         ("--offload-params --offload-optimizer --zero-stage 1", "--offload-params needs --zero-stage 3, with any --dp"),
-        ("--zero-shard-size 16", "--zero-shard-size 16 must divide the number of --dp x --cp ranks"),
+        (
+            "--zero-shard-size 16",
+            "--zero-shard-size 16 must divide the number of --dp x --cp ranks, 8: use 2, 4 or 8\n",
+        ),
+        ("--zero-shard-size 3 --max-dp 4", "must divide the number of --dp x --cp ranks, 4: use 2 or 4\n"),
+        ("--zero-shard-size 2 --max-zero-stage 0", "has no effect with --zero-stage 0: leave it out\n"),
+        (
+            "--offload-params --offload-optimizer --max-zero-stage 2",
+            "--offload-params needs --zero-stage 3, with any --dp: leave --offload-params out\n",
+        ),
+        ("--max-tp 1 --distribute-saved-activations --recompute full", "no effect with --tp 1: leave it out\n"),
+        (
+            "--max-cp 2 --cp-comm ring",
+            "--attention-dropout 0.1 is not possible with --cp 2, because its ranks would draw other masks than one "
+            "process, and --cp-comm ring has no effect with --cp 1: use --attention-dropout 0 (--hidden-dropout "
+            "works), or leave it out\n",
+        ),
+        (
+            "--global-batch-size 7 --micro-batch-size 2",
+            "--global-batch-size 7 must be a multiple of --micro-batch-size 2 x --dp 1 = 2: use 6 or 8, or",
+        ),
         ("--cp-comm ring", "--cp-comm ring has no effect with --cp 1: leave it out"),
         ("--min-cp 2 --cp-comm ring", "--attention-dropout 0.1 is not possible with --cp 2"),
         (
@@ -344,3 +365,68 @@ def test_a_search_without_a_layout_that_fits_names_ranks_that_are_enough(
     more = ways[0].split()[1]
     assert main(given.replace("--world-size 8", f"--world-size {more}").split()) == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 48}, {"micro_batch_size": {2}}),
+        ({"train_micro_batch_size_per_gpu": 2}, {"micro_batch_size": {2}}),
+        ({"train_batch_size": 12, "zero_optimization": {"stage": 2}}, {"zero_stage": {2}}),
+    ],
+)
+def test_a_search_keeps_what_a_deepspeed_configuration_gives(
+    keys: dict[str, object], kept: dict[str, set[object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan with the flags of a layout and the same file has the layout and the batch."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(keys))
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --deepspeed-config {file}"
+    report = planned(capsys, f"{run} --world-size 8 --search --top 100000")
+    found = report["layouts"]
+    assert {name: {row["layout"][name] for row in found} for name in kept} == kept
+    for row in (found[0], found[-1]):
+        plan = planned(capsys, f"{run} {row['flags']}")
+        assert {**plan["layout"], "num_microbatches": 0} == {**row["layout"], "num_microbatches": 0}
+        assert plan["global_batch_size"] == report["global_batch_size"]
+
+
+def test_a_number_of_microbatches_is_for_one_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}')
+    run = f"pretrain_gpt.py --preset gpt2-small --cluster h100 --deepspeed-config {file} --world-size 8 --search"
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(run.split()))
+    text = capsys.readouterr().err
+    assert "gradient_accumulation_steps 4 is for one layout" in text and text.count("\n  - ") == 1, text
+
+
+def test_the_recomputed_blocks_of_a_file_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No flag takes them back."""
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\npreset = 'gpt2-small'\n[training]\nrecompute = 'full'\nrecompute_num_layers = 2\n")
+    run = f"pretrain_gpt.py --config {file} --cluster h100"
+    found = planned(capsys, f"{run} --world-size 8 --search --top 100000")["layouts"]
+    assert {(row["layout"]["recompute"], row["layout"]["recompute_num_layers"]) for row in found} == {("full", 2)}
+    assert planned(capsys, f"{run} {found[0]['flags']}")["layout"]["recompute_num_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ("--min-pp 13 --min-tp 64 --min-dp 128", "= 106496 must be at most --world-size 64: use "),
+        ("--min-pp 8 --min-tp 4 --min-dp 16", "= 512 must be at most --world-size 64: use "),
+    ],
+)
+def test_limits_that_are_lowered_as_proposed_leave_layouts(
+    limits: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 64 --search --max-micro-batch-size 1"
+    with pytest.raises(SystemExit):
+        raise SystemExit(main([*run.split(), *limits.split()]))
+    text = capsys.readouterr().err
+    assert said in text, text
+    proposed = text.partition(said)[2].splitlines()[0].partition(",")[0].removesuffix(" or less").split()
+    lowered = dict(zip(limits.split()[::2], limits.split()[1::2], strict=True))
+    lowered |= dict(zip(proposed[::2], proposed[1::2], strict=True))
+    assert main([*run.split(), *(word for pair in lowered.items() for word in pair), "--top", "1"]) == 0

@@ -120,3 +120,21 @@ def test_a_wrong_whole_number_is_refused_with_values_that_work(text: str, most: 
     with pytest.raises(argparse.ArgumentTypeError) as refused:
         whole(1, most)(text)
     assert str(refused.value) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--size 1 --size=2", "--size is given twice, as --size 1 and as --size 2: keep one of them"),
+        ("--of a b --of a", "--of is given twice, as --of a b and as --of a: give all of its values after one flag"),
+        ("--size 1 --size 1 --on --on", ""),
+    ],
+)
+def test_a_flag_with_two_values_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a flag of a run is; the same value twice is no contradiction."""
+    parser = ToolParser(prog="tool")
+    parser.add_argument("--size")
+    parser.add_argument("--of", nargs="+")
+    parser.add_argument("--on", action="store_true")
+    assert run_tool(parser, words.split(), lambda _: None) == (2 if said else 0)
+    assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,26 @@ def test_a_report_has_the_flags_of_a_way_out_as_code(capsys: pytest.CaptureFixtu
     written = re.findall(r"^\d\. `([^`]*)`(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert [f"{copied}{note}" for copied, note in written] == ways
     assert all(re.fullmatch(r"(--[a-z-]+( [\w.]+)?)( --[a-z-]+( [\w.]+)?)*", copied) for copied, _ in written)
+
+
+def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    run = "pretrain_gpt.py --preset gpt2-small --global-batch-size 64 --cluster laptop --micro-batch-size"
+    plan = planned(capsys, f"{run} 64")
+    assert plan["ways_out"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
+    assert planned(capsys, f"{run} 4")["fits"] and not planned(capsys, f"{run} 8")["fits"]
+
+
+@pytest.mark.parametrize("memory", [40.0, 44.0])
+def test_a_way_out_whose_range_does_not_fit_is_tight(
+    memory: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The range of a planned peak ends 10 % above what is expected."""
+    cluster = tmp_path / "device.toml"
+    cluster.write_text(f"based_on = 'a100-40g'\nmemory_gb = {memory}\n")
+    run = f"pretrain_gpt.py --preset llama-3-8b --micro-batch-size 8 --cluster {cluster}"
+    ways = planned(capsys, run)["ways_out"]
+    usable = 0.97 * memory * 1e9 / 2**30
+    for way in ways:
+        size = float(re.search(r": ([\d.]+) GiB", way)[1])  # type: ignore[index]
+        assert ("(tight: up to " in way) == (1.1 * size > usable), way
+    assert any("tight" in way for way in ways) or memory > 40
