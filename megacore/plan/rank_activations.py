@@ -167,6 +167,7 @@ def peaks_of(
             most_held = max(most_held, held_bytes(moment.held, last))
         held = held_bytes(moment.held, moment.backward.stage if moment.computing else -1)
         waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
+        held += moment.ahead * residual_bytes(config)
         size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
         of_kind = found.setdefault((moment.computing, moment.split), {})
         of_kind[moment.backward] = max(of_kind.get(moment.backward, lasting), size)
