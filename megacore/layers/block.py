@@ -179,6 +179,7 @@ class TransformerBlock(nn.Module):
         else:
             normed, total = _normed_sum(norm, self.attention_dropout, attended, x)
             residual = total
+        del attended  # no backward needs it
         beside = (padding,) if self.leaves_padding_out else ()
         mixed = self._scaled(_apply(self.mlp, normed, *beside, again=partial(norm, total) if self.light else None))
         return _residual_sum(self.mlp_dropout, mixed, residual)

@@ -178,11 +178,11 @@ def freed_in_weight_half(config: ResolvedConfig, block: ResolvedModel, products:
 
 def forward_passing_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What exists beside what a block keeps when its experts' rows come back to their ranks: these rows as the experts
-    gave them and in the order in which they came, the norm's output and that of attention. 0 where nothing travels."""
+    gave them and in the order in which they came, and the norm's output. 0 where nothing travels."""
     share = expert_share(config, block)
     if share is None or config.parallel.ep == 1:
         return 0.0
-    return 2 * _element(config) * share.rows * share.hidden + 2 * residual_bytes(config)
+    return 2 * _element(config) * share.rows * share.hidden + residual_bytes(config)
 
 
 @once_per_layers

@@ -146,7 +146,8 @@ def passing_bytes(
 ) -> Passing:
     """What exists for a moment of a backward, at the layer where it is most.
 
-    Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
+    Activations of the layers that backward has passed are freed. The gradient that another stage sent stays until
+    backward ends; where backward is split it is one of those that wait. Besides what `_beside` counts, ZeRO adds:
 
     - stage 2: the buckets that are filled and the one that is reduced (unreduced.py). While a block's second gradient
       is added, the tensors of the inner width are freed;
@@ -206,6 +207,8 @@ def passing_bytes(
     lingering = last_of(previous) if previous >= 0 else 0
     chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
     agains = computed_again_by_layer(config, chunk, again)
+    is_sent = config.parallel.pp > 1 and bool(chunk) and chunk[-1].name != "head"
+    received = residual_bytes(config) if is_sent and not splits else 0.0
     of_layers: Sequence[_Filled] = [_Filled()] * len(chunk)
     if stage == 2:
         of_layers = _filled_on_stage_2(buckets_of(at), lingering, (follows_first, is_first))
@@ -231,7 +234,7 @@ def passing_bytes(
             sums = follows_first if number == len(chunk) - 1 else is_first, is_first
             filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
         forward = _forward_bytes(config, layer, filled, lingering, again=agains[number], made=made)
-        moment += e * gathered + made
+        moment += e * gathered + made + (received if number < len(chunk) - 1 else 0.0)
         if is_first:
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
@@ -246,7 +249,8 @@ def passing_bytes(
             made_sharded += term * sharded
         found.append((moment - freed - working, reducing))
         if forward:
-            found.append((forward + e * gathered - freed - working, 0.0))
+            arrived = received if number < len(chunk) - 1 else 0.0
+            found.append((forward + e * gathered + arrived - freed - working, 0.0))
         freed += kept_here[number] + waiting[number]
         if stage == 3:
             later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacore.config import ParallelConfig
-from megacore.pipeline.schedule import Action, Op, rank_order
+from megacore.pipeline.schedule import Action, Op, Schedule, build_schedule, rank_order
 from megacore.pipeline.schedule_file import load_schedule
 
 
@@ -86,6 +86,7 @@ class Moment(NamedTuple):
     Attributes:
         held: microbatches with activations.
         waiting: of these, those whose gradients of outputs wait for the gradients of weights.
+        ahead: inputs and gradients of outputs that other stages have sent for later computations.
         begun: whether a backward has made gradients.
         computing: whether a backward, or half of one, begins; else the first backward of a stage is done.
         split: whether activations count until the gradients of weights; else until that of the stage's input.
@@ -94,6 +95,7 @@ class Moment(NamedTuple):
 
     held: tuple[int, ...]
     waiting: tuple[int, ...]
+    ahead: int
     begun: tuple[bool, ...]
     computing: bool
     split: bool
@@ -127,8 +129,13 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_grad
 def _moments_of(
     name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, adds_gradients: bool
 ) -> Sequence[Moment]:
-    order = rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages)
+    order = _schedule(name, ranks, microbatches, virtual_stages).actions[rank]
     return _fullest(order, ranks, virtual_stages, adds_gradients=adds_gradients)
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    return build_schedule(name, ranks, microbatches, virtual_stages)
 
 
 @functools.cache
@@ -154,19 +161,26 @@ def _holds(one: Moment, other: Moment) -> bool:
     """Whether `one`, of the same backward, keeps at least what `other` does."""
     if one.backward.follows_first and not other.backward.follows_first:
         return False
-    return all(map(operator.ge, one.held + one.waiting, other.held + other.waiting))
+    counts = ((*moment.held, *moment.waiting, moment.ahead) for moment in (one, other))
+    return all(map(operator.ge, *counts))
 
 
 def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
     held, waiting, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
-    previous, was_first = -1, False
+    previous, was_first, ahead, last = -1, False, 0, ranks * virtual_stages - 1
     for action in order:
         stage = action.stage // ranks
+        if action.op.is_transfer:
+            ahead += action.op.is_receive
+            continue
         if action.op is Op.FORWARD:  # what it leaves is there when the next backward begins
             held[stage] += 1
+            ahead -= ranks > 1 and action.stage > 0
             continue
+        if action.op is not Op.WEIGHT_GRAD:
+            ahead -= ranks > 1 and action.stage < last
         backward = StageBackward(stage, previous, not begun[stage], was_first)
-        yield Moment(tuple(held), tuple(waiting), tuple(begun), True, split, backward)
+        yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), True, split, backward)
         if action.op is Op.INPUT_GRAD and split:
             waiting[stage] += 1
         if action.op is Op.WEIGHT_GRAD and split:
@@ -177,4 +191,4 @@ def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bo
             previous, was_first = stage, not begun[stage]
             if was_first:
                 begun[stage] = True
-                yield Moment(tuple(held), tuple(waiting), tuple(begun), False, split, backward)
+                yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), False, split, backward)

@@ -57,7 +57,8 @@ class RankMemory:
         state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
         host: what lies in host memory while the rank computes on an accelerator: by kind of the state, and
             `activations`, which are not among the rank's `activations`.
-        activations: kept for backward by the microbatches in flight, when they take most.
+        activations: kept for backward by the microbatches in flight, with what other stages have sent ahead, when they
+            take most.
         in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward, of the stage where it is most: logits, or a block that
             is computed again.

@@ -114,7 +114,7 @@ class Peaks(NamedTuple):
     """The most gradients and activations of a rank in its schedule.
 
     Attributes:
-        activations: without gradients.
+        activations: without gradients; with inputs, and gradients of outputs, that other stages have sent ahead.
         certain: while a microbatch is computed, with `working` of its stage; and when a first backward is done.
         expected: the same, where backward is split until the gradients of weights.
         by_backward: of `expected` when each backward begins, without `working`.
@@ -163,9 +163,10 @@ def peaks_of(
     for moment in schedule:
         if moment.split and not splits:
             continue
+        ahead = moment.ahead * residual_bytes(config)
         if not moment.split:
-            most_held = max(most_held, held_bytes(moment.held, last))
-        held = held_bytes(moment.held, moment.backward.stage if moment.computing else -1)
+            most_held = max(most_held, held_bytes(moment.held, last) + ahead)
+        held = held_bytes(moment.held, moment.backward.stage if moment.computing else -1) + ahead
         waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
         size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
         of_kind = found.setdefault((moment.computing, moment.split), {})

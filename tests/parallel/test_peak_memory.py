@@ -291,6 +291,17 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"precision": "bf16", "recompute": "full", "distribute_saved_activations": True, "num_layers": 8}
         | {"sequence_parallel": False, "micro_batch_size": 8, "global_batch_size": 16, "vocab_size": 512},
     ),
+    "inputs of blocks in shards, four stages": (
+        (8, 4, 1),
+        {"precision": "bf16", "recompute": "full", "distribute_saved_activations": True, "num_layers": 8}
+        | {"sequence_parallel": False, "micro_batch_size": 8, "global_batch_size": 64, "vocab_size": 512}
+        | {"schedule": "1f1b", "num_attention_heads": 8, "hidden_size": 512},
+    ),
+    "recomputed, an input ahead of the last stage": (
+        (4, 4, 1),
+        {"precision": "bf16", "recompute": "full", "num_layers": 8, "sequence_parallel": False}
+        | {"micro_batch_size": 8, "global_batch_size": 64, "vocab_size": 512, "schedule": "1f1b"},
+    ),
     "activations in host memory": (
         (1, 2, 1),
         {"precision": "bf16", "offload_activations": True, "num_layers": 8, "micro_batch_size": 8}
