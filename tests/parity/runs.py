@@ -59,8 +59,9 @@ class Outcome:
     """What a run leaves: one loss and one gradient norm per step, and on rank 0 the gradients of step 1, the weights
     before and after, and the optimizer's state after, by its kind.
 
-    The gradients are read after the update, which clips them in place. With `offload_optimizer` it clips copies in host
-    memory, and these here are not clipped: a test that compares them with a run without it sets `clip_grad` to 0."""
+    The gradients are read after the update, which clips them in place (and in SGD adds weight decay). With
+    `offload_optimizer` it changes copies in host memory, and not these: a test that compares them with a run without it
+    sets `clip_grad` to 0."""
 
     losses: list[float]
     norms: list[float]
