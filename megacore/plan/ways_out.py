@@ -89,14 +89,15 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     smaller: list[int] = []  # parameters of the smaller models among them; more than twice as many are another way out
 
     def add(candidates: Iterator[ChangedRun], note: str = "") -> None:
-        for change in map(ChangedRun.with_its_batch, candidates):
+        for change in candidates:
             if any(_contains(change, way) for way in fitting) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 fitting.append(change)
                 tight = "" if limits.are_certain(demand, ranks=change.config.parallel.ranks) else _tight(demand)
-                ways.append(WayOut(change.flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
+                flags = change.with_its_batch().flags
+                ways.append(WayOut(flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
                 if note == _SMALLER_MODEL:
                     smaller.append(_parameters(change.config))
                 return

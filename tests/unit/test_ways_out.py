@@ -66,6 +66,8 @@ def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixt
     plan = planned(capsys, f"{run} 64")
     assert plan["ways_out"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
     assert planned(capsys, f"{run} 4")["fits"] and not planned(capsys, f"{run} 8")["fits"]
+    # The others are not the same on more machines.
+    assert not any("--micro-batch-size" in way for way in plan["ways_out"][1:]), plan["ways_out"]
 
 
 @pytest.mark.parametrize("memory", [40.0, 44.0])
