@@ -503,7 +503,7 @@ def test_a_device_that_is_large_enough_is_no_way_out(capsys: pytest.CaptureFixtu
     batch = "--micro-batch-size 1000000 --global-batch-size 1000000"
     plan = planned(capsys, f"pretrain_gpt.py {flags} {batch} --precision bf16 --cluster h100")
     needed = [
-        float(one.replace(",", "")) for one in re.findall("devices with at least ([\d.,]+) GiB", str(plan["ways_out"]))
+        float(one.replace(",", "")) for one in re.findall(r"devices with at least ([\d.,]+) GiB", str(plan["ways_out"]))
     ]
     assert needed and min(needed) > CLUSTERS["h100"].device.memory_bytes / GIB, plan["ways_out"]
 
