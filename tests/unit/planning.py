@@ -25,8 +25,8 @@ def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
     return found
 
 
-def resolved(flags: str) -> ResolvedConfig:
-    return parse_config(flags.split(), prog="pretrain_gpt.py", description="", kind=Config, planned=True)
+def resolved(flags: str, kind: type[Config] = Config) -> ResolvedConfig:
+    return parse_config(flags.split(), prog="pretrain_gpt.py", description="", kind=kind, planned=True)
 
 
 def numbers_without_unit(report: Any, about: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[str]:

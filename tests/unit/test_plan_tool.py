@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megacore.commands.plan import dry_run, is_dry_run
-from megacore.config.presets import GPT_PRESETS
+from megacore.config import Config
+from megacore.config.bert import BertConfig
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
 from megacore.plan.other_settings import other_settings
@@ -57,7 +58,7 @@ def test_ranges_of_parts_that_do_not_add_up_are_explained(
     ("flags", "line"),
     [
         ("", None),
-        ("--optimizer lion --offload-activations", "--offload-activations --optimizer lion"),
+        ("--optimizer lion --offload-activations", "--optimizer lion --offload-activations"),
         ("--dp 2 --zero-stage 1 --offload-optimizer", "--offload-optimizer"),
         ("--grad-reduce-dtype bf16 --window-size 256 --lr 1e-4", "--window-size 256 --grad-reduce-dtype bf16"),
         ("--pp 2 --pipeline-layout E,6*t|6*t,H", "--pipeline-layout E,6*t|6*t,H"),
@@ -66,7 +67,7 @@ def test_ranges_of_parts_that_do_not_add_up_are_explained(
 def test_a_report_names_what_is_not_the_default(
     flags: str, line: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In words and in JSON; not what the line of the layout has, and not what changes no plan."""
+    """In words and in JSON; not what the line of the layout has, and not learning rates and the like."""
     for search in ("", " --search --world-size 2 --max-micro-batch-size 1 --top 1"):
         if search and "--pipeline-layout" in flags:  # which is for one layout
             continue
@@ -79,8 +80,31 @@ def test_a_report_names_what_is_not_the_default(
 
 
 def test_every_preset_has_its_own_defaults() -> None:
-    for preset in GPT_PRESETS:
-        assert other_settings(resolved(f"--preset {preset} --mock-data --train-iters 1")) == []
+    for kind in (Config, BertConfig):
+        for preset in kind.presets:
+            assert other_settings(resolved(f"--preset {preset} --mock-data --train-iters 1", kind)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--num-query-groups 2 --ffn-hidden-size 100", "--num-query-groups 2 --ffn-hidden-size 100"),
+        (
+            "--optimizer lamb --adam-beta2 0.9 --lamb-max-coeff 3",
+            "--optimizer lamb --adam-beta2 0.9 --lamb-max-coeff 3",
+        ),
+        ("--mup-base-width 256 --lr 1e-3", "--mup-base-width 256"),
+    ],
+)
+def test_sizes_and_constants_that_are_not_the_default_are_named(flags: str, named: str) -> None:
+    assert " ".join(other_settings(resolved(f"--preset gpt2-small {flags} --mock-data --train-iters 1"))) == named
+
+
+def test_settings_of_bert_and_sizes_without_a_preset_are_named() -> None:
+    run = "--preset bert-large --sentence-task none --mock-data --train-iters 1"
+    assert other_settings(resolved(run, BertConfig)) == ["--sentence-task none"]
+    sizes = "--num-layers 4 --hidden-size 512 --kv-channels 32 --vocab-size 1000"
+    assert " ".join(other_settings(resolved(f"{sizes} --seq-length 64 --mock-data --train-iters 1"))) == sizes
 
 
 @pytest.mark.parametrize(("tp", "padded"), [(1, "50,304"), (2, "50,432")])
