@@ -109,7 +109,7 @@ def _row(report: RankReport, unit: SizeUnit) -> tuple[str, ...]:
     sizes = [sum(report.state.values()), sum(report.planned_state.values())]
     if report.is_filled:
         sizes += [report.peak, planned.expected_tensors]
-    cells = [unit.number(size, 2) for size in sizes] + [""] * (4 - len(sizes))
+    cells = [unit.number(size, 3) for size in sizes] + [""] * (4 - len(sizes))
     return f"{report.parameters:,}", *cells, str(report.microbatches[-1]), report.result
 
 

@@ -64,7 +64,7 @@ from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 from megacore.train.fake_settings import unfit_settings, unfit_values
 
 _DRY_RUN = "--dry-run"
-_DATA_FIELDS = {"mock_data", "data_path"}
+_DATA_FIELDS = {"mock_data", "data_path", "train_data_path", "valid_data_path", "valid_sets"}
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}

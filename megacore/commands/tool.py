@@ -88,26 +88,30 @@ class ToolParser(argparse.ArgumentParser):
 
     def contradictions(self, words: Sequence[str]) -> Iterator[str]:
         """Flags that are given twice with different values, of which argparse takes the last."""
-        values: dict[str, list[str]] = {}
+        values: dict[str, dict[str, str]] = {}  # by destination, the flag of each value
         several = set[str]()
+        words = list(itertools.takewhile(lambda word: word != "--", words))
         for place, word in enumerate(words):
             flag, equals, text = word.partition("=")
             action = self._option_string_actions.get(flag)
             if action is None or action.nargs == 0 or isinstance(action, argparse._AppendAction):
                 continue
-            following = list(itertools.takewhile(lambda one: not one.startswith("--"), words[place + 1 :]))
+            following = list(itertools.takewhile(lambda one: not self._is_flag(one), words[place + 1 :]))
             if action.nargs is None:
                 del following[1:]
             elif action.nargs == "?":
                 following = [one for one in following[:1] if one in (action.choices or ())] or [str(action.const)]
             else:
-                several.add(flag)
-            values.setdefault(flag, []).append(text if equals else " ".join(following))
-        for flag, texts in values.items():
-            if len(distinct := list(dict.fromkeys(texts))) > 1:
-                both = " and as ".join(f"{flag} {text}" for text in distinct)
-                way_out = "give all of its values after one flag" if flag in several else "keep one of them"
-                yield f"{flag} is given twice, as {both}: {way_out}"
+                several.add(action.dest)
+            values.setdefault(action.dest, {}).setdefault(text if equals else " ".join(following), flag)
+        for name, flags in values.items():
+            if len(flags) > 1:
+                both = " and as ".join(f"{flag} {text}" for text, flag in flags.items())
+                way_out = "give all of its values after one flag" if name in several else "keep one of them"
+                yield f"{next(iter(flags.values()))} is given twice, as {both}: {way_out}"
+
+    def _is_flag(self, word: str) -> bool:
+        return word.startswith("--") or word.partition("=")[0] in self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""

@@ -214,7 +214,8 @@ class AdamWConfig(OptimizerSettings):
 
     def temporary_bytes(self, updated: Updated) -> Temporaries:
         """Of a part both moments in fp32, and what they are rounded with: to bf16 the random bits in int64, those of
-        one moment before and after they are int32; to 8 bits the scales and the dividends, divisors and quotients."""
+        one moment before and after they are int32; to 8 bits the scales and the dividends, divisors and quotients. Not
+        the 6 bytes that random bits of a parameter take in addition that is cut along its columns."""
         per_element = {"fp32": 0, "bf16": 8 + 8 + 8 + 4, "int8": 8 + 4 + 4 + 4 + 4}[self.moments_dtype]
         return Temporaries(per_element * min(updated.part, PART))
 

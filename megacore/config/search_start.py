@@ -34,7 +34,7 @@ def nearest_start(values: Mapping[str, Sequence[Any]], left: Recheck) -> Changes
     """The values by which the fewest constraints are violated, as few of them as may be.
 
     It changes one or two fields at a time, those that the violated constraints are about, as long as fewer are
-    violated.
+    violated, or the same ones with more values to offer.
 
     Args:
         values: that fields may take, by field.
@@ -70,13 +70,14 @@ def with_other_values(problem: str, values: Mapping[str, Sequence[Any]], left: R
     if not isinstance(problem, Problem):
         return problem
     known = frozenset(map(fields_of, left({})))
-    for name in values.keys() & fields_of(problem):
+    for name in (name for name in values if name in fields_of(problem)):
         keeping = [
             (step, [one for one in others if fields_of(one) not in known])
             for step in _steps([problem], {}, {name: values[name]})
             if fields_of(problem) not in map(fields_of, others := left(step))
         ]
-        for step, new in keeping[:1]:
+        if keeping:
+            step, new = keeping[0]
             if len(new) == 1 and isinstance(new[0], Problem) and all(other for _, other in keeping):
                 further = [
                     Change(way.text, {**step, **way.values})

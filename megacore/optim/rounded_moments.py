@@ -56,7 +56,7 @@ class RoundedMoments(KeptMoments):
         bits = random_bits(index, self._keys[local.spec.name], step)
         for kind, values in zip(self.kinds, moments, strict=True):
             self._kept(part, kind).copy_(rounded(values, bits))
-            bits >>= 16
+            bits >>= 16  # `rounded` takes the lowest 16 bits, others for each moment
 
     def values(self, local: LocalSegment, column: int) -> Tensor | None:
         return local.state(self, self.kinds[column].name)

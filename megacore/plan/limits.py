@@ -46,8 +46,8 @@ class Limits:
         """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
         return demand.computing * self._sharing(ranks) <= self.room.available and self.host_allows(demand)
 
-    def are_certain(self, demand: Demand, *, ranks: int) -> bool:
-        """Whether the device has as much as all of so many ranks may take at the most."""
+    def hold_the_most(self, demand: Demand, *, ranks: int) -> bool:
+        """Whether the device has as much as so many ranks may take at the most. Host memory has no range."""
         return MOST_MEMORY * demand.computing * self._sharing(ranks) <= self.room.available
 
     def fits(self, config: ResolvedConfig) -> bool:

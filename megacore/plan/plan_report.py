@@ -264,7 +264,8 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
         yield f"- low confidence: the time may be far off, because {LOW_CONFIDENCE}"
-    if plan.config.optimizer_settings.momentum_format is not None:
+    replicas = ranks_of_role("replicas", plan.config.parallel)
+    if replicas > 1 and plan.config.optimizer_settings.momentum_format is not None:
         yield f"- {AFTER_WARM_UP.format(plan.config.optimizer.optimizer)}"
 
 
@@ -298,7 +299,7 @@ def _links(plan: Plan) -> Iterator[str]:
     sizes = plan.link_bytes()
     kinds = list(dict.fromkeys(kind for kind, _ in sizes))
     for (kind, link), size in sorted(sizes.items(), key=lambda item: kinds.index(item[0][0])):
-        yield f"| {kind} | {LINKS[link]} | {four_digits(size / 1e6)} |"
+        yield f"| {kind} | {LINKS[link]} | {size / 1e6:,.3f} |"
     if not sizes:
         yield "| none | | 0 |"
 

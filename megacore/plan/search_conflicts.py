@@ -132,8 +132,9 @@ def too_many_ranks(
             ways.append(one.flag_with([less.value for less in works]))
     if not ways:
         nearest = min(divisions([]), key=partial(_distance, given), default=None)
-        lower = [] if nearest is None else [one._replace(value=min(one.value, nearest[one.name])) for one in given]
-        ways = [" ".join(str(less) for less, one in zip(lower, given, strict=True) if less != one)] if lower else []
+        if nearest is not None:
+            lower = [one._replace(value=min(one.value, nearest[one.name])) for one in given]
+            ways.append(" ".join(str(less) for less, one in zip(lower, given, strict=True) if less != one))
     if next(divisions(given, ranks), None) is not None:
         ways.append(f"--world-size {ranks}")
     product = " x ".join(map(str, given))

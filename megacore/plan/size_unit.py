@@ -1,7 +1,8 @@
 """Bytes as text: one unit for all figures that are compared, GiB or MiB, and more decimals where two would show zeros.
 
 A report chooses its unit once, by its largest size: a model of a hundred thousand parameters is read in MiB, in the
-table, in the sentences below it and in the picture. Tables have two decimals, sentences and pictures one.
+table, in the sentences below it and in the picture. Tables have two decimals, that of planned and
+counted sizes three; sentences and pictures have one.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 fitting.append(change)
-                tight = "" if limits.are_certain(demand, ranks=change.config.parallel.ranks) else _tight(demand)
+                tight = "" if limits.hold_the_most(demand, ranks=change.config.parallel.ranks) else _tight(demand)
                 flags = change.with_its_batch().flags
                 ways.append(WayOut(flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
                 if note == _SMALLER_MODEL:

@@ -127,14 +127,17 @@ def test_a_wrong_whole_number_is_refused_with_values_that_work(text: str, most: 
     [
         ("--size 1 --size=2", "--size is given twice, as --size 1 and as --size 2: keep one of them"),
         ("--of a b --of a", "--of is given twice, as --of a b and as --of a: give all of its values after one flag"),
+        ("-s 1 --size 2", "-s is given twice, as -s 1 and as --size 2: keep one of them"),
         ("--size 1 --size 1 --on --on", ""),
+        ("--of a -s 1 --of a -- --size", ""),
     ],
 )
 def test_a_flag_with_two_values_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As a flag of a run is; the same value twice is no contradiction."""
     parser = ToolParser(prog="tool")
-    parser.add_argument("--size")
+    parser.add_argument("-s", "--size")
     parser.add_argument("--of", nargs="+")
     parser.add_argument("--on", action="store_true")
+    parser.add_argument("names", nargs="*")
     assert run_tool(parser, words.split(), lambda _: None) == (2 if said else 0)
     assert said in capsys.readouterr().err
