@@ -88,9 +88,13 @@ class Moment(NamedTuple):
         waiting: of these, those whose gradients of outputs wait for the gradients of weights.
         ahead: inputs and gradients of outputs that other stages have sent for later computations.
         begun: whether a backward has made gradients.
-        computing: whether a backward, or half of one, begins; else the first backward of a stage is done.
+        computing: whether a backward, or half of one, begins, or a forward ends; else the first backward of a stage is
+            done.
         split: whether activations count until the gradients of weights; else until that of the stage's input.
         backward: of which stage, and after which one's on this rank.
+        after_forward: whether a forward of this stage ends.
+        on_device: of how many forwards blocks are on the device where activations go to host memory (parallel/saved.py
+            leaves those of the last two blocks there until a backward fetches others): 1 or 2; 0: not asked for.
     """
 
     held: tuple[int, ...]
@@ -100,9 +104,13 @@ class Moment(NamedTuple):
     computing: bool
     split: bool
     backward: StageBackward
+    after_forward: bool = False
+    on_device: int = 0
 
 
-def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_gradients: bool) -> Sequence[Moment]:
+def moments(
+    parallel: ParallelConfig, rank: int, microbatches: int, *, adds_gradients: bool, in_forward: bool = False
+) -> Sequence[Moment]:
     """The moments of a rank's step of which none keeps more in every respect than these.
 
     Args:
@@ -112,12 +120,14 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_grad
         adds_gradients: whether a stage has gradients from its first backward on, and not from the beginning: then
             moments differ in which stages have had it, and in the backward before; else each is as if it had none
             before it.
+        in_forward: whether also at the end of forwards, with `on_device`.
     """
+    ways = adds_gradients, in_forward
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
-        return _fullest(order, parallel.pp, parallel.virtual_stages, adds_gradients=adds_gradients)
+        return _fullest(order, parallel.pp, parallel.virtual_stages, *ways)
     few = min(microbatches, 4) if parallel.schedule == "gpipe" else _few(parallel, microbatches)
-    found = _moments_of(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages, adds_gradients)
+    found = _moments_of(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages, *ways)
     if parallel.schedule != "gpipe":
         return found
     # Each of these moments is before the second backward, and further microbatches are all held then.
@@ -127,10 +137,10 @@ def moments(parallel: ParallelConfig, rank: int, microbatches: int, *, adds_grad
 
 @functools.lru_cache(maxsize=4096)
 def _moments_of(
-    name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, adds_gradients: bool
+    name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, adds_gradients: bool, in_forward: bool
 ) -> Sequence[Moment]:
     order = _schedule(name, ranks, microbatches, virtual_stages).actions[rank]
-    return _fullest(order, ranks, virtual_stages, adds_gradients=adds_gradients)
+    return _fullest(order, ranks, virtual_stages, adds_gradients, in_forward)
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,14 +154,22 @@ def _alone(stage: int) -> StageBackward:
     return StageBackward(stage)
 
 
-def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int, *, adds_gradients: bool) -> Sequence[Moment]:
+def _fullest(
+    order: Iterable[Action], ranks: int, virtual_stages: int, adds_gradients: bool, in_forward: bool
+) -> Sequence[Moment]:
     order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
     for split in (False, True):
         for moment in dict.fromkeys(_walk(order, ranks, virtual_stages, split=split)):
+            if not in_forward:
+                if moment.after_forward:
+                    continue
+                moment = moment._replace(on_device=0)
             if not adds_gradients:
                 moment = moment._replace(begun=(True,) * virtual_stages, backward=_alone(moment.backward.stage))
             backward = moment.backward[:3]
-            alike = kept.setdefault((moment.begun, moment.computing, split, backward), [])
+            alike = kept.setdefault(
+                (moment.begun, moment.computing, split, moment.after_forward, moment.on_device, backward), []
+            )
             if not any(_holds(other, moment) for other in alike):
                 alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
     return [moment for alike in kept.values() for moment in alike]
@@ -168,6 +186,7 @@ def _holds(one: Moment, other: Moment) -> bool:
 def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
     held, waiting, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
     previous, was_first, ahead, last = -1, False, 0, ranks * virtual_stages - 1
+    recent: list[tuple[int, int]] = []  # forwards whose blocks may be on the device
     for action in order:
         stage = action.stage // ranks
         if action.op.is_transfer:
@@ -176,11 +195,18 @@ def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bo
         if action.op is Op.FORWARD:  # what it leaves is there when the next backward begins
             held[stage] += 1
             ahead -= ranks > 1 and action.stage > 0
+            recent = [*recent[-1:], (action.stage, action.microbatch)]
+            here = StageBackward(stage)
+            yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), True, split, here, True, len(recent))
             continue
+        if (action.stage, action.microbatch) not in recent:
+            recent = []
+        on_device = max(len(recent), 1)
+        recent = [forward for forward in recent if forward != (action.stage, action.microbatch)]
         if action.op is not Op.WEIGHT_GRAD:
             ahead -= ranks > 1 and action.stage < last
         backward = StageBackward(stage, previous, not begun[stage], was_first)
-        yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), True, split, backward)
+        yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), True, split, backward, False, on_device)
         if action.op is Op.INPUT_GRAD and split:
             waiting[stage] += 1
         if action.op is Op.WEIGHT_GRAD and split:

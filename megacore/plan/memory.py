@@ -355,21 +355,23 @@ def _in_backward(
     layers = layers_of(config, on_rank, on_cpu=on_cpu)
     flying = in_flight(config.parallel, rank, config.microbatches)
     makes_anew = any(grads) or zero_stage(config) >= 2 or config.parallel.offload_params
-    schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=makes_anew)
+    offloads = config.training.offload_activations and not on_cpu
+    schedule = moments(config.parallel, rank, config.microbatches, adds_gradients=makes_anew, in_forward=offloads)
     peaks = peaks_of(config, on_rank, schedule, flying, grads=grads, lasting=lasting, on_cpu=on_cpu)
     is_like_others = config.parallel.zero_stage < 2 and not makes_anew
     passes = passing_of_whole if is_like_others else passing_of
     at_least, kept_until_weights = max(peaks.certain), max(peaks.expected)
     found = [Passing(0.0, 0.0)]
+    in_backward = max(kept + layers.working[backward.stage] for backward, kept in peaks.by_backward.items())
     for backward, kept in peaks.by_backward.items():
         computing = kept + layers.working[backward.stage]
-        repeats = any(grads) and computing + sum(grads) <= peaks.expected[0]
+        repeats = any(grads) and computing + sum(grads) <= in_backward
         if backward.is_first and not makes_whole and repeats:
             continue  # a later backward takes more than the first
         size = passes(config, on_rank, backward, on_cpu=on_cpu)
         found.append(size._replace(passing=size.passing + computing - kept_until_weights))
     passing = max(found, key=sum)
-    offloads, working = config.training.offload_activations and not on_cpu, max(layers.working)
+    working = max(layers.working)
     return _InBackward(
         activations=peaks.activations,
         in_flight=sum(flying),

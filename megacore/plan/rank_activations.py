@@ -35,6 +35,9 @@ class RankLayers(NamedTuple):
         head: what exists in the head while its gradients are computed.
         again: what a block that is computed again keeps besides its input.
         shared: what all blocks share.
+        on_device: by stage, what is on the device of activations that lie in host memory: those of two of its blocks;
+            and with another forward's beside its own, of two blocks in any case.
+        ending: by stage, what exists beside what is kept at the end of its forward.
         working: by stage, what exists beside what is kept at the end of its forward, or in backward instead of what
             this has freed.
     """
@@ -46,6 +49,8 @@ class RankLayers(NamedTuple):
     head: float
     again: float
     shared: float
+    on_device: Sequence[tuple[float, float]]
+    ending: Sequence[float]
     working: Sequence[float]
 
 
@@ -79,9 +84,15 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     again = computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
-    if offloads:  # two blocks are on the device at a time
-        shared += 2 * max((size for stage in stages for size in stage.in_blocks), default=0.0)
+    on_device = [(0.0, 0.0)] * len(chunks)
+    if offloads:
+        most = max((size for stage in stages for size in stage.in_blocks), default=0.0)
+        two_blocks = [sum(sorted(stage.in_blocks)[-2:]) for stage in stages]
+        on_device = [
+            (two, max(two, max(stage.in_blocks) + most)) for two, stage in zip(two_blocks, stages, strict=True)
+        ]
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
+    ending = [max(head if kept else 0.0, sent) for kept in head_kept]
 
     def received(number: int) -> float:
         """The input from another stage, whose gradient goes back there, where blocks keep a shard or a copy of it. A
@@ -91,7 +102,7 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         return residual_bytes(config) if is_held and chunks[number][0].block is not None else 0.0
 
     def working(number: int) -> float:
-        freed, most = 0.0, max(head if head_kept[number] else 0.0, sent)
+        freed, most = 0.0, ending[number]
         sizes = computed_again_by_layer(config, chunks[number], again)
         for size, kept in zip(reversed(sizes), reversed(stages[number].in_blocks), strict=True):
             most = max(most, size - freed)
@@ -106,6 +117,8 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         head=head,
         again=again,
         shared=shared,
+        on_device=on_device,
+        ending=ending,
         working=[working(number) for number in range(len(chunks))],
     )
 
@@ -115,7 +128,8 @@ class Peaks(NamedTuple):
 
     Attributes:
         activations: without gradients; with inputs, and gradients of outputs, that other stages have sent ahead.
-        certain: while a microbatch is computed, with `working` of its stage; and when a first backward is done.
+        certain: while a microbatch is computed, with `working` or `ending` of its stage; and when a first backward is
+            done.
         expected: the same, where backward is split until the gradients of weights.
         by_backward: of `expected` when each backward begins, without `working`.
     """
@@ -160,6 +174,7 @@ def peaks_of(
     last = len(flying) - 1
     most_held = held_bytes(flying, last)
     found: dict[tuple[bool, bool], dict[StageBackward, float]] = {}  # by `computing` and `split` of the moments
+    in_forward = {False: lasting, True: lasting}  # by `split`
     for moment in schedule:
         if moment.split and not splits:
             continue
@@ -169,16 +184,24 @@ def peaks_of(
         held = held_bytes(moment.held, moment.backward.stage if moment.computing else -1) + ahead
         waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
         size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
+        stage = moment.backward.stage
+        if moment.computing:
+            size += layers.on_device[stage][max(moment.on_device - 1, 0)]
+        if moment.after_forward:
+            size += layers.ending[stage]
+            in_forward[moment.split] = max(in_forward[moment.split], size)
+            continue
         of_kind = found.setdefault((moment.computing, moment.split), {})
         of_kind[moment.backward] = max(of_kind.get(moment.backward, lasting), size)
 
     def most(*, split: bool) -> tuple[float, float]:
         computed, done = (found.get((computing, split), {}) for computing in (True, False))
         most = max((size + layers.working[backward.stage] for backward, size in computed.items()), default=lasting)
+        most = max(most, in_forward[split])
         return most, max(done.values(), default=lasting)
 
     return Peaks(
-        activations=most_held + layers.shared,
+        activations=most_held + layers.shared + max(sizes[min(sum(flying), 2) - 1] for sizes in layers.on_device),
         certain=most(split=False),
         expected=most(split=splits),
         by_backward=found.get((True, splits), {}),

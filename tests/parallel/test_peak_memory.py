@@ -291,6 +291,16 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"precision": "bf16", "offload_activations": True, "num_layers": 8, "micro_batch_size": 8, "recompute": "full"}
         | {"global_batch_size": 64, "vocab_size": 512, "schedule": "1f1b"},
     ),
+    "activations in host memory, one block on the last stage": (
+        (1, 4, 1),
+        {"precision": "bf16", "offload_activations": True, "num_layers": 7, "micro_batch_size": 8}
+        | {"global_batch_size": 64, "schedule": "1f1b"},
+    ),
+    "activations in host memory, stages of one block": (
+        (1, 2, 1),
+        {"precision": "bf16", "offload_activations": True, "num_layers": 4, "micro_batch_size": 8}
+        | {"global_batch_size": 64, "schedule": "interleaved", "virtual_stages": 2},
+    ),
     "inputs of blocks in shards": (
         (4, 1, 1),
         {"precision": "bf16", "recompute": "full", "distribute_saved_activations": True, "num_layers": 8}
