@@ -35,7 +35,13 @@ class Limits:
 
     def demand(self, config: ResolvedConfig) -> Demand:
         """What the fullest rank of a configuration is expected to take."""
-        ranks = plan_memory(config, outline(config), on_cpu=self.on_cpu, torch_is_loaded=self.torch_is_loaded)
+        ranks = plan_memory(
+            config,
+            outline(config),
+            on_cpu=self.on_cpu,
+            torch_is_loaded=self.torch_is_loaded,
+            copies_logits=self._copies_logits,
+        )
         return Demand(
             computing=max(rank.expected for rank in ranks),
             on_host=max(rank.on_host for rank in ranks),
@@ -56,7 +62,14 @@ class Limits:
         if (self.host is not None and config.offloads) or self.torch_is_loaded:
             return self.allow(self.demand(config), ranks=ranks)
         most = self.room.available / self._sharing(ranks)
-        return fullest_rank(config, outline(config), on_cpu=self.on_cpu, limit=most).expected <= most
+        fullest = fullest_rank(
+            config, outline(config), on_cpu=self.on_cpu, limit=most, copies_logits=self._copies_logits
+        )
+        return fullest.expected <= most
+
+    @property
+    def _copies_logits(self) -> bool:
+        return self.cluster is not None and self.cluster.software.copies_logits
 
     def _sharing(self, ranks: int | None) -> int:
         """The ranks that share the room, of all ranks of a machine, or of `ranks` if that is all."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.backward_memory import Passing
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.experts import expert_copies
@@ -170,6 +171,7 @@ def plan_memory(
     on_cpu: bool,
     torch_is_loaded: bool = False,
     number: int | None = None,
+    copies_logits: bool = False,
 ) -> list[RankMemory]:
     """The memory of the ranks of a pipeline. It is the same on all ranks of a stage, unless the optimizer takes
     matrices whole: ranks that shard have different ones.
@@ -180,10 +182,14 @@ def plan_memory(
         on_cpu: whether the ranks compute in host memory.
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
         number: of the rank in its stage; None: the one that keeps most.
+        copies_logits: whether the software's loss makes an fp32 copy of all logits.
     """
     config = _for_device(config, on_cpu=on_cpu)
     cut = Cut(config, layers)
-    ranks = [_rank_memory(config, cut, rank, on_cpu=on_cpu, number=number) for rank in range(cut.ranks)]
+    ranks = [
+        _rank_memory(config, cut, rank, on_cpu=on_cpu, number=number, copies_logits=copies_logits)
+        for rank in range(cut.ranks)
+    ]
     if on_cpu and torch_is_loaded:
         overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
         return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
@@ -197,6 +203,7 @@ def fullest_rank(
     on_cpu: bool,
     limit: float = math.inf,
     cut: Cut | None = None,
+    copies_logits: bool = False,
 ) -> RankMemory:
     """The rank that is expected to take most: `plan_memory` of the ranks that may be it.
 
@@ -210,12 +217,13 @@ def fullest_rank(
         on_cpu: whether the ranks compute in host memory.
         limit: bytes; the first rank that takes more is returned in place of the fullest.
         cut: the model in stages, if it is known.
+        copies_logits: whether the software's loss makes an fp32 copy of all logits.
     """
     config = _for_device(config, on_cpu=on_cpu)
     cut = cut or Cut(config, layers)
     ranks, last = [], config.parallel.may_split_backward
     for rank in range(cut.ranks) if config.parallel.schedule_csv is not None else cut.distinct_ranks(last=last):
-        ranks.append(_rank_memory(config, cut, rank, on_cpu=on_cpu))
+        ranks.append(_rank_memory(config, cut, rank, on_cpu=on_cpu, copies_logits=copies_logits))
         if ranks[-1].expected > limit:
             return ranks[-1]
     return max(ranks, key=lambda rank: rank.expected)
@@ -387,7 +395,15 @@ def _in_backward(
     )
 
 
-def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
+def _rank_memory(
+    config: ResolvedConfig,
+    cut: Cut,
+    rank: int,
+    *,
+    on_cpu: bool,
+    number: int | None = None,
+    copies_logits: bool = False,
+) -> RankMemory:
     on_rank, offloads = cut.on_rank(config, rank), config.training.offload_activations and not on_cpu
     held = _state_of(config, on_rank, on_cpu=on_cpu, number=number)
     grads, lasting, makes_whole = held.grads, held.lasting, held.makes_whole
@@ -409,7 +425,7 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, n
         host=host,
         activations=in_backward.activations,
         in_flight=in_backward.in_flight,
-        working=in_backward.working,
+        working=max(in_backward.working, _copied_logits(config) if copies_logits and rank == cut.ranks - 1 else 0.0),
         building=held.building,
         updating=updating_bytes(config, on_rank, on_cpu=on_cpu),
         late=held.late,
@@ -423,3 +439,9 @@ def _rank_memory(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, n
         output_gradients=in_backward.output_gradients,
         gradients_on_host=params_on_host,
     )
+
+
+def _copied_logits(config: ResolvedConfig) -> float:
+    """The logits, an fp32 copy of all of them, and the head's input with its norm."""
+    copy = 4.0 / ELEMENT_BYTES[config.precision.precision]
+    return (1.0 + copy) * logits_bytes(config) + 2 * residual_bytes(config)

@@ -13,7 +13,6 @@ from typing import Literal
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
@@ -264,7 +263,9 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
 
     def fits(candidate: ResolvedConfig) -> bool:
         cut = Cut(candidate, layers)
-        fullest = fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=most, cut=cut)
+        fullest = fullest_rank(
+            candidate, layers, on_cpu=cluster.on_cpu, limit=most, cut=cut, copies_logits=cluster.software.copies_logits
+        )
         return fullest.expected <= most and host_suffices(candidate, cut, cluster)
 
     if is_open(config):
@@ -285,19 +286,10 @@ def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:
         config=config,
         cluster=cluster,
         layers=layers,
-        memory=_memory(config, layers, cluster),
+        memory=plan_memory(config, layers, on_cpu=cluster.on_cpu, copies_logits=cluster.software.copies_logits),
         times={case: step_time(config, layers, cluster, case=case) for case in CASES},
         traffic=[rank_traffic(config, layers, rank) for rank in range(config.parallel.pp)],
     )
-
-
-def _memory(config: ResolvedConfig, layers: Sequence[LayerOutline], cluster: Cluster) -> list[RankMemory]:
-    *first, last = plan_memory(config, layers, on_cpu=cluster.on_cpu)
-    if cluster.software.copies_logits:
-        logits = logits_bytes(config)
-        copy = logits * 4 / ELEMENT_BYTES[config.precision.precision]
-        last = replace(last, working=max(last.working, logits + copy + 2 * residual_bytes(config)))
-    return [*first, last]
 
 
 def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) -> float:

@@ -310,7 +310,8 @@ class _Evaluation:
         """Bytes that a layout needs."""
         config = with_choice(self._config, choice)
         cut = self._cuts.of(config)
-        return fullest_rank(config, cut.layers, on_cpu=self._cluster.on_cpu, cut=cut).expected
+        copies = self._cluster.software.copies_logits
+        return fullest_rank(config, cut.layers, on_cpu=self._cluster.on_cpu, cut=cut, copies_logits=copies).expected
 
     def _on_host(self, config: ResolvedConfig, cut: Cut) -> float:
         """Bytes that a node needs in the memory of its host; 0 where there is no limit."""
@@ -331,7 +332,7 @@ class _Evaluation:
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
-        on_cpu = self._cluster.on_cpu
+        on_cpu, copies_logits = self._cluster.on_cpu, self._cluster.software.copies_logits
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
             if not self._is_valid(choice) or self._cuts.is_as_by_time(choice):
                 continue
@@ -355,7 +356,10 @@ class _Evaluation:
             candidate = with_choice(self._config, choice)
             known.share_with(candidate)
             cut = self._cuts.of(candidate)
-            needed = fullest_rank(candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut).expected
+            fullest = fullest_rank(
+                candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut, copies_logits=copies_logits
+            )
+            needed = fullest.expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *RECOMPUTED[kind]}

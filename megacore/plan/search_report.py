@@ -75,7 +75,8 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
 
 def _ranks(found: Found, layout: Layout) -> list[RankMemory]:
     """The memory of its pipeline ranks."""
-    return plan_memory(layout.config, outline(layout.config), on_cpu=found.cluster.on_cpu)
+    config, cluster = layout.config, found.cluster
+    return plan_memory(config, outline(config), on_cpu=cluster.on_cpu, copies_logits=cluster.software.copies_logits)
 
 
 def _run(found: Found) -> Iterator[str]:

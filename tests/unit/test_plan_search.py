@@ -423,3 +423,24 @@ def test_the_batch_of_a_file_is_that_of_the_search(tmp_path: Path, capsys: pytes
     given = planned(capsys, f"{flags} --global-batch-size 16")
     assert given["global_batch_size"] == 16
     assert not any("--global-batch-size" in row["flags"] for row in given["layouts"])
+
+
+def test_a_search_counts_the_memory_that_the_software_of_a_trainer_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loss copies all logits in fp32: 2 x 8,192 x 256,000 x 4 bytes are more than half of the peak."""
+    run = "pretrain_gpt.py --preset gemma-2-2b --cluster a100-40g --global-batch-size 64 --software megatron-core"
+    layout = (
+        "--tp 1 --pp 2 --micro-batch-size 2 --zero-stage 1 --recompute full --schedule 1f1b "
+        "--pipeline-balance parameters"
+    )
+    plan = planned(capsys, f"{run} {layout} --dp 4")
+    assert not plan["fits"]
+    for way in plan["ways_out"]:
+        flags = re.split("[:,]", way)[0]
+        kept = re.findall(r"--\S+ \S+", f"{layout} --dp 4")
+        unchanged = " ".join(one for one in kept if one.split()[0] not in flags.split())
+        fits = planned(capsys, f"{run.replace(' --global-batch-size 64', '')} {unchanged} {flags}")["fits"]
+        assert fits, way
+    found = planned(capsys, f"{run} --search --world-size 8")["layouts"]
+    assert not any(layout in row["flags"] for row in found)
+    for row in found[:3]:
+        assert row["peak"] == pytest.approx(planned(capsys, f"{run} {row['flags']}")["peak"])

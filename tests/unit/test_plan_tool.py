@@ -540,7 +540,9 @@ def test_a_plan_of_a_file_needs_no_data_and_no_number_of_steps(
     file.write_text("[model]\npreset = 'gpt2-small'\n")
     of_file = planned(capsys, f"pretrain_gpt.py --config {file} --cluster h100")
     assert of_file == planned(capsys, "pretrain_gpt.py --preset gpt2-small --cluster h100")
-    file.write_text("[model]\npreset = 'gpt2-small'\n[data]\ntrain_data_path = ['corpus']\n")
+    for ending in ("bin", "idx"):
+        (tmp_path / f"corpus.{ending}").touch()
+    file.write_text(f"[model]\npreset = 'gpt2-small'\n[data]\ntrain_data_path = ['{tmp_path}/corpus']\n")
     assert of_file == planned(capsys, f"pretrain_gpt.py --config {file} --cluster h100")
     file.write_text("[model]\nnum_layers = 2\nhidden_size = 64\nnum_attention_heads = 4\n[data]\nseq_length = 64\n")
     with pytest.raises(SystemExit):
