@@ -483,7 +483,7 @@ def test_a_plan_shows_what_is_sent_of_tied_gradients(capsys: pytest.CaptureFixtu
         sent = planned(capsys, f"{flags} --zero-stage {zero}")["bytes_per_rank_and_step"]
         assert sent["tied gradients, between nodes"]["value"] == table / shards
     assert main([*flags.split(), "--zero-stage", "0"]) == 0
-    assert f"| tied gradients | between nodes | {table / 1e6:,.0f} |" in capsys.readouterr().out
+    assert f"| tied gradients | between nodes | {table / 1e6:,.3f} |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
