@@ -291,6 +291,15 @@ def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:
     )
 
 
+def memory_with(plan: Plan, microbatches: int) -> Sequence[RankMemory]:
+    """The memory of each pipeline rank in a step with another number of microbatches per replica."""
+    config = plan.config
+    if microbatches == config.microbatches:
+        return plan.memory
+    training = replace(config.training, global_batch_size=microbatches * config.replica_batch_size)
+    return _memory(replace(config, training=training), plan.layers, plan.cluster)
+
+
 def _memory(config: ResolvedConfig, layers: Sequence[LayerOutline], cluster: Cluster) -> list[RankMemory]:
     *first, last = plan_memory(config, layers, on_cpu=cluster.on_cpu)
     if cluster.software.copies_logits:
