@@ -10,6 +10,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+_MISSPELLED = 0.8  # names that are as similar differ by some letters only
+_SIMILAR = 0.55  # names and words that are less similar are not taken for one another
+
 
 def number(value: float) -> str:
     """A number as a user would type it."""
@@ -63,17 +66,37 @@ def multiples(value: int, of: int, *, most: int = 48) -> list[int]:
 def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
     """The accepted name that `name` was probably meant to be, or None.
 
-    A misspelled name comes first, then its initials (`lr` for `learning_rate`), then a name that is only similar.
+    A misspelled name comes first, then its initials (`lr` for `learning_rate`), then the name that is most similar as a
+    whole and by words, then one that contains it.
     """
     bare = {candidate.lower().lstrip("-"): candidate for candidate in accepted}  # leading dashes would look similar
     wanted = name.lower().lstrip("-")
+    if wanted in bare:
+        return bare[wanted]
+    misspelled = difflib.get_close_matches(wanted, bare, n=max(len(bare), 1), cutoff=_MISSPELLED)
     initials = "".join(word[:1] for word in re.split(r"[-_]", wanted))
-    near = difflib.get_close_matches(wanted, bare, n=1, cutoff=0.6)
-    if initials in bare and len(initials) >= 2 and not difflib.get_close_matches(wanted, bare, n=1, cutoff=0.8):
+    if not misspelled and initials in bare and len(initials) >= 2:
         return bare[initials]
-    if not near and len(wanted) >= 3:
-        near = sorted((candidate for candidate in bare if wanted in candidate), key=len)
-    return bare[near[0]] if near else None
+    similar = misspelled or bare
+    scores = {name: (_similarity(wanted, name) + _shared_words(wanted, name)) / 2 for name in similar}
+    nearest = max(scores, key=lambda candidate: (scores[candidate], candidate), default="")
+    if misspelled or scores.get(nearest, 0.0) >= _SIMILAR:
+        return bare[nearest]
+    containing = [candidate for candidate in bare if wanted in candidate] if len(wanted) >= 3 else []
+    return bare[min(containing, key=len)] if containing else None
+
+
+def _similarity(one: str, other: str) -> float:
+    """From 0 to 1: the share of letters that are in both in the same order."""
+    return difflib.SequenceMatcher(None, other, one).ratio()
+
+
+def _shared_words(wanted: str, candidate: str) -> float:
+    """From 0 to 1: how similar the words of `wanted` are to the most similar ones of a candidate, on average. An equal
+    word counts more than a similar one, by the square."""
+    words, others = (re.findall(r"[a-z0-9]+", name) for name in (wanted, candidate))
+    nearest = [max((_similarity(word, other) for other in others), default=0.0) for word in words]
+    return sum(near**2 for near in nearest if near >= _SIMILAR) / max(len(words), 1)
 
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.plan.memory import RankMemory
 from megacore.plan.picture import LeftOut, Panel, Scale, axis, diagram, heading
 from megacore.plan.plan_report import four_digits
-from megacore.plan.planner import Plan
+from megacore.plan.planner import Plan, memory_with, rank_kinds
 from megacore.plan.search import Found, Layout
 from megacore.plan.simulator import Timeline
 from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
@@ -35,6 +35,7 @@ _KINDS = (
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _PEAK = 120.0  # for the peaks beside the rows
 _STRIP = 10.0  # height of a rank's state where it is not to scale
+_TALL_ROWS = 16  # ranks of a memory picture with tall rows, one each; of more ranks, those that are alike share one
 _INDENT = 26.0  # of the list under the picture of a search, for its numbers
 _SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
 _NUMBERED = 12  # layouts of the frontier, the fastest ones, that have a number and are listed under the picture
@@ -167,17 +168,19 @@ def timeline_picture(plan: Plan) -> Drawing:
 
 
 def memory_picture(plan: Plan) -> Drawing:
-    """Every rank's memory over the pass: state below, activations of the microbatches in flight above it."""
+    """Every rank's memory over the pass: state below, activations of the microbatches in flight above it. Where there
+    are many ranks, one row stands for consecutive ranks that take the same."""
     drawn = _drawn(plan)
     line = drawn.timeline
     scale = Scale(line.end, _WIDTH / line.end, drawn.left_out)
-    top = max(plan.capacity, plan.fullest.expected)
-    unit = memory_unit(plan.memory)
-    if plan.fullest.expected < plan.capacity / 4:  # the bars would be lines
-        top = plan.fullest.expected
+    memory = plan.memory if drawn.left_out is not None else memory_with(plan, drawn.microbatches)
+    fullest = max(rank.expected for rank in memory)
+    top = max(plan.capacity, fullest)
+    unit = memory_unit(memory)
+    if fullest < plan.capacity / 4:  # the bars would be lines
+        top = fullest
     height_note = f"the full row height is {unit.text(top)}"
-    row = 46.0 if len(plan.memory) <= 16 else 30.0
-    changing = max(rank.expected - _constant(rank) for rank in plan.memory)
+    changing = max(rank.expected - _constant(rank) for rank in memory)
     cut = 0 < changing < top / 4
     if cut:  # what changes would be lines
         top = changing
@@ -186,15 +189,26 @@ def memory_picture(plan: Plan) -> Drawing:
     usable = size_unit([plan.capacity]).text(plan.capacity)
     title = f"predicted memory per rank; usable: {usable} ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + scale.width + _PEAK, height=0)
-    microbatches = _microbatches(plan, drawn) if drawn.left_out is None else _at_the_break(plan, drawn.left_out)
-    y = heading(drawing, _TOP, title=title, notes=f"{microbatches}; {height_note}", width=scale.width) + 4
-    for rank in plan.memory:
-        _memory_row(drawing, plan, rank, line, area=_Area(y, row, scale, top, cut))
+    notes = [_microbatches(plan, drawn) if drawn.left_out is None else _at_the_break(plan, drawn.left_out)]
+    whole = memory_unit(plan.memory).text(plan.fullest.expected)
+    if unit.text(fullest) != whole:
+        notes.append(f"the peak grows with the microbatches: {whole} with {plan.config.microbatches:,}")
+    is_tall = len(memory) <= _TALL_ROWS
+    rows = [(range(n, n + 1), rank) for n, rank in enumerate(memory)] if is_tall else list(rank_kinds(memory))
+    if len(rows) < len(memory):
+        notes.append("a row of several ranks has the times of the first one")
+    y = heading(drawing, _TOP, title=title, notes="; ".join([*notes, height_note]), width=scale.width) + 4
+    row = 46.0 if is_tall else 30.0
+    for ranks, rank in rows:
+        words = Words(x=_LEFT - 10, y=y + row / 2, text=_named(ranks), anchor="end")
+        drawing.marks.append(words)
+        changes = held_over_time(rank.pp_rank, line, len(memory))
+        _memory_row(drawing, plan, rank, changes, unit=unit, area=_Area(y, row, scale, top, cut))
         y += row + 8
     y = axis(drawing, y, scale, unit="ms")
     x = _LEFT
     for fill, text in _KINDS:
-        if fill != _WAITING or any(rank.waiting for rank in plan.memory):
+        if fill != _WAITING or any(rank.waiting for rank in memory):
             drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=fill))
             drawing.marks.append(Words(x=x + 20, y=y + 7, text=text))
             x += 20 + 5.8 * len(text) + 20
@@ -203,6 +217,10 @@ def memory_picture(plan: Plan) -> Drawing:
         drawing.marks.append(Words(x=x + 20, y=y + 7, text="usable memory"))
     drawing.height = y + 26
     return drawing
+
+
+def _named(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 class Held(NamedTuple):
@@ -271,8 +289,10 @@ def _constant(rank: RankMemory) -> float:
     return rank.expected - rank.activations - rank.working - rank.waiting
 
 
-def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, *, area: _Area) -> None:
-    base, middle, unit = _constant(rank), area.y + area.height / 2, memory_unit(plan.memory)
+def _memory_row(
+    drawing: Drawing, plan: Plan, rank: RankMemory, changes: Sequence[Held], *, unit: SizeUnit, area: _Area
+) -> None:
+    base, middle, end_of_pass = _constant(rank), area.y + area.height / 2, area.scale.end
 
     def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
         if size > 0 and end > start:
@@ -280,16 +300,14 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
             for x, width, *_ in area.scale.pieces(start, end):
                 drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
 
-    drawing.marks.append(Words(x=_LEFT - 10, y=middle, text=f"rank {rank.pp_rank}", anchor="end"))
-    layer(0.0, line.end, 0.0, base, _USED, f"state and buffers: {unit.text(base)}")
+    layer(0.0, end_of_pass, 0.0, base, _USED, f"state and buffers: {unit.text(base)}")
     if area.cut:
         state = Words(x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=unit.text(base), size=8, color=_WHITE)
         drawing.marks.append(state)
-    changes = held_over_time(rank.pp_rank, line, len(plan.memory))
     in_flight = max((change.microbatches for change in changes), key=sum)
     shared = rank.activations + rank.working - _product(in_flight, rank.microbatch)  # beside any number of microbatches
     later = [sum(sizes) for sizes in zip(rank.microbatch, rank.output_gradients, strict=True)]
-    for held, end in zip(changes, [change.start for change in changes[1:]] + [line.end], strict=True):
+    for held, end in zip(changes, [change.start for change in changes[1:]] + [end_of_pass], strict=True):
         if not any(held.microbatches + held.waiting):
             continue
         kept = shared + _product(held.microbatches, rank.microbatch)
@@ -301,7 +319,7 @@ def _memory_row(drawing: Drawing, plan: Plan, rank: RankMemory, line: Timeline, 
         layer(held.start, end, base + kept, waiting, _WAITING, note)
     if not area.cut and area.top >= plan.capacity:
         limit, _ = area.span(base, plan.capacity, 0.0)
-        for x, width, *_ in area.scale.pieces(0.0, line.end):
+        for x, width, *_ in area.scale.pieces(0.0, end_of_pass):
             drawing.marks.append(Line(x1=x, y1=limit, x2=x + width, y2=limit, color=_LIMIT))
     right = _LEFT + area.scale.width
     drawing.marks.append(Words(x=right + 8, y=middle, text=f"peak {unit.text(rank.expected)}", size=12))

@@ -292,6 +292,16 @@ def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:
     )
 
 
+def memory_with(plan: Plan, microbatches: int) -> Sequence[RankMemory]:
+    """The memory of each pipeline rank in a step with another number of microbatches per replica."""
+    config, cluster = plan.config, plan.cluster
+    if microbatches == config.microbatches:
+        return plan.memory
+    training = replace(config.training, global_batch_size=microbatches * config.replica_batch_size)
+    other = replace(config, training=training)
+    return plan_memory(other, plan.layers, on_cpu=cluster.on_cpu, copies_logits=cluster.software.copies_logits)
+
+
 def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) -> float:
     """Floating-point operations of a step: of the model, or also those that are computed again.
 

@@ -204,7 +204,6 @@ def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[
         if name == "cp":
             values = [cp for cp in context_degrees(config, constraints) if world % cp == 0]
             reason = f"leave a rank {LEAST_POSITIONS:,} positions"
-        also = reason.removeprefix("divide ")
         largest = max((value for value in values if constraints.allow(name, value)), default=1)
         ranks *= largest
         if name in constraints.fixed:
@@ -213,7 +212,9 @@ def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[
             most = constraints.most[name]
             factors.append(f"--max-{name} {most}" + (f" ({largest} is possible)" if largest < most else ""))
         elif largest > 1 or name != "cp":
-            factors.append(f"--{name} {largest} (the largest of those that divide --world-size {world} and {also})")
+            factors.append(
+                f"--{name} {largest} (the largest possible: it must divide --world-size {world} and {reason})"
+            )
     return f"{' x '.join(factors)} = {ranks}", ranks
 
 

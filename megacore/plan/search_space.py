@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining
 from megacore.config.fields import flag_and_value
-from megacore.config.messages import at_most, divisors
+from megacore.config.messages import at_most, divisors, one_of
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
@@ -133,20 +133,20 @@ def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
 
 
 def possible_degrees(config: ResolvedConfig, constraints: Constraints) -> dict[str, tuple[list[int], str]]:
-    """The values that each degree may have, whatever the others and the limits are, and what is asked of them besides
-    that they divide the ranks."""
+    """The values that each degree may have, whatever the others and the limits are, and what it must do: words that
+    follow `must divide --world-size N and`."""
     heads, layers = config.model.num_attention_heads, config.model.num_layers
     batch, sequence = config.training.global_batch_size, config.data.seq_length
     parts, experts = divisors(_ranks_to_divide(config, constraints), most=None), config.model.experts
     possible = {
-        "tp": ([d for d in parts if heads % d == 0], f"divide --num-attention-heads {heads}"),
-        "cp": ([d for d in parts if sequence % d == 0], f"divide --seq-length {sequence}"),
-        "pp": ([d for d in parts if d <= layers], f"are at most --num-layers {layers}"),
-        "dp": ([d for d in parts if batch % d == 0], f"divide --global-batch-size {batch}"),
+        "tp": ([d for d in parts if heads % d == 0], f"--num-attention-heads {heads}"),
+        "cp": ([d for d in parts if sequence % d == 0], f"--seq-length {sequence}"),
+        "pp": ([d for d in parts if d <= layers], f"be at most --num-layers {layers}"),
+        "dp": ([d for d in parts if batch % d == 0], f"--global-batch-size {batch}"),
     }
     if experts is not None:
         number = experts.num_experts
-        possible["ep"] = [d for d in parts if number % d == 0], f"divide --num-experts {number}"
+        possible["ep"] = [d for d in parts if number % d == 0], f"--num-experts {number}"
     return possible
 
 
@@ -183,8 +183,8 @@ def impossible_limits(config: ResolvedConfig, constraints: Constraints, *, names
         also = f" and {reason}" if names_batch or name != "dp" else ""
         said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
         problems.append(
-            f"{' and '.join(texts)} {said}: those that divide --world-size {constraints.world_size}{also} are "
-            f"{', '.join(map(str, values))}{_other_limits(name, values, least, most)}"
+            f"{' and '.join(texts)} {said}: --{name} must divide --world-size {constraints.world_size}{also}, so it "
+            f"can only be {one_of(values)}{_other_limits(name, values, least, most)}"
         )
     return problems
 

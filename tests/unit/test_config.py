@@ -14,8 +14,8 @@ from megacore.config import SECTIONS, Config, cli, validate
 from megacore.config import toml as config_file
 from megacore.config.cli import load_toml, parse_config, save_toml
 from megacore.config.fields import FieldInfo, Range, Section, field_docs, field_infos
-from megacore.config.flags import all_fields
-from megacore.config.messages import divisors, nearest_multiples, one_of
+from megacore.config.flags import all_fields, flags_by_name
+from megacore.config.messages import divisors, nearest_multiples, nearest_name, one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.presets import GPT_PRESETS
 
@@ -407,3 +407,30 @@ class _Small(Section):
 def test_a_flag_of_few_values_may_be_left_out() -> None:
     said = "--few 0 must be at least 1 and at most 3: use 1, 2 or 3, or leave the flag out"
     assert _Small(few=0).wrong_fields() == {"few": said}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("--tie-embeddings", "--untie-embeddings-and-output-weights"),
+        ("--num-kv-heads", "--num-attention-heads"),
+        ("--max-length", "--seq-length"),
+        ("--router-topk", "--moe-router-topk"),
+        ("--aux-loss", "--moe-aux-loss-coeff"),
+        ("--layernorm-eps", "--layernorm-epsilon"),
+        ("--init-std", "--init-method-std"),
+        ("--rope-long-factor", "--rope-long-factors"),
+        ("--tensormodelparallelsize", "--tensor-model-parallel-size"),
+        ("--zero-optimization", None),
+        ("--zero-offload-everything", None),
+    ],
+)
+def test_a_name_is_compared_as_a_whole_and_by_words(name: str, meant: str | None) -> None:
+    assert nearest_name(name, flags_by_name(Config)) == meant
+
+
+def test_an_equal_word_counts_more_than_a_similar_one() -> None:
+    assert nearest_name("heads", ["v-head-dim", "num-attention-heads"]) == "num-attention-heads"
+    assert nearest_name("optimizer.learning_rate", ["optimizer.rate", "a.learning_ratio"]) == "optimizer.rate"
+    assert nearest_name("100", ["a100", "h200"]) == "a100"
+    assert nearest_name("anything", []) is None

@@ -355,3 +355,42 @@ def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
     drawn = re.findall(r"kept for weight gradients: ([0-9.]+) GiB", text)
     fullest = max(rank["peak"]["value"] for rank in split) / GIB
     assert max(map(float, drawn)) == pytest.approx(fullest, rel=0.02)
+
+
+GPIPE = "pretrain_gpt.py --preset gpt2-small --pp 4 --dp 1 --schedule gpipe --cluster h100 --global-batch-size"
+
+
+def test_the_memory_of_a_step_with_fewer_microbatches_is_that_of_what_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ramp to the peak of the microbatches that are drawn; the peak of the whole step is in the notes."""
+    path, short = tmp_path / "memory.svg", tmp_path / "short.svg"
+    whole = planned(capsys, f"{GPIPE} 64 --memory-timeline {path}")["memory"]
+    drawn = planned(capsys, f"{GPIPE} 8 --memory-timeline {short}")["memory"]
+    text = path.read_text(encoding="utf-8")
+    peak = max(rank["peak"]["value"] for rank in whole) / GIB
+    note = f"a step with 8 microbatches in place of 64; the peak grows with the microbatches: {peak:.1f} GiB with 64; "
+    assert note in text
+    peaks = [float(found) for found in re.findall("peak ([0-9.]+) GiB", text)]
+    assert peaks == [round(rank["peak"]["value"] / GIB, 1) for rank in drawn]
+    heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
+    assert min(heights) < max(heights) / 6
+    assert "grows" not in short.read_text(encoding="utf-8")
+    assert heights == [
+        float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', short.read_text(encoding="utf-8"))
+    ]
+
+
+def test_many_ranks_that_take_the_same_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the table of the report."""
+    path = tmp_path / "memory.svg"
+    flags = f"{GPIPE.replace('--pp 4', '--pp 20')} 32 --num-layers 20 --memory-timeline {path}"
+    memory = planned(capsys, flags)["memory"]
+    text = path.read_text(encoding="utf-8")
+    names = re.findall(r'text-anchor="end">((?:rank )?[0-9]+(?: to [0-9]+)?)</text>', text)
+    assert names == ["rank 0", "1 to 18", "rank 19"]
+    assert text.count(">peak ") == 3 and "a row of several ranks has the times of the first one" in text
+    assert len(memory) == 20
+    few = f"{GPIPE} 8 --memory-timeline {path}"
+    planned(capsys, few)
+    assert path.read_text(encoding="utf-8").count(">peak ") == 4

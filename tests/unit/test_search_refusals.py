@@ -18,8 +18,8 @@ from tools.plan import main
             "--max-tp 0 --min-pp 200",
             [
                 "--max-tp 0 must be at least 1",
-                "--min-pp 200 leaves no --pp: those that divide --world-size 64 and are at most --num-layers 12 are "
-                "1, 2, 4, 8: use --min-pp 8 or less\n",
+                "--min-pp 200 leaves no --pp: --pp must divide --world-size 64 and be at most --num-layers 12, so it "
+                "can only be 1, 2, 4 or 8: use --min-pp 8 or less\n",
             ],
         ),
         (
@@ -27,10 +27,10 @@ from tools.plan import main
             [
                 "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64: use --min-tp 4 "
                 "--min-cp 2\n",
-                "--min-tp 16 leaves no --tp: those that divide --world-size 64 and divide --num-attention-heads 12 are "
-                "1, 2, 4: use --min-tp 4 or less\n",
-                "--min-cp 3 and --max-cp 3 leave no --cp: those that divide --world-size 64 and divide --seq-length "
-                "1024 are 1, 2, 4, 8, 16, 32, 64: use --min-cp 2 or less, or --max-cp 4 or more\n",
+                "--min-tp 16 leaves no --tp: --tp must divide --world-size 64 and --num-attention-heads 12, so it can "
+                "only be 1, 2 or 4: use --min-tp 4 or less\n",
+                "--min-cp 3 and --max-cp 3 leave no --cp: --cp must divide --world-size 64 and --seq-length 1024, so "
+                "it can only be 1, 2, 4, 8, 16, 32 or 64: use --min-cp 2 or less, or --max-cp 4 or more\n",
             ],
         ),
         ("--tp 24", ["--tp 24 must divide --num-attention-heads 12: use 1, 2 or 4\n"]),
@@ -59,9 +59,8 @@ def test_limits_that_no_layout_can_keep_are_all_named(
         ),
         (
             "--max-dp 3 --max-tp 2",
-            "--search: --max-tp 2 x --pp 8 (the largest of those that divide --world-size 64 and are at most "
-            "--num-layers 12) x --max-dp 3 (2 is "
-            "possible) = 32 must be at least --world-size 64",
+            "--search: --max-tp 2 x --pp 8 (the largest possible: it must divide --world-size 64 and be at most "
+            "--num-layers 12) x --max-dp 3 (2 is possible) = 32 must be at least --world-size 64",
         ),
         ("--tp 2 --pp 4 --dp 4", "--search: --tp 2 x --pp 4 x --dp 4 = 32 must be at least --world-size 64"),
         ("--tp 4 --min-dp 32", "--tp 4 x --min-dp 32 = 128 must be at most --world-size 64"),
@@ -77,7 +76,8 @@ def test_limits_that_no_layout_can_keep_are_all_named(
         ("--pp 8 --max-pp 4", "--pp 8 must be at most --max-pp 4: leave one of them out\n"),
         (
             "--tp 3",
-            "--tp 3 is not possible: those that divide --world-size 64 and divide --num-attention-heads 12 are 1, 2",
+            "--tp 3 is not possible: --tp must divide --world-size 64 and --num-attention-heads 12, so it can only be "
+            "1, 2 or 4\n",
         ),
         (
             "--schedule interleaved --max-virtual-stages 1",
@@ -107,7 +107,8 @@ def test_limits_that_no_layout_can_keep_are_all_named(
         ("--preset mixtral-8x7b --ep 8 --max-ep 4", "--ep 8 must be at most --max-ep 4"),
         (
             "--preset mixtral-8x7b --ep 3",
-            "--ep 3 is not possible: those that divide --world-size 64 and divide --num-exp",
+            "--ep 3 is not possible: --ep must divide --world-size 64 and --num-experts 8, so it can only be 1, 2, "
+            "4 or 8\n",
         ),
     ],
 )
@@ -126,9 +127,8 @@ def test_flags_of_a_search_that_contradict_each_other_are_one_problem(
     [
         (
             "--global-batch-size 7 --tp 1 --pp 1",
-            "--dp 1 (the largest of those that divide --world-size 8 and --global-batch-size 7) = 1 must be at least "
-            "--world-size 8: use "
-            "--pp 8, or --world-size 7, or --global-batch-size 8\n",
+            "--dp 1 (the largest possible: it must divide --world-size 8 and --global-batch-size 7) = 1 must be at "
+            "least --world-size 8: use --pp 8, or --world-size 7, or --global-batch-size 8\n",
         ),
         ("--global-batch-size 8 --max-tp 2 --max-pp 1 --max-dp 2", "use --max-tp 4, or --max-pp 2, or --max-dp 4, or "),
         (
@@ -243,7 +243,7 @@ def test_a_degree_that_does_not_divide_the_ranks_is_refused_without_a_batch_that
         raise SystemExit(main(flags.split()))
     assert stop.value.code == 2
     text = capsys.readouterr().err
-    assert "--dp 3 is not possible: those that divide --world-size 8 are 1, 2, 4, 8" in text
+    assert "--dp 3 is not possible: --dp must divide --world-size 8, so it can only be 1, 2, 4 or 8" in text
     assert text.count("\n  - ") == 1
 
 
