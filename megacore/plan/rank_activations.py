@@ -91,11 +91,14 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         return residual_bytes(config) if is_held and chunks[number][0].block is not None else 0.0
 
     def working(number: int) -> float:
-        freed, most = 0.0, max(head if head_kept[number] else 0.0, sent)
+        in_head = head if head_kept[number] else 0.0
+        freed, most = 0.0, max(in_head, sent)
+        if config.parallel.may_split_backward and config.training.recompute == "selective":
+            freed = -in_head  # attention is computed again in the half for inputs, which frees nothing
         sizes = computed_again_by_layer(config, chunks[number], again)
         for size, kept in zip(reversed(sizes), reversed(stages[number].in_blocks), strict=True):
             most = max(most, size - freed)
-            freed += 0.0 if offloads else kept
+            freed += 0.0 if offloads or freed < 0 else kept
         return most
 
     return RankLayers(
