@@ -168,6 +168,8 @@ def _score_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, stays
         steps.append(e + kept.softmax - freed.mixed - freed.mask)
     if kept.tangent:
         steps.append(2 * kept.tangent - freed.mixed - freed.mask - freed.softmax)
+        if not stays:  # when they are computed, the scores, and three tensors in fp32
+            steps.append(e + 3 * kept.tangent - sum(kept))
     # Of the result's gradient a copy in the order of heads; the gradient of the values replaces these.
     return max(e * weights + (2 if stays else 1) * mixed, max(steps) * weights + (1 if stays else -1) * mixed)
 
@@ -513,13 +515,14 @@ def shared_bytes(config: ResolvedConfig) -> float:
     tables = 4.0 * s * model.rotary_dimensions if model.position_embedding_type == "rope" else 0.0
     if config.rank_positions < s:
         tables *= 1 + config.rank_positions / s  # those of this rank's positions too
-    if config.rank_positions < s or config.training.attention == "fused-softmax" or _has_documents(config):
+    if config.rank_positions < s or _has_documents(config):
         return tables
-    if s > LONGEST_WHOLE or model.attn_logit_softcapping is not None:
+    scores = config.training.attention == "fused-softmax"
+    if not scores and (s > LONGEST_WHOLE or model.attn_logit_softcapping is not None):
         return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
-    return tables + ((1 + e) * s * s if _has_window(model, s) else 0.0)
+    return tables + ((1 + e) * s * s if _has_window(model, s) and not scores else 0.0)
 
 
 def logits_bytes(config: ResolvedConfig) -> float:
