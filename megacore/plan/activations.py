@@ -10,7 +10,7 @@ heads, f inner width of the MLP, V vocabulary, t tensor-parallel ranks, e bytes 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.activations import ACTIVATIONS
@@ -110,11 +110,94 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     mlp = e * tokens * block.inner_size / _layer_ranks(config)
     if expert_share(config, block) is not None:
         mlp = _expert_gradients(config, block, on_cpu=on_cpu)
+    return max(residual_bytes(config) + gathered + mlp, attention_gradient_bytes(config, block, on_cpu=on_cpu))
+
+
+@once_per_layers
+def attention_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Gradients of activations while the backward of a block is in its attention, where this computes scores of the
+    whole sequence or has a soft cap less what backward has freed by then."""
+    if _makes_scores(config, block, on_cpu=on_cpu):
+        before = residual_bytes(config) - _freed_before_attention(config, block, on_cpu=on_cpu)
+        return before + _score_gradient_bytes(config, block, stays=False, on_cpu=on_cpu)
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
     if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):
         attention += _tile_sums_bytes(config, block) - _freed_before_attention(config, block, on_cpu=on_cpu)
-    return max(residual_bytes(config) + gathered + mlp, attention)
+    return attention
+
+
+@once_per_layers
+def input_half_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Of a split backward, what exists in the half for inputs at the gradient of a block's scores, less the gradients
+    that wait for those of weights and come after it. It frees nothing but what it has computed again. 0 where attention
+    makes no scores of the whole sequence."""
+    if not _makes_scores(config, block, on_cpu=on_cpu):
+        return 0.0
+    stays = config.training.recompute not in ("selective", "full")
+    here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
+    projected = sum(rows for rows, _ in attention_matrices(block)[:-1]) / _layer_ranks(config)
+    projected += sum(rows for rows, _ in short_matrices(block)) / here
+    later = _element(config) * _tokens(config) * projected + residual_bytes(config)  # of the norm too
+    return _score_gradient_bytes(config, block, stays=stays, on_cpu=on_cpu) - later
+
+
+def _makes_scores(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether attention makes the scores of the whole sequence, [b, n/t, s, s], as a tensor."""
+    return config.training.attention == "fused-softmax" and not attends_in_blocks(config, block, on_cpu=on_cpu)
+
+
+def _score_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, stays: bool, on_cpu: bool) -> float:
+    """The gradients from that of attention's result to that of its scores, where they take most, less what they have
+    freed of attention by then; `stays`: they free nothing. The steps of this backward:
+
+    - the mix gives the gradients of the values and of what it mixes. The result and, after it, what was mixed is freed;
+    - dropout gives that of the weights, and frees its mask;
+    - weights in another dtype than that of the softmax have their gradient in this one too;
+    - the softmax gives that of the scores, and frees its output;
+    - a soft cap gives that of scores in fp32 from another one.
+    """
+    e, kept = _element(config), _kept_of_weight(config, block, on_cpu=on_cpu)
+    weights = _tokens(config) * config.data.seq_length * block.num_attention_heads / _layer_ranks(config)
+    mixed = e * _tokens(config) * block.num_attention_heads * block.value_size / _layer_ranks(config)
+    freed = kept._replace(**dict.fromkeys(kept._fields, 0)) if stays else kept
+    steps = [2 * kept.softmax - freed.mixed - freed.mask]
+    if kept.mask:
+        steps.append(2 * e - freed.mixed)
+    if kept.softmax != e:
+        steps.append(e + kept.softmax - freed.mixed - freed.mask)
+    if kept.tangent:
+        steps.append(2 * kept.tangent - freed.mixed - freed.mask - freed.softmax)
+        if not stays:  # when they are computed, the scores, and three tensors in fp32
+            steps.append(e + 3 * kept.tangent - sum(kept))
+    # Of the result's gradient a copy in the order of heads; the gradient of the values replaces these.
+    return max(e * weights + (2 if stays else 1) * mixed, max(steps) * weights + (1 if stays else -1) * mixed)
+
+
+class _OfWeight(NamedTuple):
+    """Bytes that each number of whole weights takes until its backward.
+
+    Attributes:
+        softmax: its output.
+        mixed: what is multiplied with values, where that is another tensor.
+        mask: of dropout.
+        tangent: the hyperbolic one of a soft cap.
+    """
+
+    softmax: int
+    mixed: int
+    mask: int
+    tangent: int
+
+
+def _kept_of_weight(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> _OfWeight:
+    e, dropout = _element(config), block.attention_dropout > 0
+    # Beyond causality and windows it is torch's softmax, in fp32.
+    softmax = 4 if block.position_embedding_type == "alibi" or _has_documents(config) else e
+    # torch has no fused dropout on a CPU; `ops.attention` masks 16 bits itself.
+    mask = 4 if on_cpu and e == 4 else 1
+    mixed = e if dropout or softmax != e else 0
+    return _OfWeight(softmax, mixed, mask if dropout else 0, 4 if block.attn_logit_softcapping is not None else 0)
 
 
 def _expert_gradients(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
@@ -161,6 +244,9 @@ def freed_by_experts(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         most -= _element(config) * _tokens(config) * block.hidden_size
     kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")
     core = attention_core_bytes(config, block, on_cpu=on_cpu) + attention_passing_bytes(config, block, on_cpu=on_cpu)
+    if _makes_scores(config, block, on_cpu=on_cpu):
+        core = attention_gradient_bytes(config, block, on_cpu=on_cpu)
+        core += _freed_before_attention(config, block, on_cpu=on_cpu)
     after = _kept_inside(config, block, on_cpu=on_cpu) + kept["routing"] + max(most - core, 0.0)
     return [*(max(most - beside, 0.0) for beside in _beside_experts(config, block, on_cpu=on_cpu)), after]
 
@@ -236,7 +322,7 @@ def shared_inner_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
     operators with weights, the two norms included. A norm also has the residual stream, whose gradient is that of the
-    product before it, unless sequence parallelism gathers that one."""
+    product before it, unless sequence parallelism gathers that one, or dropout masks it."""
     split = sum(rows for rows, _ in attention_matrices(block)[:-1])  # of qkv, or those from short vectors
     share, of_experts = expert_share(config, block), 0.0
     gated, mlps = 2 if block.gated else 1, 1
@@ -250,7 +336,8 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     whole = _element(config) * _tokens(config)
     here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     short = sum(rows for rows, _ in short_matrices(block)) / here
-    residuals = norms * residual_bytes(config) * (2 if config.parallel.sequence_parallel else 1) + of_experts
+    is_apart = config.parallel.sequence_parallel or block.hidden_dropout > 0
+    residuals = norms * residual_bytes(config) * (2 if is_apart else 1) + of_experts
     return whole * (split / _layer_ranks(config) + short + (1 + mlps) * block.hidden_size) + residuals
 
 
@@ -263,9 +350,20 @@ def product_input_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 @once_per_layers
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
+    """What `--recompute selective` drops of a block."""
     whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
     return max(whole - _attention_bytes(config, block, on_cpu=on_cpu, recompute="selective"), 0.0)
+
+
+@once_per_layers
+def attention_again_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What exists once more when `--recompute selective` computes attention again: what it drops, and where that is
+    whole weights also queries, keys and values in the order of heads."""
+    core = attention_core_bytes(config, block, on_cpu=on_cpu)
+    if _makes_scores(config, block, on_cpu=on_cpu):
+        widths = block.num_attention_heads * (2 * block.head_size + block.value_size)
+        core += _element(config) * _tokens(config) * widths / _layer_ranks(config)
+    return core
 
 
 def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
@@ -305,12 +403,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     if attends_in_blocks(config, block, on_cpu=on_cpu):
         return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
-        mask = (
-            4 if on_cpu and e == 4 else 1
-        )  # torch has no fused dropout on a CPU; `ops.attention` masks 16 bits itself
-        kept = 2 * e + mask if dropout else e  # with dropout also its mask, and what it leaves
-        kept += 4 if block.attn_logit_softcapping is not None else 0  # the hyperbolic tangent
-        return normed + taken + kept * weights
+        return normed + taken + sum(_kept_of_weight(config, block, on_cpu=on_cpu)) * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights
     return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
@@ -422,13 +515,14 @@ def shared_bytes(config: ResolvedConfig) -> float:
     tables = 4.0 * s * model.rotary_dimensions if model.position_embedding_type == "rope" else 0.0
     if config.rank_positions < s:
         tables *= 1 + config.rank_positions / s  # those of this rank's positions too
-    if config.rank_positions < s or config.training.attention == "fused-softmax" or _has_documents(config):
+    if config.rank_positions < s or _has_documents(config):
         return tables
-    if s > LONGEST_WHOLE or model.attn_logit_softcapping is not None:
+    scores = config.training.attention == "fused-softmax"
+    if not scores and (s > LONGEST_WHOLE or model.attn_logit_softcapping is not None):
         return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
-    return tables + ((1 + e) * s * s if _has_window(model, s) else 0.0)
+    return tables + ((1 + e) * s * s if _has_window(model, s) and not scores else 0.0)
 
 
 def logits_bytes(config: ResolvedConfig) -> float:
@@ -477,11 +571,12 @@ def _head_tensors(config: ResolvedConfig) -> int:
 
 
 def embedding_kept_bytes(config: ResolvedConfig) -> float:
-    """The input of a norm after the embedding. None is counted for ModernBERT's, whose first block has one norm fewer
-    than the others, and keeps as much less."""
+    """The input of a norm after the embedding, and the mask of dropout. No input is counted for ModernBERT's, whose
+    first block has one norm fewer than the others, and keeps as much less."""
+    mask = residual_bytes(config) / _element(config) if config.model.hidden_dropout else 0.0
     if isinstance(config, ResolvedBertConfig):
-        return 0.0 if config.bert.packed else residual_bytes(config)
-    return residual_bytes(config) if config.model.embedding_layernorm else 0.0
+        return mask + (0.0 if config.bert.packed else residual_bytes(config))
+    return mask + (residual_bytes(config) if config.model.embedding_layernorm else 0.0)
 
 
 def _has_documents(config: ResolvedConfig) -> bool:

@@ -12,7 +12,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.plan.activations import (
     ELEMENT_BYTES,
     activation_gradient_bytes,
-    attention_core_bytes,
+    attention_again_bytes,
     block_bytes,
     embedding_kept_bytes,
     forward_passing_bytes,
@@ -21,6 +21,7 @@ from megacore.plan.activations import (
     halves_gradient_bytes,
     head_freed_bytes,
     inner_bytes,
+    input_half_bytes,
     kept_gradient_bytes,
     product_input_bytes,
     residual_bytes,
@@ -71,7 +72,7 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
         activated = [_activated_bytes(config, block) for block in _distinct(blocks)]
         return max(residual_bytes(config), *activated) if activated else 0.0
     if config.training.recompute == "selective":
-        cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
+        cores = (attention_again_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
         return max(cores, default=0.0)
     if config.training.recompute == "full":
         kept = 0.0 if config.training.distribute_saved_activations else residual_bytes(config)
@@ -267,6 +268,15 @@ def passing_bytes(
         if stage == 3:
             later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
             sent = [*sent, *shards_of(at, number)][-2:]
+    if splits:
+        # The half for inputs comes to the gradients of scores when those of earlier operators do not wait yet.
+        gathered, later = sum(sizes) if stage == 3 else 0, 0.0
+        for layer, again_here, waits in zip(chunk, agains, waiting, strict=True):
+            half = 0.0 if layer.block is None else input_half_bytes(config, layer.block, on_cpu=on_cpu)
+            if half:
+                half += again_here + e * gathered + term * lingering + (head if chunk[-1].name == "head" else 0.0)
+                found.append((half - later - working, 0.0))
+            later += waits
     if splits and table:
         # The half for inputs computes the gradients of the shared table, and frees no activations.
         gathered = sum(sizes) if stage == 3 else 0

@@ -103,10 +103,13 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
 
     def working(number: int) -> float:
         freed, most = 0.0, ending[number]
+        if config.parallel.may_split_backward and config.training.recompute == "selective":
+            # Attention is computed again in the half for inputs, which frees nothing.
+            freed = -head if head_kept[number] else 0.0
         sizes = computed_again_by_layer(config, chunks[number], again)
         for size, kept in zip(reversed(sizes), reversed(stages[number].in_blocks), strict=True):
             most = max(most, size - freed)
-            freed += 0.0 if offloads else kept
+            freed += 0.0 if offloads or freed < 0 else kept
         return most
 
     return RankLayers(

@@ -338,6 +338,35 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     )
 }
 
+# Attention's weights are most of what is kept.
+SCORES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    f"scores, {name}": (
+        layout,
+        {"precision": "bf16", "attention": "fused-softmax", "num_layers": 2, "num_attention_heads": 16}
+        | {"micro_batch_size": 2, "global_batch_size": 8, "max_position_embeddings": 512}
+        | of_case,
+    )
+    for name, layout, of_case in (
+        ("zero-bubble", (1, 2, 1), {"schedule": "zero-bubble"}),
+        ("zero-bubble, recomputed", (1, 2, 1), {"schedule": "zero-bubble", "recompute": "selective"}),
+        (
+            "zero-bubble, recomputed, both dropouts",
+            (1, 2, 1),
+            {"schedule": "zero-bubble", "recompute": "selective", "attention_dropout": 0.1, "hidden_dropout": 0.1},
+        ),
+        ("1F1B, both dropouts", (1, 2, 1), {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+        ("recomputed", (1, 1, 1), {"recompute": "selective"}),
+        ("recomputed, dropout", (1, 1, 1), {"recompute": "selective", "attention_dropout": 0.1}),
+        ("ALiBi", (1, 1, 1), {"position_embedding_type": "alibi"}),
+        ("soft cap", (1, 1, 1), {"attn_logit_softcapping": 30.0}),
+        (
+            "none, zero-bubble, dropout",
+            (1, 2, 1),
+            {"schedule": "zero-bubble", "attention": "sdpa", "hidden_dropout": 0.1},
+        ),
+    )
+}
+
 LARGE_TABLE: dict[str, Any] = MATRICES | {"vocab_size": 32768, "global_batch_size": 4, "zero_stage": 0}
 WIDE_MATRICES: dict[str, Any] = BUCKETS | {
     "precision": "bf16",
@@ -399,7 +428,9 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
-            layout, of_case = (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES | UPDATED)[case]
+            layout, of_case = (
+                CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES | SCORES | UPDATED
+            )[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
             tp, pp, dp = layout
@@ -444,6 +475,10 @@ def test_peak_of_memory_where_the_optimizer_takes_matrices_whole() -> None:
 
 def test_peak_of_memory_where_the_update_takes_most() -> None:
     require_peaks([*UPDATED], seq_length=64)
+
+
+def test_peak_of_memory_where_scores_are_most_of_it() -> None:
+    require_peaks([*SCORES], seq_length=512)
 
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
