@@ -114,6 +114,9 @@ def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, o
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
     if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):
         attention += _tile_sums_bytes(config, block) - _freed_before_attention(config, block, on_cpu=on_cpu)
+    elif _gathered_bytes(config, block, on_cpu=on_cpu):  # the gradients of the residual stream and of the result
+        result = e * tokens * block.num_attention_heads * block.value_size / _layer_ranks(config)
+        attention += residual_bytes(config) + result - _freed_before_attention(config, block, on_cpu=on_cpu)
     return max(residual_bytes(config) + gathered + mlp, attention)
 
 
@@ -372,9 +375,17 @@ def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """What ranks that divide sequences hold of each other's. Gathered: keys and values of the whole sequence, and their
-    gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
-    these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
+    """What the backward of attention makes where ranks divide sequences: gradients are in fp32.
+
+    - Gathered: keys and values of the whole sequence, and their gradients, of one range of queries and of both, with
+      those of both ranges of queries, the first rounded; then the gradients of keys and values of both ranges, as they
+      are sent and as they are summed, and those of the queries, rounded.
+    - In a ring: a share of keys and values, with three ranks or more also the next one; the gradients of the queries
+      and of the own share; and of another share the gradients, and zeros to which they are added. With three ranks or
+      more these are there when a third share is computed with, and others arrive in their place.
+
+    On a CPU also what torch's operator returns for a block.
+    """
     ranks = config.data.seq_length // config.rank_positions
     queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
     if config.context_comm == "ulysses":  # gradients of copied keys in fp32: of whole sequences, and as they are sent
@@ -384,8 +395,12 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
     if config.context_comm == "ring":
-        return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
-    return keys * (e + 2 * 4 + returned)
+        if ranks == 2:
+            return keys / ranks * (e + 3 * 4 + returned) + 4 * queries
+        share, on_way = keys / ranks, 2 * e * keys / ranks
+        of_pair = max(share + queries / 2, share / 2 + queries)  # the later half of the queries, or the earlier keys
+        return on_way + share * (3 * 4 + returned) + 4 * queries + 4 * of_pair
+    return max(keys * (e + 2 * 4 + returned) + (e + 4) * queries / 2, keys * (2 * 4 + 4 / ranks) + e * queries)
 
 
 def copies_keys(config: ResolvedConfig, block: ResolvedModel) -> bool:
