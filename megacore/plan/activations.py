@@ -120,8 +120,8 @@ def mlp_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
 
 @once_per_layers
 def attention_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """The same in attention: of its weights, as far as these are kept, and what a block of queries needs. With a soft cap
-    on blocks of queries, and where ranks divide sequences, it is less what backward has freed by then."""
+    """The same in attention: of its weights, as far as these are kept, and what a block of queries needs. With a soft
+    cap on blocks of queries, and where ranks divide sequences, it is less what backward has freed by then."""
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
     if not attention_is_later(config, block, on_cpu=on_cpu):
@@ -134,8 +134,8 @@ def attention_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on
 
 
 def attention_is_later(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
-    """Whether `attention_gradient_bytes` is of a moment at which the MLP's backward is done, so that the gradient of the
-    block's output has been replaced by another one."""
+    """Whether `attention_gradient_bytes` is of a moment at which the MLP's backward is done, so that the gradient of
+    the block's output has been replaced by another one."""
     if not attends_in_blocks(config, block, on_cpu=on_cpu):
         return False
     return block.attn_logit_softcapping is not None or _gathered_bytes(config, block, on_cpu=on_cpu) > 0
@@ -230,8 +230,8 @@ def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def _freed_before_attention(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """What backward has freed of a block where it comes to attention: the MLP's activations with what sent tokens to its
-    experts, and the input of its norm, with the output unless that is computed again."""
+    """What backward has freed of a block where it comes to attention: the MLP's activations with what sent tokens to
+    its experts, and the input of its norm, with the output unless that is computed again."""
     if block.parallel_residual:
         return 0.0
     kept, residual = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none"), residual_bytes(config)

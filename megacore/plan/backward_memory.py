@@ -137,9 +137,7 @@ def _more_in_attention(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
     if block.parallel_residual or not attention_is_later(config, block, on_cpu=on_cpu):
         return 0.0
     in_attention = attention_gradient_bytes(config, block, on_cpu=on_cpu)
-    in_mlp = max(
-        mlp_gradient_bytes(config, block, on_cpu=on_cpu), halves_gradient_bytes(config, block, on_cpu=on_cpu)
-    )
+    in_mlp = max(mlp_gradient_bytes(config, block, on_cpu=on_cpu), halves_gradient_bytes(config, block, on_cpu=on_cpu))
     return max(residual_bytes(config) - max(in_mlp - in_attention, 0.0), 0.0)
 
 
