@@ -254,13 +254,15 @@ class Shift:
     """
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        self._sent, self._received = x, torch.empty_like(x)
+        self._sent: Tensor | None = x
+        self._received = torch.empty_like(x)
         with post(Phase.SHIFT, group.ranks, x.nbytes) as watched:
             self._pending = Pending(direct.start_shift(x, self._received, group), watched=watched)
 
     def wait(self) -> Tensor:
-        """What the rank before this one has sent."""
+        """What the rank before this one has sent. What this one sent is let go."""
         self._pending.wait()
+        self._sent = None
         return self._received
 
 

@@ -193,6 +193,8 @@ class _GatheredAttention(Node):
             d_part, *terms = attend_backward(d_of, out_of, sums_of, (part, keys, values), **where)
             d_query.append(d_part.to(query.dtype))
             sums = [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
+            del d_part, terms
+        del keys, values
         d_key, d_value = _summed(sums, shards).unbind(0)
         return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 4
 
@@ -271,14 +273,17 @@ class _RingAttention(Node):
                 )
                 d_query = _added(d_query, pair.rows, [d_part], query)
                 d_pairs.append((pair.columns, terms))
+                del d_part, terms
             if source == shards.group.rank:  # these stay: only the terms of other ranks have to travel
-                for columns, terms in d_pairs:
-                    d_local = _added(d_local, columns, terms, key)
+                while d_pairs:
+                    d_local = _added(d_local, *d_pairs.pop(0), key)
                 continue
             d_keys = key.new_zeros(shape, dtype=torch.float32) if arriving is None else arriving.wait()
-            for columns, terms in d_pairs:
-                _added(list(d_keys.transpose(2, 3)), columns, terms, key)
+            while d_pairs:
+                _added(list(d_keys.transpose(2, 3)), *d_pairs.pop(0), key)
             arriving = Shift(d_keys, shards.group)
+            del d_keys
+        del keys, values
         assert arriving is not None
         d_key, d_value = (
             term.add_(others).to(key.dtype)

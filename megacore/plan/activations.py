@@ -102,29 +102,47 @@ def kept_by_operator(
 
 @once_per_layers
 def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """Gradients of activations in the backward of a block, when they take most beside what the block keeps: of the
-    output and the input of `down`, when the block has freed nothing; or in attention of its weights, as far as these
-    are kept, and what a block of queries needs."""
+    """Gradients of activations in the backward of a block, when they take most beside what the block keeps: in the MLP
+    or in attention."""
+    in_mlp = mlp_gradient_bytes(config, block, on_cpu=on_cpu)
+    return max(in_mlp, attention_gradient_bytes(config, block, on_cpu=on_cpu))
+
+
+def mlp_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """The same in the MLP: of the output and the input of `down`, when the block has freed nothing."""
     tokens, e = _tokens(config), _element(config)
     gathered = e * tokens * block.hidden_size if config.parallel.sequence_parallel else 0.0
     mlp = e * tokens * block.inner_size / _layer_ranks(config)
     if expert_share(config, block) is not None:
         mlp = _expert_gradients(config, block, on_cpu=on_cpu)
-    return max(residual_bytes(config) + gathered + mlp, attention_gradient_bytes(config, block, on_cpu=on_cpu))
+    return residual_bytes(config) + gathered + mlp
 
 
 @once_per_layers
 def attention_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """Gradients of activations while the backward of a block is in its attention, where this computes scores of the
-    whole sequence or has a soft cap less what backward has freed by then."""
+    """The same in attention: of its weights, as far as these are kept, and what a block of queries needs. Where it
+    computes scores of the whole sequence, with a soft cap on blocks of queries, and where ranks divide sequences, it is
+    less what backward has freed by then."""
     if _makes_scores(config, block, on_cpu=on_cpu):
         before = residual_bytes(config) - _freed_before_attention(config, block, on_cpu=on_cpu)
         return before + _score_gradient_bytes(config, block, stays=False, on_cpu=on_cpu)
     attention = attention_core_bytes(config, block, on_cpu=on_cpu)
     attention += attention_passing_bytes(config, block, on_cpu=on_cpu)
-    if block.attn_logit_softcapping is not None and attends_in_blocks(config, block, on_cpu=on_cpu):
-        attention += _tile_sums_bytes(config, block) - _freed_before_attention(config, block, on_cpu=on_cpu)
-    return attention
+    if not attention_is_later(config, block, on_cpu=on_cpu):
+        return attention
+    attention -= _freed_before_attention(config, block, on_cpu=on_cpu)
+    if block.attn_logit_softcapping is not None:
+        return attention + _tile_sums_bytes(config, block)
+    result = _tokens(config) * block.num_attention_heads * block.value_size / _layer_ranks(config)
+    return attention + residual_bytes(config) + _element(config) * result
+
+
+def attention_is_later(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether `attention_gradient_bytes` is of a moment at which the MLP's backward is done, so that the gradient of
+    the block's output has been replaced by another one."""
+    if not attends_in_blocks(config, block, on_cpu=on_cpu):
+        return False
+    return block.attn_logit_softcapping is not None or _gathered_bytes(config, block, on_cpu=on_cpu) > 0
 
 
 @once_per_layers
@@ -292,12 +310,14 @@ def _tile_sums_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def _freed_before_attention(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """What backward has freed of a block where it comes to attention: the MLP's activations, and the input and the
-    output of its norm."""
+    """What backward has freed of a block where it comes to attention: the MLP's activations with what sent tokens to
+    its experts, and the input of its norm, with the output unless that is computed again."""
     if block.parallel_residual:
         return 0.0
-    kept = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")
-    return kept["activation"] + kept["product of the activation"] + 2 * residual_bytes(config)
+    kept, residual = kept_by_operator(config, block, on_cpu=on_cpu, recompute="none"), residual_bytes(config)
+    is_light = config.training.recompute == "light" and not config.training.compile
+    output = 0.0 if is_light else min(max(kept["products of norms"] - residual, 0.0), residual)
+    return kept["activation"] + kept["product of the activation"] + kept["routing"] + residual + output
 
 
 def _norm_inputs(block: ResolvedModel) -> int:
@@ -398,6 +418,8 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     logarithms = 4 * tokens * n / t  # of the softmax's sums
     if _has_documents(config) and config.padded_documents:
         logarithms += e * tokens * queries  # the result, which the product reads with zeros for padding
+    if exchanges_heads(config):
+        logarithms += e * tokens * queries  # the result before and after it is exchanged
     if copies > 1 and (dropout or d * e % _ALIGNMENT):
         logarithms += e * tokens * queries  # the results of blocks of heads, which the product reads joined
     if attends_in_blocks(config, block, on_cpu=on_cpu):
@@ -465,9 +487,17 @@ def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """What ranks that divide sequences hold of each other's. Gathered: keys and values of the whole sequence, and their
-    gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
-    these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
+    """What the backward of attention makes where ranks divide sequences: gradients are in fp32.
+
+    - Gathered: keys and values of the whole sequence, and their gradients, of one range of queries and of both, with
+      those of both ranges of queries, which are rounded; then the gradients of keys and values of both ranges, as they
+      are sent and as they are summed, and those of the queries, rounded.
+    - In a ring: a share of keys and values, with three ranks or more also the next one; the gradients of the queries
+      and of the own share; and of another share the gradients, and zeros to which they are added. With three ranks or
+      more these are there when a third share is computed with, and others arrive in their place.
+
+    On a CPU also what torch's operator returns for a block.
+    """
     ranks = config.data.seq_length // config.rank_positions
     queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
     if config.context_comm == "ulysses":  # gradients of copied keys in fp32: of whole sequences, and as they are sent
@@ -477,8 +507,18 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
     if config.context_comm == "ring":
-        return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
-    return keys * (e + 2 * 4 + returned)
+        if ranks == 2:
+            return keys / ranks * (e + 3 * 4 + returned) + 4 * queries
+        share, on_way = keys / ranks, 2 * e * keys / ranks
+        of_pair = max(share + queries / 2, share / 2 + queries)  # the later half of the queries, or the earlier keys
+        return on_way + share * (3 * 4 + returned) + 4 * queries + 4 * of_pair
+    of_range = (4 + (2 * e if e < 4 else e)) * queries / 2
+    return max(keys * (e + 2 * 4 + returned) + of_range, keys * (2 * 4 + 4 / ranks) + e * queries)
+
+
+def exchanges_heads(config: ResolvedConfig) -> bool:
+    """Whether ranks exchange positions for heads, and attend over whole sequences."""
+    return config.parallel.cp > 1 and config.context_comm == "ulysses"
 
 
 def copies_keys(config: ResolvedConfig, block: ResolvedModel) -> bool:

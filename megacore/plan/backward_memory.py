@@ -13,6 +13,8 @@ from megacore.plan.activations import (
     ELEMENT_BYTES,
     activation_gradient_bytes,
     attention_again_bytes,
+    attention_gradient_bytes,
+    attention_is_later,
     block_bytes,
     embedding_kept_bytes,
     forward_passing_bytes,
@@ -23,6 +25,7 @@ from megacore.plan.activations import (
     inner_bytes,
     input_half_bytes,
     kept_gradient_bytes,
+    mlp_gradient_bytes,
     product_input_bytes,
     residual_bytes,
     shared_inner_bytes,
@@ -109,11 +112,12 @@ def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> li
 
 
 class _OfLayer(NamedTuple):
-    """Of a layer what `_beside` counts, `_largest_gradient`, and `inner_bytes`."""
+    """Of a layer what `_beside` counts, `_largest_gradient`, and `inner_bytes`; and `_more_in_attention`."""
 
     beside: float
     largest: int
     inner: float
+    later: float
 
 
 @once_per_layers
@@ -124,7 +128,18 @@ def _of_layer(
         beside=_beside(config, layer, table, head=head, again=again, on_cpu=on_cpu),
         largest=_largest_gradient(config, layer),
         inner=0.0 if layer.block is None else inner_bytes(config, layer.block),
+        later=0.0 if layer.block is None else _more_in_attention(config, layer.block, on_cpu=on_cpu),
     )
+
+
+def _more_in_attention(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """By how much the gradient of a block's output adds to `_beside` if it outlives the block's MLP, at most: all of it
+    where most exists in attention, and as much as brings attention above the MLP where most exists there."""
+    if block.parallel_residual or not attention_is_later(config, block, on_cpu=on_cpu):
+        return 0.0
+    in_attention = attention_gradient_bytes(config, block, on_cpu=on_cpu)
+    in_mlp = max(mlp_gradient_bytes(config, block, on_cpu=on_cpu), halves_gradient_bytes(config, block, on_cpu=on_cpu))
+    return max(residual_bytes(config) - max(in_mlp - in_attention, 0.0), 0.0)
 
 
 class Passing(NamedTuple):
@@ -234,7 +249,7 @@ def passing_bytes(
             made, made_sharded = made + term * new, made_sharded + term * sharded
             continue
         of_layer, reducing = _of_layer(config, layer, table, head=head, again=agains[number], on_cpu=on_cpu), 0.0
-        moment, largest, inner = of_layer
+        moment, largest, inner = of_layer[:3]
         filled, gathered = of_layers[number], 0
         if stage == 3:
             gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
@@ -245,7 +260,8 @@ def passing_bytes(
             sums = makes_before if number == len(chunk) - 1 else makes, makes
             filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
         forward = _forward_bytes(config, layer, filled, lingering, again=agains[number], made=made)
-        moment += e * gathered + made + (received if number < len(chunk) - 1 else 0.0)
+        is_apart = number < len(chunk) - 1  # of the last layer it is the gradient of the output, while that is needed
+        moment += e * gathered + made + (received if is_apart else min(received, of_layer.later))
         if makes:
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
@@ -262,7 +278,7 @@ def passing_bytes(
             made_sharded += term * sharded
         found.append((moment - freed - working, reducing))
         if forward:
-            arrived = received if number < len(chunk) - 1 else 0.0
+            arrived = received if is_apart else 0.0
             found.append((forward + e * gathered + arrived - freed - working, 0.0))
         freed += kept_here[number] + waiting[number]
         if stage == 3:

@@ -337,6 +337,21 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         ("ZeRO 3", (1, 1, 2), {"zero_stage": 3}),
     )
 }
+# Ranks that divide sequences.
+DIVIDED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    f"cp {cp}, {comm}, {recompute}": (
+        (1, 2, 1),
+        {"precision": "bf16", "num_layers": 4, "cp": cp, "cp_comm": comm, "recompute": recompute}
+        | {"micro_batch_size": 8, "global_batch_size": 32, "vocab_size": 512, "schedule": "1f1b"},
+    )
+    for cp, comm, recompute in (
+        (2, "ring", "full"),
+        (4, "ring", "full"),
+        (2, "ring", "light"),
+        (2, "allgather", "full"),
+        (2, "ulysses", "none"),
+    )
+}
 
 # Attention's weights are most of what is kept.
 SCORES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -429,12 +444,12 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
             layout, of_case = (
-                CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES | SCORES | UPDATED
+                CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES | DIVIDED | SCORES | UPDATED
             )[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
-            tp, pp, dp = layout
-            found.append([run_rank(config, stage * tp * dp, on_cpu=False) for stage in range(pp)])
+            ranks, pp = config.parallel.ranks, config.parallel.pp
+            found.append([run_rank(config, rank, on_cpu=False) for rank in range(0, ranks, ranks // pp)])
     return found
 
 
@@ -483,6 +498,10 @@ def test_peak_of_memory_where_scores_are_most_of_it() -> None:
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
     require_peaks([*STAGES], seq_length=LONG)
+
+
+def test_peak_of_memory_where_ranks_divide_sequences() -> None:
+    require_peaks([*DIVIDED], seq_length=2 * LONG)
 
 
 @pytest.mark.slow
