@@ -423,7 +423,7 @@ UPDATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
     "tied table of four stages": (
         (1, 4, 1),
-        LARGE_TABLE | {"schedule": "zero-bubble", "offload_activations": True},
+        LARGE_TABLE | {"schedule": "1f1b", "offload_activations": True},
     ),
     "SGD, two tables, pp 2": ((1, 2, 1), LARGE_TABLE | TWO_TABLES | {"optimizer": "sgd"}),
     "SGD, Nesterov's momentum": ((1, 1, 1), LARGE_TABLE | {"optimizer": "sgd", "sgd_nesterov": True}),
