@@ -60,8 +60,7 @@ class Outcome:
     before and after, and the optimizer's state after, by its kind.
 
     The gradients are read after the update, which clips them in place (and in SGD adds weight decay). With
-    `offload_optimizer` it changes copies in host memory, and not these: a test that compares them with a run without it
-    sets `clip_grad` to 0."""
+    `offload_optimizer` it changes copies in host memory, and not these: see `offloaded`."""
 
     losses: list[float]
     norms: list[float]
@@ -73,6 +72,12 @@ class Outcome:
 
 Run = Callable[..., Outcome]
 Size = Callable[[Layout], dict[str, Any]]
+
+
+def offloaded(changes: dict[str, Any]) -> dict[str, Any]:
+    """Changes of a configuration with the optimizer in host memory and an update that leaves gradients as they are."""
+    undecayed = {"weight_decay": 0.0} if changes.get("optimizer") == "sgd" else {}
+    return {**changes, "offload_optimizer": True, "clip_grad": 0.0, **undecayed}
 
 
 def small(layout: Layout) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from tests.parity.runs import (
     gather,
     make_config,
     make_trainer,
+    offloaded,
     outcome_of,
     train_on,
 )
@@ -298,9 +299,6 @@ _OF_LAYOUT = {
     "compile_backend", "offload_optimizer", "micro_batch_size", "overlap_grad_reduce", "cp_comm",
 }  # fmt: skip
 
-# Without clipping: where the optimizer is offloaded, an `Outcome` has the gradients before it.
-OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
-
 # In `make test` context parallelism beside each other way; in `make test-slow` many more.
 FEW: list[tuple[str, Layout, dict[str, Any]]] = [
     ("windows packed", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
@@ -317,7 +315,7 @@ MORE: list[tuple[str, Layout, dict[str, Any]]] = [
     ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring"}),
     ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
     ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
-    ("llama", (1, 1, 2), {"cp": 2, "zero_stage": 1, **OFFLOAD}),
+    ("llama", (1, 1, 2), offloaded({"cp": 2, "zero_stage": 1})),
     ("bert", (1, 1, 1), {"cp": 4, "cp_comm": "ulysses"}),
     ("bert", (1, 1, 1), {"cp": 4, "optimizer": "sgd"}),
     ("bert", (1, 1, 2), {"cp": 2, "zero_stage": 2, "recompute": "full"}),
@@ -375,7 +373,7 @@ def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
     model = choose.choice(list(MODELS))
     if changes["cp_comm"] not in comms(model):
         changes["cp_comm"] = "allgather"
-    return model, layout, changes | choose.choice([{}, OFFLOAD])
+    return model, layout, choose.choice([changes, offloaded(changes)])
 
 
 @pytest.mark.slow

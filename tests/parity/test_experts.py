@@ -31,7 +31,18 @@ from megacore.parallel.sharding import split_evenly
 from megacore.train.trainer import Trainer
 from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, Outcome, agree, bitwise, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.runs import (
+    Layout,
+    Outcome,
+    agree,
+    bitwise,
+    gather,
+    make_config,
+    make_trainer,
+    offloaded,
+    outcome_of,
+    train_on,
+)
 from tests.parity.test_latent_attention import LATENT
 
 # ---- groups
@@ -182,8 +193,6 @@ _OF_LAYOUT = {
     "cp", "cp_comm", "ep", "etp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute",
     "micro_batch_size", "overlap_grad_reduce", "offload_optimizer", "replay_interval",
 }  # fmt: skip
-# Without clipping: where the optimizer is offloaded, an `Outcome` has the gradients before it.
-OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
 FEW: list[Case] = [
     ("sigmoid", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 1}),
     ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble", "recompute": "full"}),
@@ -203,7 +212,7 @@ MORE: list[Case] = [
     ("softmax", (1, 1, 4), {"ep": 2, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "clip_grad": 0.0}),
     ("softmax", (1, 1, 4), {"ep": 2, "hidden_dropout": 0.2, "micro_batch_size": 1}),
     ("gelu", (2, 1, 2), {"ep": 2, "recompute": "light", "zero_stage": 3}),
-    ("many", (1, 1, 4), {"ep": 4, "zero_stage": 1, **OFFLOAD}),
+    ("many", (1, 1, 4), offloaded({"ep": 4, "zero_stage": 1})),
     ("bias", (1, 2, 2), {"ep": 2, "replay_interval": 1, "zero_stage": 2}),
     ("groups", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "moe_router_group_best": 1, **LATENT}),
     ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
@@ -304,7 +313,7 @@ def _combination(number: int) -> Case:
         "recompute": recompute,
         "optimizer": choose.choice(["adamw", "sgd"]),
     }
-    return model, (tp, pp, dp), changes | choose.choice([{}, {}, OFFLOAD])
+    return model, (tp, pp, dp), choose.choice([changes, changes, offloaded(changes)])
 
 
 @pytest.mark.slow
