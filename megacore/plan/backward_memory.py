@@ -169,14 +169,14 @@ def passing_bytes(
       is added, the tensors of the inner width are freed;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all. A layer's bucket is made
       for its first gradient, when the input of the product that gave it is freed. With parameters in host memory also
-      the shard of the next layer on its way, and of the sums the one that is reduced and the one before it, on its way
-      to the host: one that is fetched to be added to takes the place of the latter. In the head also the table that it
-      shares with the embedding, whose bucket is made after both gradients;
+      the shard of the next layer on its way, and of the sums besides the one that is reduced one on its way to the host
+      and one that is fetched to be added to. In the head also the table that it shares with the embedding, whose
+      bucket is made after both gradients;
     - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
-    A first backward makes the gradients of the layers that it has passed, if they do not outlive a step and stay on
-    the device: on stages 2 and 3 shards, else those of ranks without replicas, or of experts without copies. On an
-    accelerator it copies those of the layer itself into their buffer where they are not sharded.
+    A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
+    and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
+    of the layer itself into their buffer where they are not sharded.
 
     Args:
         config: a resolved configuration.
@@ -194,7 +194,6 @@ def passing_bytes(
     stage = config.parallel.zero_stage if shards > 1 or on_host else 0
     takes_whole = config.optimizer_settings.takes_some_whole
     (at, previous, is_first, follows_first), table = backward, on_rank.table
-    makes, makes_before = is_first and not on_host, follows_first and not on_host
     copies = expert_copies(config.parallel)
     has_copies = copies > 1
     holds_experts = stage < 2 or has_copies or on_host  # experts without copies are neither reduced nor gathered
@@ -220,17 +219,8 @@ def passing_bytes(
             return _last_reduced(config, on_rank.chunks[at][0], sizes_of(at)[0], has_copies=has_copies, on_cpu=on_cpu)
         return 0
 
-    def shards_of(at: int, number: int) -> list[float]:
-        """Bytes of the sums that go to the host when a layer of a stage is reduced, in this order."""
-        if not on_host or shards == 1:
-            return []
-        of_layer = on_rank.chunks[at][number], sizes_of(at)[number]
-        return [term * size for size in _reduced_shards(config, *of_layer, (shards, copies), on_cpu=on_cpu)]
-
     found = [(0.0, 0.0)]
     lingering = last_of(previous) if previous >= 0 else 0
-    sent = [size for n in reversed(range(min(2, len(on_rank.chunks[previous])))) for size in shards_of(previous, n)]
-    sent = sent if previous >= 0 else []
     chunk, sizes, kept_here = on_rank.chunks[at], sizes_of(at), kept[at]
     agains = computed_again_by_layer(config, chunk, again)
     is_sent = config.parallel.pp > 1 and bool(chunk) and chunk[-1].name != "head"
@@ -257,12 +247,12 @@ def passing_bytes(
                 gathered += table
             if on_host and shards > 1:
                 moment += e * sizes[max(number - 1, 0)] / shards
-            sums = makes_before if number == len(chunk) - 1 else makes, makes
+            sums = follows_first if number == len(chunk) - 1 else is_first, is_first
             filled = _filled_on_stage_3(config, layer, size, (shards, copies), later_size, sums, on_cpu=on_cpu)
         forward = _forward_bytes(config, layer, filled, lingering, again=agains[number], made=made)
         is_apart = number < len(chunk) - 1  # of the last layer it is the gradient of the output, while that is needed
         moment += e * gathered + made + (received if is_apart else min(received, of_layer.later))
-        if makes:
+        if is_first:
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
@@ -270,11 +260,9 @@ def passing_bytes(
                 moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
         if filled.held:
-            more, reducing = _at_pieces(
-                config, layer, filled, inner=inner, head=head, table=table, sent=sent, on_cpu=on_cpu
-            )
+            more, reducing = _at_pieces(config, layer, filled, inner=inner, head=head, table=table, on_cpu=on_cpu)
             moment += more - (made_sharded if stage == 2 else 0.0)
-        if makes:
+        if is_first:
             made_sharded += term * sharded
         found.append((moment - freed - working, reducing))
         if forward:
@@ -283,7 +271,6 @@ def passing_bytes(
         freed += kept_here[number] + waiting[number]
         if stage == 3:
             later_size = _last_reduced(config, layer, size, has_copies=has_copies, on_cpu=on_cpu)
-            sent = [*sent, *shards_of(at, number)][-2:]
     if splits:
         # The half for inputs comes to the gradients of scores when those of earlier operators do not wait yet.
         gathered, later = sum(sizes) if stage == 3 else 0, 0.0
@@ -297,11 +284,10 @@ def passing_bytes(
         # The half for inputs computes the gradients of the shared table, and frees no activations.
         gathered = sum(sizes) if stage == 3 else 0
         found.append((head + residual_bytes(config) + e * (3 * table + gathered) + term * lingering - working, 0.0))
-    if stage >= 2 and chunk and chunk[0].name == "embedding":
+    if stage >= 2 and not on_host and chunk and chunk[0].name == "embedding":
         # The last bucket, while it is reduced; of the embedding it is large.
         last, present = (term * sizes[0], e * sizes[0]) if stage == 3 else (term * last_of(at), 0.0)
-        reduced = sum(sent) if on_host and shards > 1 else 0.0 if is_first else last / shards
-        found.append((made + last + present - freed - working, reduced))
+        found.append((made + last + present - freed - working, 0.0 if is_first else last / shards))
     passing, reducing = max(found, key=sum)
     return Passing(passing, reducing)
 
@@ -356,30 +342,24 @@ def _at_pieces(
     inner: float,
     head: float,
     table: int,
-    sent: Sequence[float],
     on_cpu: bool,
 ) -> tuple[float, float]:
     """What exists beside activations and their gradients, less what is freed by then, at the piece of a layer where it
-    is most: buckets and first shards; and the shard that is added to an earlier one, and one on its way to the host.
-    Of `sent`, the bytes of the last two sums of later layers that go there, the first one is; when a bucket of the
-    layer itself is reduced, the second one. Without replicas what goes there is the bucket that counts as reduced."""
+    is most: buckets and first shards; and the shard that is added to an earlier one."""
     term = term_bytes(config)
-    of_shard = 0 if config.parallel.offload_params and shard_ranks(config.parallel) == 1 else term
-    ways = [0.0, 0.0, *sent][-2:]
+    of_shard = term * (3 if config.parallel.offload_params and shard_ranks(config.parallel) > 1 else 1)
     freed_first = _freed_first(config, layer, table, inner=inner, head=head, on_cpu=on_cpu)
     early = _freed_by_piece(config, layer, filled.pieces, freed_first, on_cpu=on_cpu)
     found = []
     if layer.block is not None and layer.block.experts is not None and expert_copies(config.parallel) == 1:
         # The gradients of experts arrive before a bucket is made.
         first = filled.held[0]
-        found.append((term * (first.total - first.made + first.sharded), of_shard * first.reduced + ways[0]))
+        found.append((term * (first.total - first.made + first.sharded), of_shard * first.reduced))
     for held in filled.held:
-        if held.arrived:
-            ways = [ways[1], of_shard * held.reduced if sent else 0.0]
         here = term * held.sharded - early(held)
         before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
         most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
-        found.append((most, of_shard * held.reduced + ways[0]))
+        found.append((most, of_shard * held.reduced))
     return max(found, key=sum)
 
 
@@ -404,18 +384,6 @@ def _last_reduced(config: ResolvedConfig, layer: PlannedLayer, size: int, *, has
     parts = pieces(config, layer, size, experts=has_copies, on_cpu=on_cpu)
     apart = sum(part.size for part in parts if part.kind == "apart")
     return size - apart or apart
-
-
-def _reduced_shards(
-    config: ResolvedConfig, layer: PlannedLayer, size: int, ranks: tuple[int, int], *, on_cpu: bool
-) -> list[float]:
-    """On stage 3, elements of this rank's shards of the buckets of a layer of `size` parameters, in the order in which
-    they are reduced; of those with `ranks`, experts counted apart."""
-    shards, copies = ranks
-    last = _last_reduced(config, layer, size, has_copies=copies > 1, on_cpu=on_cpu)
-    of_experts = layer.block is not None
-    first = size - last
-    return [*([first / (copies if of_experts else shards)] if first else []), last / shards]
 
 
 class _Made(NamedTuple):

@@ -104,7 +104,7 @@ NONSENSE: dict[str, tuple[str, str, str]] = {
         "--input {tmp}/bad.jsonl {tok} {out}",
         "bad.jsonl: no documents in it (1 bad",
     ),
-    "strict": ("preprocess_data", "{in} --input {tmp}/bad.jsonl {tok} {out} --strict", "bad.jsonl:1: not JSON"),
+    "strict": ("preprocess_data", "--input {tmp}/bad.jsonl {tok} {out} --strict", "bad.jsonl:1: not JSON"),
     "not gzip": ("preprocess_data", "--input {tmp}/bad.gz {tok} {out}", "bad.gz: cannot be read to its end"),
     "wrong key": ("preprocess_data", "{in} {tok} {out} --json-keys txet", "no key 'txet' (it has 'text')"),
     "keys of plain text": (

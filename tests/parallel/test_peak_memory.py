@@ -140,11 +140,6 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 1, 2),
         BUCKETS | {"zero_stage": 3, "offload_activations": True, "micro_batch_size": 4, "global_batch_size": 16},
     ),
-    "parameters and activations in host memory": (
-        (1, 1, 2),
-        {"precision": "bf16", "zero_stage": 3, "num_layers": 8, "micro_batch_size": 1, "global_batch_size": 4}
-        | {"offload_params": True, "offload_optimizer": True, "offload_activations": True},
-    ),
     "table of the last stage, ZeRO 3": (
         (1, 2, 2),
         BUCKETS
