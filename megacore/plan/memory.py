@@ -229,6 +229,36 @@ def fullest_rank(
     return max(ranks, key=lambda rank: rank.expected)
 
 
+def held_at_least(config: ResolvedConfig, cut: Cut, *, on_cpu: bool, limit: float) -> float:
+    """Bytes that `fullest_rank` exceeds, found in less time: state, and activations of the microbatches in flight.
+
+    Args:
+        config: a resolved configuration.
+        cut: the model in stages.
+        on_cpu: whether the ranks compute in host memory.
+        limit: bytes; of the first rank that holds more, if one does.
+    """
+    config, most = _for_device(config, on_cpu=on_cpu), 0.0
+    for rank in cut.distinct_ranks(last=False):
+        most = max(most, _held_at_least(config, cut, rank, on_cpu=on_cpu))
+        if most > limit:
+            break
+    return most
+
+
+def _held_at_least(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool) -> float:
+    on_rank, parallel = cut.on_rank(config, rank), config.parallel
+    held = _state_of(config, on_rank, on_cpu=on_cpu, number=None)
+    state = held.lasting - held.late
+    if not parallel.offload_params:
+        state += held.by_kind["params"]
+    if on_cpu or not parallel.offload_optimizer:
+        state += held.by_kind["optimizer"]
+    kept = layers_of(config, on_rank, on_cpu=on_cpu).kept
+    activations = products(in_flight(parallel, rank, config.microbatches), kept)
+    return (state + activations) * (1 + _FRAGMENTATION)
+
+
 def held_on_host(config: ResolvedConfig, ranks: Sequence[RankMemory], node_ranks: int) -> float:
     """Bytes in the memory of the host on which most lies, of all ranks of its node.
 

@@ -25,7 +25,7 @@ from typing import Any
 from megacore.config import ResolvedConfig
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
-from megacore.plan.memory import GIB, fullest_rank, needed_on_host
+from megacore.plan.memory import GIB, fullest_rank, held_at_least, needed_on_host
 from megacore.plan.once import SharedResults
 from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_flags
@@ -356,10 +356,12 @@ class _Evaluation:
             candidate = with_choice(self._config, choice)
             known.share_with(candidate)
             cut = self._cuts.of(candidate)
-            fullest = fullest_rank(
-                candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut, copies_logits=copies_logits
-            )
-            needed = fullest.expected
+            needed = held_at_least(candidate, cut, on_cpu=on_cpu, limit=self.capacity)
+            if needed <= self.capacity:
+                fullest = fullest_rank(
+                    candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut, copies_logits=copies_logits
+                )
+                needed = fullest.expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *RECOMPUTED[kind]}

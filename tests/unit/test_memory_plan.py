@@ -16,10 +16,11 @@ from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, 
 from megacore.pipeline.schedule import Op, rank_order
 from megacore.plan import fit
 from megacore.plan import in_flight as in_flight_module
+from megacore.plan.cut import Cut
 from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.in_flight import in_flight
 from megacore.plan.limits import size_text
-from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
+from megacore.plan.memory import GIB, RankMemory, fullest_rank, held_at_least, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_capacity, host_room
 from megacore.plan.state import PlannedLayer, state_bytes
@@ -90,6 +91,41 @@ def test_the_fullest_rank_is_that_of_all_ranks(schedule: Sequence[str], preset: 
         ranks = plan_memory(config, layers, on_cpu=False)
         fullest = fullest_rank(config, layers, on_cpu=False)
         assert fullest.expected == max(rank.expected for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--zero-stage 2 --pp 2 --schedule zero-bubble",
+        "--zero-stage 3 --grad-reduce-dtype bf16",
+        "--pp 4 --schedule interleaved --virtual-stages 2 --recompute full",
+        "--offload-optimizer --pp 2",
+        "--zero-stage 3 --offload-optimizer --offload-params",
+        "--offload-activations --pp 2",
+        "--optimizer muon --zero-stage 1 --tp 2",
+    ],
+)
+@pytest.mark.parametrize("iterations", ["1", "2"])
+def test_every_rank_holds_less_than_it_needs(flags: str, iterations: str) -> None:
+    given = (
+        "--mock-data",
+        "--train-iters",
+        iterations,
+        "--preset",
+        "llama-3.2-1b",
+        "--precision",
+        "bf16",
+        "--global-batch-size",
+        "32",
+        *flags.split(),
+    )
+    config = parse(*given, planned=True, world_size=16)
+    layers = outline(config)
+    for on_cpu in (False, True):
+        needed = fullest_rank(config, layers, on_cpu=on_cpu).expected
+        held = held_at_least(config, Cut(config, layers), on_cpu=on_cpu, limit=math.inf)
+        assert 0.1 * needed < held < needed
 
 
 def ways(text: str) -> list[str]:
