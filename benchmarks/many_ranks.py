@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -242,16 +242,18 @@ def _refused(degrees: Degrees, flags: Sequence[str]) -> list[str]:
 
 
 def _parser() -> PlanParser:
-    parser = _Parser(prog="many_ranks.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = _Parser(
+        prog="many_ranks.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.set_defaults(entry=None)  # which a plan has
     parser.elsewhere["--output-dir"] = "has no effect, as every job writes into a temporary directory: leave it out"
+    add = parser.add_argument
     for name in ("tp", "pp", "dp"):
         # With nargs, so that another value is no contradiction.
-        add = parser.add_argument
-        add(f"--{name}", type=positive, nargs=1, action="append", default=[], help="once for each layout")
-    parser.add_argument("--steps", type=positive, default=3)
-    parser.add_argument("--microbatches", type=positive, default=2, help="of each replica and step")
-    parser.add_argument("--timeout", type=_seconds, default=900.0, help="seconds for a job, on a quiet machine")
+        add(f"--{name}", type=positive, nargs=1, action="append", default=[], metavar="N", help="once for each layout")
+    add("--steps", type=positive, default=3, metavar="N", help="of each job. Default: 3")
+    add("--microbatches", type=positive, default=2, metavar="N", help="of each replica and step. Default: 2")
+    add("--timeout", type=_seconds, default=900.0, metavar="S", help="seconds that a job may take, more on a busy machine. Default: 900")
     return parser
 
 

@@ -53,6 +53,7 @@ def report_ranks(config: ResolvedConfig, cluster: Cluster, *, is_named: bool, as
         ConfigError: a setting cannot run on fake tensors.
         UserError: a rank failed.
     """
+    config = config.for_device(on_cpu=cluster.on_cpu)
     reports = run_ranks(config, on_cpu=cluster.on_cpu, workers=available_cores())
     plan = make_plan(config, cluster) if is_named else None
     if as_json:

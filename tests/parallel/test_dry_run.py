@@ -271,6 +271,18 @@ def test_the_command_of_bert() -> None:
     assert found["ranks"][1]["formula"]["tensor_peak"] is None
 
 
+@pytest.mark.parametrize(("cluster", "splits"), [("h100", True), ("cpu", False)])
+def test_the_flags_are_those_of_what_ran(cluster: str, splits: bool) -> None:
+    """Accelerators split sequences by default, and CPUs do not."""
+    flags = f"{TINY} {SHORT} --tp 2 --dp 1 --cluster {cluster}"
+    status, out, err = run_distributed(command, 1, "pretrain_gpt", flags, init=False)[0]
+    assert (status, err) == (0, "")
+    assert ("sequence parallel" in out) is splits
+    found = json.loads(run_distributed(command, 1, "pretrain_gpt", f"{flags} --json", init=False)[0][1])
+    assert found["layout"]["sequence_parallel"] is splits
+    assert ("--no-sequence-parallel" in found["flags"].split()) is not splits
+
+
 @pytest.mark.parametrize(
     ("fields", "said"), [("memory_gb = 0.001", "pipeline rank 0"), ("host_memory_gb = 0.001", "host memory of a node")]
 )
