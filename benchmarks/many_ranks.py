@@ -253,7 +253,13 @@ def _parser() -> PlanParser:
         add(f"--{name}", type=positive, nargs=1, action="append", default=[], metavar="N", help="once for each layout")
     add("--steps", type=positive, default=3, metavar="N", help="of each job. Default: 3")
     add("--microbatches", type=positive, default=2, metavar="N", help="of each replica and step. Default: 2")
-    add("--timeout", type=_seconds, default=900.0, metavar="S", help="seconds that a job may take, more on a busy machine. Default: 900")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=900.0,
+        metavar="S",
+        help="seconds that a job may take, more on a busy machine. Default: 900",
+    )
     return parser
 
 
