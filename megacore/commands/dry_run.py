@@ -24,11 +24,22 @@ from megacore.train.dry_run import RankReport, run_ranks
 
 _HEADER = """\
 State after a step and memory peak during it, in {unit}: counted, and by the formulas of docs/guides/memory.md for this
-number of microbatches. Parameters are those of a rank, with the padding of the vocabulary. The first and the last rank
-along tp and dp of each pipeline stage run. Stages that hold equal layers and take the same actions share a row, which
-names the ranks of the first of these stages.
+number of microbatches. A negative difference means that the planned peak is too small. Parameters are those of a rank,
+with the padding of the vocabulary. The first and the last rank along tp and dp of each pipeline stage run. Stages that
+hold equal layers and take the same actions share a row, which names the ranks of the first of these stages.
 """
-_COLUMNS = ("stage", "ranks", "parameters", "state", "formula", "peak", "formula", "microbatches", "result")
+_COLUMNS = (
+    "stage",
+    "ranks",
+    "parameters",
+    "state",
+    "formula",
+    "peak",
+    "formula",
+    "difference",
+    "microbatches",
+    "result",
+)
 _COUNTED: dict[str, tuple[str, Origin]] = {
     "rank": ("rank number", "exact"),
     "alike": ("rank number", "exact"),
@@ -107,11 +118,12 @@ def _row(report: RankReport, unit: SizeUnit) -> tuple[str, ...]:
     if report.problem is not None:
         return ("",) * (len(_COLUMNS) - 3) + (report.result,)
     planned = report.planned
-    sizes = [sum(report.state.values()), sum(report.planned_state.values())]
+    state = [unit.number(sum(sizes.values()), 3) for sizes in (report.state, report.planned_state)]
+    peak = ["", "", ""]
     if report.is_filled:
-        sizes += [report.peak, planned.expected_tensors]
-    cells = [unit.number(size, 3) for size in sizes] + [""] * (4 - len(sizes))
-    return f"{report.parameters:,}", *cells, str(report.microbatches[-1]), report.result
+        peak = [unit.number(size, 3) for size in (report.peak, planned.expected_tensors)]
+        peak.append(f"{planned.expected_tensors / report.peak - 1:+.1%}")
+    return f"{report.parameters:,}", *state, *peak, str(report.microbatches[-1]), report.result
 
 
 def _in_words(config: ResolvedConfig, report: RankReport) -> str:

@@ -252,7 +252,7 @@ def test_the_command_of_gpt() -> None:
     assert "\n- layout: dp 2, pp 2; schedule gpipe, ZeRO 1, recompute none, bf16\n" in out
     assert re.search(r"\n- other settings that are not the default: `[^`]*--offload-optimizer", out)
     assert "peak during it, in MiB: counted" in out
-    assert re.search(r"\n\| 0 \| 0 \| [0-9,]+( \| 0\.[0-9]*[1-9][0-9]*){4} \| ", out)
+    assert re.search(r"\n\| 0 \| 0 \| [0-9,]+( \| 0\.[0-9]*[1-9][0-9]*){4} \| [+-][0-9]+\.[0-9]% \| ", out)
     assert out.endswith("4 kinds of rank, 4 of them OK\n")
 
 
