@@ -112,6 +112,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     if len(ways) < _WAYS:
         add(_fewer_replicas(lean, limits))
     further: list[tuple[Callable[[], Iterator[ChangedRun]], str]] = [
+        (lambda: _savings(start, limits, most=2), ""),
         (lambda: _more_replicas(lean, limits), ""),
         (lambda: _more_stages(lean, limits), ""),
         (lambda: _smaller_models(lean), _SMALLER_MODEL),
@@ -227,8 +228,8 @@ def _even_state(start: ChangedRun) -> Iterator[ChangedRun]:
         yield start.and_(pipeline_balance="parameters")
 
 
-def _savings(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
-    """The same ranks and model with flags that save memory, the fewest and gentlest first."""
+def _savings(start: ChangedRun, limits: Limits, *, most: int | None = None) -> Iterator[ChangedRun]:
+    """The same ranks and model with flags that save memory, at most so many of them, the fewest and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
     kinds = _KINDS_OF_RECOMPUTE[_KINDS_OF_RECOMPUTE.index(training.recompute) + 1 :]
     smaller = [n for n in divisors(training.global_batch_size // dp, most=None) if n < training.micro_batch_size]
@@ -244,7 +245,7 @@ def _savings(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
     ]
     choices = [[option for option in chosen if option] for chosen in itertools.product(*([None, *g] for g in groups))]
     for choice in sorted(choices, key=lambda chosen: (len(chosen), sum(map(_price, chosen)))):
-        if choice:
+        if 0 < len(choice) <= (most or len(choice)):
             yield start.and_(**functools.reduce(operator.or_, choice))
 
 

@@ -311,7 +311,10 @@ DOES_NOT_FIT = {
     "llama-3-8b --cluster laptop": (
         "--recompute full --tp 8 --pp 2, on 16 machines with as much memory (gpus_per_node = 1)"
     ),
-    "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --cluster h100": "--tp 8 --pp 2, on 32 devices",
+    "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --cluster h100": (
+        "--dp 4 --zero-stage 3 --global-batch-size 8, on 16 devices"
+    ),
+    "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --zero-stage 3 --cluster a100-40g": "--tp 8 --pp 2, on 32 devices",
 }
 
 

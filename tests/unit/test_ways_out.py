@@ -66,8 +66,21 @@ def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixt
     plan = planned(capsys, f"{run} 64")
     assert plan["ways_out"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
     assert planned(capsys, f"{run} 4")["fits"] and not planned(capsys, f"{run} 8")["fits"]
-    # The others are not the same on more machines.
-    assert not any("--micro-batch-size" in way for way in plan["ways_out"][1:]), plan["ways_out"]
+    second, third = plan["ways_out"][1:]
+    assert second.startswith("--recompute selective --micro-batch-size 8 ")
+    assert "machines" in third and "--micro-batch-size" not in third  # not the same on more machines
+
+
+def test_the_same_devices_come_before_many_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two flags together, though one alone was enough."""
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('based_on = "a100-40g"\ngpus_per_node = 4\nhost_memory_gb = 256\n', encoding="utf-8")
+    flags = "--tp 4 --pp 2 --micro-batch-size 8 --global-batch-size 64 --schedule gpipe --offload-optimizer"
+    plan = planned(capsys, f"pretrain_gpt.py --preset llama-3-8b --cluster {nodes} {flags}")
+    first, second, third = plan["ways_out"]
+    assert first.startswith("--recompute full: ")
+    assert second.startswith("--schedule 1f1b --micro-batch-size 2 --global-batch-size 64: ")
+    assert "on 64 devices" in third
 
 
 @pytest.mark.parametrize("memory", [40.0, 44.0])
