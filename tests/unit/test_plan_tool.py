@@ -314,7 +314,9 @@ DOES_NOT_FIT = {
     "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --cluster h100": (
         "--dp 4 --zero-stage 3 --global-batch-size 8, on 16 devices"
     ),
-    "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --zero-stage 3 --cluster a100-40g": "--tp 8 --pp 2, on 32 devices",
+    "mixtral-8x7b --tp 4 --dp 2 --global-batch-size 8 --zero-stage 3 --cluster a100-40g": (
+        "--tp 8 --pp 2, on 32 devices"
+    ),
 }
 
 
