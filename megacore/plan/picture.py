@@ -151,7 +151,7 @@ class _Painter:
 
     def __init__(self, drawing: Drawing, panel: Panel, scale: Scale, number_size: float) -> None:
         self.drawing, self.marks = drawing, drawing.marks
-        self.panel, self.scale, self.number_size = panel, scale, number_size
+        self.panel, self.scale, self.number_size, self.digits = panel, scale, number_size, _digits([panel])
         self.ranks = len(panel.timeline.spans)
         self.row = 26.0 if self.ranks <= 8 else 22.0 if self.ranks <= 16 else 16.0
         self.pitch = self.row + (_GAP if panel.transfer is None else _GAP_OF_MESSAGES)
@@ -205,12 +205,11 @@ class _Painter:
             edge = _WHITE if piece.width >= 3 else None
             box = Box(x=piece.x, y=y, width=piece.width, height=self.row, fill=fill, edge=edge, note=note)
             self.marks.append(box)
-            number = str(action.microbatch)
-            size = min(self.number_size, self.row * 0.6, (piece.width - 1) / (len(number) * _DIGIT))
-            if size >= _SMALLEST_NUMBER:
+            size = min(self.number_size, self.row * 0.6, (piece.width - 1) / (self.digits * _DIGIT))
+            if size >= _SMALLEST_NUMBER:  # where the longest number fits: all boxes of this width have theirs, or none
                 ink, x = _WHITE if _brightness(fill) < 0.6 else _INK, piece.x + piece.width / 2
                 middle = y + self.row / 2
-                self.marks.append(Words(x=x, y=middle, text=number, size=size, anchor="middle", color=ink))
+                self.marks.append(Words(x=x, y=middle, text=str(action.microbatch), size=size, anchor="middle", color=ink))
 
 
 def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
