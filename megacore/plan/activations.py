@@ -118,12 +118,6 @@ def mlp_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
     return residual_bytes(config) + gathered + mlp
 
 
-def input_mlp_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
-    """The same in the MLP in the half of a split backward for inputs: the input of `down` stays for the other half."""
-    in_mlp = mlp_gradient_bytes(config, block, on_cpu=False)
-    return max(in_mlp, halves_gradient_bytes(config, block, on_cpu=False)) + inner_bytes(config, block)
-
-
 @once_per_layers
 def attention_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """The same in attention: of its weights, as far as these are kept, and what a block of queries needs. Where it

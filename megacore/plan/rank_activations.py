@@ -12,10 +12,11 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import (
+    halves_gradient_bytes,
     head_bytes,
     head_kept_bytes,
-    input_mlp_bytes,
-    product_input_bytes,
+    inner_bytes,
+    mlp_gradient_bytes,
     residual_bytes,
     shared_bytes,
 )
@@ -26,6 +27,7 @@ from megacore.plan.backward_memory import (
     kept_by_layer,
     kept_gradients,
     passing_bytes,
+    product_inputs_left,
 )
 from megacore.plan.cut import OnRank
 from megacore.plan.in_flight import Moment, StageBackward
@@ -46,8 +48,9 @@ class RankLayers(NamedTuple):
         shared: what all blocks share.
         on_device: by stage, what is on the device of activations that lie in host memory: those of two of its blocks;
             and with another forward's beside its own, of two blocks in any case.
-        in_halves: by stage, the same where backward is split: the most in the half for inputs, with its gradients; and
-            in the half for weights what products of two of its blocks read.
+        in_input_half: by stage, the same where backward is split, when most exists in the half for inputs, with its
+            gradients.
+        in_weight_half: by stage, in the half for weights what products of two of its blocks read.
         ending: by stage, what exists beside what is kept at the end of its forward.
         working: by stage, what exists beside what is kept at the end of its forward, or in backward instead of what
             this has freed.
@@ -61,7 +64,8 @@ class RankLayers(NamedTuple):
     again: float
     shared: float
     on_device: Sequence[tuple[float, float]]
-    in_halves: Sequence[tuple[float, float]]
+    in_input_half: Sequence[tuple[float, float]]
+    in_weight_half: Sequence[float]
     ending: Sequence[float]
     working: Sequence[float]
 
@@ -103,9 +107,10 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         on_device = [
             (two, max(two, max(stage.in_blocks) + most)) for two, stage in zip(two_blocks, stages, strict=True)
         ]
-    in_halves = [(0.0, 0.0)] * len(chunks)
+    in_input_half, in_weight_half = on_device, [0.0] * len(chunks)
     if offloads and config.parallel.may_split_backward:
-        in_halves = [_in_halves(config, stage, again=again, head=head) for stage in on_rank.stages]
+        in_input_half = [_in_input_half(config, stage, again=again, head=head) for stage in on_rank.stages]
+        in_weight_half = [sum(sorted(product_inputs_left(config, chunk))[-2:]) for chunk in chunks]
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
     ending = [max(head if kept else 0.0, sent) for kept in head_kept]
 
@@ -134,28 +139,33 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         again=again,
         shared=shared,
         on_device=on_device,
-        in_halves=in_halves,
+        in_input_half=in_input_half,
+        in_weight_half=in_weight_half,
         ending=ending,
         working=[working(number) for number in range(len(chunks))],
     )
 
 
-def _in_halves(config: ResolvedConfig, stage: OnRank, *, again: float, head: float) -> tuple[float, float]:
-    """`RankLayers.in_halves` of a stage. While a block computes with what it keeps, the block before it is on the
-    device too. Beside the first block it is what products of the second one read."""
+def _in_input_half(config: ResolvedConfig, stage: OnRank, *, again: float, head: float) -> tuple[float, float]:
+    """`RankLayers.in_input_half` of a stage. While a block computes with what it keeps, the block before it is on the
+    device too; while the first block does, what products of the second one read. Beside the only block of a stage it is
+    what those of another microbatch read, or all that its forward keeps."""
     (chunk,) = stage.chunks
     in_blocks = kept_by_layer(chunk, config, on_cpu=False)
     waits, agains = kept_gradients(config, chunk), computed_again_by_layer(config, chunk, again)
-    reads = _reads(config, chunk)
+    reads = product_inputs_left(config, chunk)
     numbers = [number for number, layer in enumerate(chunk) if layer.block is not None]
-    most, kept_head = 0.0, head if chunk[-1].name == "head" else 0.0
+    kept_head = head if chunk[-1].name == "head" else 0.0
+    found = [(kept_head, kept_head)]
     for at, number in enumerate(numbers):
         block = chunk[number].block
         assert block is not None
-        beside = in_blocks[numbers[at - 1]] if at else sum(reads[n] for n in numbers[1:2])
-        here = in_blocks[number] + beside + agains[number] + sum(waits[number + 1 :])
-        most = max(most, here + input_mlp_bytes(config, block) + kept_head)
-    return most, sum(sorted(reads)[-2:])
+        beside = in_blocks[numbers[at - 1]] if at else reads[numbers[:2][-1]]
+        here = in_blocks[number] + agains[number] + sum(waits[number + 1 :]) + kept_head
+        here += max(of_mlp(config, block, on_cpu=False) for of_mlp in (mlp_gradient_bytes, halves_gradient_bytes))
+        here += inner_bytes(config, block) if reads[number] else 0.0  # the input of `down` stays
+        found.append((here + beside, here + (beside if len(numbers) > 1 else in_blocks[number])))
+    return max(found)
 
 
 class Peaks(NamedTuple):
@@ -220,10 +230,11 @@ def peaks_of(
         waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
         size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
         stage = moment.backward.stage
-        if moment.half is not None:
-            size += layers.in_halves[stage][moment.half is Op.WEIGHT_GRAD]
+        if moment.half is Op.WEIGHT_GRAD:
+            size += layers.in_weight_half[stage]
         elif moment.computing:
-            size += layers.on_device[stage][max(moment.on_device - 1, 0)]
+            of_stage = layers.on_device if moment.half is None else layers.in_input_half
+            size += of_stage[stage][max(moment.on_device - 1, 0)]
         if moment.after_forward or moment.half is Op.INPUT_GRAD:
             size += layers.ending[stage] if moment.after_forward else 0.0
             in_other[moment.split] = max(in_other[moment.split], size)
@@ -298,14 +309,9 @@ def _freed_by_layer(
     if on_cpu or not config.training.offload_activations:
         return in_blocks
     if config.parallel.may_split_backward:
-        in_blocks = _reads(config, chunk)
+        in_blocks = product_inputs_left(config, chunk)
     last_two = [number for number, size in enumerate(in_blocks) if size][:2]
     return [size if number in last_two else 0.0 for number, size in enumerate(in_blocks)]
-
-
-def _reads(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> list[float]:
-    """What products of each layer read of what its block keeps."""
-    return [0.0 if layer.block is None else product_input_bytes(config, layer.block) for layer in chunk]
 
 
 def products(counts: Iterable[int], sizes: Iterable[float]) -> float:
