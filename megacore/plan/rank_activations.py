@@ -16,6 +16,7 @@ from megacore.plan.activations import (
     head_bytes,
     head_kept_bytes,
     inner_bytes,
+    input_half_bytes,
     mlp_gradient_bytes,
     residual_bytes,
     shared_bytes,
@@ -162,8 +163,11 @@ def _in_input_half(config: ResolvedConfig, stage: OnRank, *, again: float, head:
         assert block is not None
         beside = in_blocks[numbers[at - 1]] if at else reads[numbers[:2][-1]]
         here = in_blocks[number] + agains[number] + sum(waits[number + 1 :]) + kept_head
-        here += max(of_mlp(config, block, on_cpu=False) for of_mlp in (mlp_gradient_bytes, halves_gradient_bytes))
-        here += inner_bytes(config, block) if reads[number] else 0.0  # the input of `down` stays
+        most = max(of_mlp(config, block, on_cpu=False) for of_mlp in (mlp_gradient_bytes, halves_gradient_bytes))
+        most += inner_bytes(config, block) if reads[number] else 0.0  # the input of `down` stays
+        if half := input_half_bytes(config, block, on_cpu=False):
+            most = max(most, waits[number] + half)
+        here += most
         found.append((here + beside, here + (beside if len(numbers) > 1 else in_blocks[number])))
     return max(found)
 
