@@ -163,8 +163,9 @@ def _in_input_half(config: ResolvedConfig, stage: OnRank, *, again: float, head:
         assert block is not None
         beside = in_blocks[numbers[at - 1]] if at else reads[numbers[:2][-1]]
         here = in_blocks[number] + agains[number] + sum(waits[number + 1 :]) + kept_head
-        most = max(of_mlp(config, block, on_cpu=False) for of_mlp in (mlp_gradient_bytes, halves_gradient_bytes))
-        most += inner_bytes(config, block) if reads[number] else 0.0  # the input of `down` stays
+        # The input of `down` stays beside the gradients, which in SwiGLU are those of both halves too.
+        more = (reads[number], halves_gradient_bytes(config, block, on_cpu=False))
+        most = mlp_gradient_bytes(config, block, on_cpu=False) + inner_bytes(config, block) * sum(map(bool, more))
         if half := input_half_bytes(config, block, on_cpu=False):
             most = max(most, waits[number] + half)
         here += most
