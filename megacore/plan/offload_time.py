@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.plan.activations import ELEMENT_BYTES
+from megacore.plan.activations import ELEMENT_BYTES, product_input_bytes
 from megacore.plan.backward_memory import kept_by_layer
 from megacore.plan.devices import Case, Device
 from megacore.plan.state import PlannedLayer, term_bytes
@@ -69,6 +69,9 @@ def offload_time(
     if config.training.offload_activations:
         kept = sum(sum(kept_by_layer(chunk, config, on_cpu=False)) for chunk in chunks)
         to_device, to_host = to_device + kept, to_host + kept
+        if config.parallel.may_split_backward:  # what products have read comes once more
+            blocks = (layer.block for chunk in chunks for layer in chunk if layer.block is not None)
+            to_device += sum(product_input_bytes(config, block) for block in blocks)
     copies = max(to_device, to_host) / link
     exposed = max(copies - computing, 0.0)
     return OffloadTime(update=update, exposed=m * exposed + after, hidden=m * (copies - exposed))
