@@ -236,6 +236,7 @@ def losses_around_a_skip(config: ResolvedConfig) -> list[float]:
         trainer.update.scaler.scale = 2.0**120 if step == 1 else 1024.0
         losses.append(float(trainer.train_step(next(trainer.batches)).loss))
     assert trainer.update.skipped_steps == 1
+    trainer.model.data_parallel.ready()
     return losses
 
 
@@ -256,6 +257,7 @@ def outcome_of(trainer: Trainer, *, moments: bool = False) -> Outcome:
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)
+    trainer.model.data_parallel.ready()  # the next trainer has the same groups
     return Outcome(losses, norms, gradients, initial, final, moments_of(trainer) if moments else {})
 
 
