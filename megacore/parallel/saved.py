@@ -3,7 +3,8 @@
 Offload (Rhu et al. 2016, arXiv 1602.08124): what autograd keeps of a block is copied to pinned host memory on a stream
 of its own while the next block computes. The device holds the activations of two blocks at a time. Backward fetches
 those of a block while it computes with those of the block after it. Before it fetches the first ones of a microbatch,
-those of the last forward are freed.
+those of the last forward are freed. Where backward is split, its first half leaves what products read, which is freed
+too when the next block comes, and fetched again for the gradients of weights.
 
 Division (Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1): the input of a recomputed block is the same on all
 ranks of the layer group. Each keeps one part, and backward gathers them.
@@ -13,7 +14,8 @@ Both hand back the bits that were kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -119,11 +121,13 @@ class _Memory:
     Attributes:
         device: the numbers on the device, flat, while they are there.
         host: those in host memory, once they are sent.
+        is_wanted: whether a view has not had them yet.
     """
 
     def __init__(self, block: _Block, device: Tensor) -> None:
         self.device: Tensor | None = device
         self.host: Tensor | None = None
+        self.is_wanted = True
         self._block, self._size, self._dtype, self._views, self._taken = block, device.numel(), device.dtype, 0, 0
 
     def add_view(self) -> None:
@@ -137,7 +141,7 @@ class _Memory:
         assert data is not None
         self._taken += 1
         if self._taken == self._views:
-            self.device, self._taken = None, 0  # a split backward takes them again
+            self.device, self.is_wanted, self._taken = None, False, 0  # a split backward may take them again
         return data
 
     def send(self) -> None:
@@ -160,10 +164,11 @@ class _Block:
     """What one forward of one block keeps."""
 
     def __init__(self, stream: torch.Stream, previous: _Block | None, here: list[_Block]) -> None:
-        self._stream, self._previous, self._here = stream, previous, here
+        self._stream, self._here = stream, here
+        # Not kept alive: its host memory is freed with the graph.
+        self._previous = None if previous is None else weakref.ref(previous)
         self._memories: dict[tuple[int, int, torch.dtype], _Memory] = {}  # by memory, version and format
         self._copied: torch.Event | None = None
-        self._is_fetched = False
 
     def put(self, tensor: Tensor) -> _View:
         """Keep a tensor, on the device until `leave`."""
@@ -180,7 +185,8 @@ class _Block:
         self._in_stream(self._memories.values(), _Memory.send)
 
     def leave(self) -> None:
-        """Free the memory of the device, after the copies to the host."""
+        """Free the memory of the device, after the copies to or from the host."""
+        self._here.remove(self)
         self._wait_for_copies()
         for memory in self._memories.values():
             memory.device = None
@@ -188,19 +194,23 @@ class _Block:
     def arrive(self, memory: _Memory) -> None:
         """Let the current stream wait until a memory is on the device. The first call fetches the whole block, and
         begins to fetch the one before it, which backward comes to next."""
+        if self not in self._here:
+            self._come(beside=None)
         if memory.device is None:
-            if self not in self._here:  # they are of a later forward, whose backward fetches them
-                leave_all_but(self._here, 0)
-            self._fetch([memory] if self._is_fetched else list(self._memories.values()))
-        self._is_fetched = True
+            self._fetch([memory])
         self._wait_for_copies()
-        if self._previous is not None:
-            previous, self._previous = self._previous, None
-            if not previous._is_fetched:
-                previous._is_fetched = True
-                previous._fetch(list(previous._memories.values()))
+        previous = None if self._previous is None else self._previous()
+        if previous is not None and previous not in self._here:
+            previous._come(beside=self)
 
-    def _fetch(self, memories: Sequence[_Memory]) -> None:
+    def _come(self, beside: _Block | None) -> None:
+        """Begin to fetch what a view has not had yet; all blocks but `beside` leave."""
+        for block in [block for block in self._here if block is not beside]:
+            block.leave()
+        self._here.append(self)
+        self._fetch(memory for memory in self._memories.values() if memory.is_wanted)
+
+    def _fetch(self, memories: Iterable[_Memory]) -> None:
         self._wait_for_copies()
         absent = [memory for memory in memories if memory.device is None]
         for memory in absent:
@@ -225,12 +235,6 @@ class _Block:
             self._copied = None
 
 
-def leave_all_but(blocks: list[_Block], last: int) -> None:
-    """Free the memory of the first blocks of a list, and take them from it, until the `last` ones are left."""
-    while len(blocks) > last:
-        blocks.pop(0).leave()
-
-
 class Offload:
     """Takes the activations of a rank's blocks to host memory.
 
@@ -242,7 +246,7 @@ class Offload:
     def __init__(self, device: torch.device, streams: RandomStreams) -> None:
         assert device.type != "cpu", "activations are in host memory anyway"
         self._stream, self._streams = torch.Stream(device), streams
-        self._here: list[_Block] = []  # whose memory may still be on the device: at most two
+        self._here: list[_Block] = []  # whose memory may be on the device: at most two
         self._last: tuple[int, _Block] | None = None  # with its microbatch
 
     def begin(self, *, first: bool) -> _Block:
@@ -251,7 +255,8 @@ class Offload:
         Args:
             first: whether it is the first of its stage.
         """
-        leave_all_but(self._here, 1)
+        for block in self._here[:-1]:
+            block.leave()
         follows = self._last is not None and not first and self._last[0] == self._streams.microbatch
         previous = self._last[1] if follows and self._last is not None else None
         block = _Block(self._stream, previous, self._here)

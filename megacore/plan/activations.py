@@ -148,15 +148,18 @@ def attention_is_later(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
 @once_per_layers
 def input_half_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Of a split backward, what exists in the half for inputs at the gradient of a block's scores, less the gradients
-    that wait for those of weights and come after it. It frees nothing but what it has computed again. 0 where attention
-    makes no scores of the whole sequence."""
+    that wait for those of weights and come after it. It frees nothing but what it has computed again, and of what comes
+    from host memory that which it has read. 0 where attention makes no scores of the whole sequence."""
     if not _makes_scores(config, block, on_cpu=on_cpu):
         return 0.0
-    stays = config.training.recompute not in ("selective", "full")
+    offloads = config.training.offload_activations and not on_cpu
+    stays = config.training.recompute not in ("selective", "full") and not offloads
     here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     projected = sum(rows for rows, _ in attention_matrices(block)[:-1]) / _layer_ranks(config)
     projected += sum(rows for rows, _ in short_matrices(block)) / here
     later = _element(config) * _tokens(config) * projected + residual_bytes(config)  # of the norm too
+    if offloads and not block.parallel_residual:
+        later += kept_by_operator(config, block, on_cpu=on_cpu, recompute="none")["activation"] + residual_bytes(config)
     return _score_gradient_bytes(config, block, stays=stays, on_cpu=on_cpu) - later
 
 

@@ -111,6 +111,17 @@ def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> li
     return found
 
 
+def product_inputs_left(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
+    """By layer what products read of what a block keeps in host memory, and the half for inputs leaves to that for
+    weights: nothing where an operator that gives both gradients takes it for either."""
+    return [
+        product_input_bytes(config, layer.block)
+        if layer.block is not None and _sums_take_products(config, layer, 0, on_cpu=False)
+        else 0.0
+        for layer in layers
+    ]
+
+
 class _OfLayer(NamedTuple):
     """Of a layer what `_beside` counts, `_largest_gradient`, and `inner_bytes`; and `_more_in_attention`."""
 

@@ -95,6 +95,8 @@ class Moment(NamedTuple):
         after_forward: whether a forward of this stage ends.
         on_device: of how many forwards blocks are on the device where activations go to host memory (parallel/saved.py
             leaves those of the last two blocks there until a backward fetches others): 1 or 2; 0: not asked for.
+        half: which half of a backward begins, where activations count until the gradients of weights; None: no half,
+            or not asked for.
     """
 
     held: tuple[int, ...]
@@ -106,6 +108,7 @@ class Moment(NamedTuple):
     backward: StageBackward
     after_forward: bool = False
     on_device: int = 0
+    half: Op | None = None
 
 
 def moments(
@@ -120,7 +123,7 @@ def moments(
         adds_gradients: whether a stage has gradients from its first backward on, and not from the beginning: then
             moments differ in which stages have had it, and in the backward before; else each is as if it had none
             before it.
-        in_forward: whether also at the end of forwards, with `on_device`.
+        in_forward: whether also at the end of forwards, with `on_device` and `half`.
     """
     ways = adds_gradients, in_forward
     if parallel.schedule_csv is not None:
@@ -163,13 +166,12 @@ def _fullest(
             if not in_forward:
                 if moment.after_forward:
                     continue
-                moment = moment._replace(on_device=0)
+                moment = moment._replace(on_device=0, half=None)
             if not adds_gradients:
                 moment = moment._replace(begun=(True,) * virtual_stages, backward=_alone(moment.backward.stage))
             backward = moment.backward[:3]
-            alike = kept.setdefault(
-                (moment.begun, moment.computing, split, moment.after_forward, moment.on_device, backward), []
-            )
+            kind = moment.begun, moment.computing, split, moment.after_forward, moment.on_device, moment.half, backward
+            alike = kept.setdefault(kind, [])
             if not any(_holds(other, moment) for other in alike):
                 alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
     return [moment for alike in kept.values() for moment in alike]
@@ -206,7 +208,8 @@ def _walk(order: Sequence[Action], ranks: int, virtual_stages: int, *, split: bo
         if action.op is not Op.WEIGHT_GRAD:
             ahead -= ranks > 1 and action.stage < last
         backward = StageBackward(stage, previous, not begun[stage], was_first)
-        yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), True, split, backward, False, on_device)
+        half = action.op if split and action.op is not Op.BACKWARD else None
+        yield Moment(tuple(held), tuple(waiting), ahead, tuple(begun), True, split, backward, False, on_device, half)
         if action.op is Op.INPUT_GRAD and split:
             waiting[stage] += 1
         if action.op is Op.WEIGHT_GRAD and split:

@@ -10,7 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.plan.activations import head_bytes, head_kept_bytes, residual_bytes, shared_bytes
+from megacore.pipeline.schedule import Op
+from megacore.plan.activations import (
+    halves_gradient_bytes,
+    head_bytes,
+    head_kept_bytes,
+    inner_bytes,
+    input_half_bytes,
+    mlp_gradient_bytes,
+    residual_bytes,
+    shared_bytes,
+)
 from megacore.plan.backward_memory import (
     Passing,
     computed_again,
@@ -18,10 +28,12 @@ from megacore.plan.backward_memory import (
     kept_by_layer,
     kept_gradients,
     passing_bytes,
+    product_inputs_left,
 )
 from megacore.plan.cut import OnRank
 from megacore.plan.in_flight import Moment, StageBackward
 from megacore.plan.once import once_per_layers
+from megacore.plan.state import PlannedLayer
 
 
 class RankLayers(NamedTuple):
@@ -37,6 +49,9 @@ class RankLayers(NamedTuple):
         shared: what all blocks share.
         on_device: by stage, what is on the device of activations that lie in host memory: those of two of its blocks;
             and with another forward's beside its own, of two blocks in any case.
+        in_input_half: by stage, the same where backward is split, when most exists in the half for inputs, with its
+            gradients.
+        in_weight_half: by stage, in the half for weights what products of two of its blocks read.
         ending: by stage, what exists beside what is kept at the end of its forward.
         working: by stage, what exists beside what is kept at the end of its forward, or in backward instead of what
             this has freed.
@@ -50,6 +65,8 @@ class RankLayers(NamedTuple):
     again: float
     shared: float
     on_device: Sequence[tuple[float, float]]
+    in_input_half: Sequence[tuple[float, float]]
+    in_weight_half: Sequence[float]
     ending: Sequence[float]
     working: Sequence[float]
 
@@ -91,15 +108,17 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         on_device = [
             (two, max(two, max(stage.in_blocks) + most)) for two, stage in zip(two_blocks, stages, strict=True)
         ]
+    in_input_half, in_weight_half = on_device, [0.0] * len(chunks)
+    if offloads and config.parallel.may_split_backward:
+        in_input_half = [_in_input_half(config, stage, again=again, head=head) for stage in on_rank.stages]
+        in_weight_half = [sum(sorted(product_inputs_left(config, chunk))[-2:]) for chunk in chunks]
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
     ending = [max(head if kept else 0.0, sent) for kept in head_kept]
 
     def received(number: int) -> float:
-        """The input from another stage, whose gradient goes back there, where blocks keep a shard or a copy of it. A
-        backward that is split lets go of it before the peak."""
+        """The input from another stage, whose gradient goes back there, where blocks keep a shard or a copy of it."""
         is_apart = offloads or config.training.distribute_saved_activations
-        is_held = is_apart and not config.parallel.may_split_backward
-        return residual_bytes(config) if is_held and chunks[number][0].block is not None else 0.0
+        return residual_bytes(config) if is_apart and chunks[number][0].block is not None else 0.0
 
     def working(number: int) -> float:
         freed, most = 0.0, ending[number]
@@ -121,9 +140,36 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
         again=again,
         shared=shared,
         on_device=on_device,
+        in_input_half=in_input_half,
+        in_weight_half=in_weight_half,
         ending=ending,
         working=[working(number) for number in range(len(chunks))],
     )
+
+
+def _in_input_half(config: ResolvedConfig, stage: OnRank, *, again: float, head: float) -> tuple[float, float]:
+    """`RankLayers.in_input_half` of a stage. While a block computes with what it keeps, the block before it is on the
+    device too; while the first block does, what products of the second one read. Beside the only block of a stage it is
+    what those of another microbatch read, or all that its forward keeps."""
+    (chunk,) = stage.chunks
+    in_blocks = kept_by_layer(chunk, config, on_cpu=False)
+    waits, agains = kept_gradients(config, chunk), computed_again_by_layer(config, chunk, again)
+    reads = product_inputs_left(config, chunk)
+    numbers = [number for number, layer in enumerate(chunk) if layer.block is not None]
+    kept_head = head if chunk[-1].name == "head" else 0.0
+    found = [(kept_head, kept_head)]
+    for at, number in enumerate(numbers):
+        block = chunk[number].block
+        assert block is not None
+        beside = in_blocks[numbers[at - 1]] if at else reads[numbers[:2][-1]]
+        here = in_blocks[number] + agains[number] + sum(waits[number + 1 :]) + kept_head
+        most = max(of_mlp(config, block, on_cpu=False) for of_mlp in (mlp_gradient_bytes, halves_gradient_bytes))
+        most += inner_bytes(config, block) if reads[number] else 0.0  # the input of `down` stays
+        if half := input_half_bytes(config, block, on_cpu=False):
+            most = max(most, waits[number] + half)
+        here += most
+        found.append((here + beside, here + (beside if len(numbers) > 1 else in_blocks[number])))
+    return max(found)
 
 
 class Peaks(NamedTuple):
@@ -177,7 +223,7 @@ def peaks_of(
     last = len(flying) - 1
     most_held = held_bytes(flying, last)
     found: dict[tuple[bool, bool], dict[StageBackward, float]] = {}  # by `computing` and `split` of the moments
-    in_forward = {False: lasting, True: lasting}  # by `split`
+    in_other = {False: lasting, True: lasting}  # by `split`: in forward, and in the half of a backward for inputs
     for moment in schedule:
         if moment.split and not splits:
             continue
@@ -188,11 +234,14 @@ def peaks_of(
         waiting = products(moment.waiting, layers.kept_grads) if splits else 0.0
         size = lasting + products(moment.begun, grads) + held + waiting + (layers.shared if moment.computing else 0.0)
         stage = moment.backward.stage
-        if moment.computing:
-            size += layers.on_device[stage][max(moment.on_device - 1, 0)]
-        if moment.after_forward:
-            size += layers.ending[stage]
-            in_forward[moment.split] = max(in_forward[moment.split], size)
+        if moment.half is Op.WEIGHT_GRAD:
+            size += layers.in_weight_half[stage]
+        elif moment.computing:
+            of_stage = layers.on_device if moment.half is None else layers.in_input_half
+            size += of_stage[stage][max(moment.on_device - 1, 0)]
+        if moment.after_forward or moment.half is Op.INPUT_GRAD:
+            size += layers.ending[stage] if moment.after_forward else 0.0
+            in_other[moment.split] = max(in_other[moment.split], size)
             continue
         of_kind = found.setdefault((moment.computing, moment.split), {})
         of_kind[moment.backward] = max(of_kind.get(moment.backward, lasting), size)
@@ -200,7 +249,7 @@ def peaks_of(
     def most(*, split: bool) -> tuple[float, float]:
         computed, done = (found.get((computing, split), {}) for computing in (True, False))
         most = max((size + layers.working[backward.stage] for backward, size in computed.items()), default=lasting)
-        most = max(most, in_forward[split])
+        most = max(most, in_other[split])
         return most, max(done.values(), default=lasting)
 
     return Peaks(
@@ -221,7 +270,7 @@ def passing_of(config: ResolvedConfig, on_rank: OnRank, backward: StageBackward,
         head=layers.head,
         again=layers.again,
         working=layers.working[backward.stage],
-        kept=[_freed_by_layer(config, chunk, on_cpu=on_cpu) for chunk in layers.in_blocks],
+        kept=[_freed_by_layer(config, *of, on_cpu=on_cpu) for of in zip(on_rank.chunks, layers.in_blocks, strict=True)],
         on_cpu=on_cpu,
     )
 
@@ -251,15 +300,20 @@ def _passing_of_stage(
     on_cpu: bool,
 ) -> Passing:
     in_blocks = (_layers_of_stage(config, stage, on_cpu=on_cpu).in_blocks for stage in on_rank.stages)
-    kept = [_freed_by_layer(config, chunk, on_cpu=on_cpu) for chunk in in_blocks]
+    kept = [_freed_by_layer(config, *of, on_cpu=on_cpu) for of in zip(on_rank.chunks, in_blocks, strict=True)]
     return passing_bytes(config, on_rank, backward, head=head, again=again, working=working, kept=kept, on_cpu=on_cpu)
 
 
-def _freed_by_layer(config: ResolvedConfig, in_blocks: Sequence[float], *, on_cpu: bool) -> Sequence[float]:
+def _freed_by_layer(
+    config: ResolvedConfig, chunk: Sequence[PlannedLayer], in_blocks: Sequence[float], *, on_cpu: bool
+) -> Sequence[float]:
     """What backward has freed of each layer's activations when it is done with it. Of those in host memory two blocks
-    are on the device: until nothing is left to fetch, each block that is freed makes room for another."""
+    are on the device: until nothing is left to fetch, each block that is freed makes room for another. Where backward
+    is split it is what their products read."""
     if on_cpu or not config.training.offload_activations:
         return in_blocks
+    if config.parallel.may_split_backward:
+        in_blocks = product_inputs_left(config, chunk)
     last_two = [number for number, size in enumerate(in_blocks) if size][:2]
     return [size if number in last_two else 0.0 for number, size in enumerate(in_blocks)]
 

@@ -217,6 +217,14 @@ def test_training_gives_the_cpus_losses(ranks: int, folder: str) -> None:
     compare(CASES[ranks], folder)
 
 
+def test_offloaded_activations_of_a_split_backward_change_no_bit(folder: str) -> None:
+    for precision in ({}, BF16):
+        deep = SPLIT | precision | {"num_layers": 8, "micro_batch_size": 2}
+        cases = [((1, 2, 1), deep), ((1, 2, 1), deep | OFF)]
+        plain, offloaded = run_distributed(train_all, 2, cases, "pretend", folder, backend="pretend", timeout=600)[0]
+        assert offloaded == plain
+
+
 ENGINES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("cnn", 1, 2, {"zero_stage": 3}),
     ("cnn", 2, 1, INTERLEAVED),

@@ -332,6 +332,20 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         ("ZeRO 3", (1, 1, 2), {"zero_stage": 3}),
     )
 }
+OFFLOADED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    f"activations in host memory, zero-bubble, {name}": (
+        layout,
+        {"precision": "bf16", "offload_activations": True, "num_layers": 8, "schedule": "zero-bubble"}
+        | {"micro_batch_size": 8, "global_batch_size": 32}
+        | of_case,
+    )
+    for name, layout, of_case in (
+        ("two stages", (1, 2, 1), {}),
+        ("four stages", (1, 4, 1), {"global_batch_size": 64}),
+        ("tp 2", (2, 2, 1), {"precision": "fp32"}),
+        ("tp 2, four stages, SwiGLU", (2, 4, 1), {"global_batch_size": 64, "activation": "swiglu"}),
+    )
+}
 # Ranks that divide sequences.
 DIVIDED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     f"cp {cp}, {comm}, {recompute}": (
@@ -369,6 +383,11 @@ SCORES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         ("recomputed, dropout", (1, 1, 1), {"recompute": "selective", "attention_dropout": 0.1}),
         ("ALiBi", (1, 1, 1), {"position_embedding_type": "alibi"}),
         ("soft cap", (1, 1, 1), {"attn_logit_softcapping": 30.0}),
+        (
+            "zero-bubble, activations in host memory",
+            (1, 2, 1),
+            {"schedule": "zero-bubble", "offload_activations": True, "num_layers": 6},
+        ),
         (
             "none, zero-bubble, dropout",
             (1, 2, 1),
@@ -439,7 +458,8 @@ def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[st
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
             layout, of_case = (
-                CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES | DIVIDED | SCORES | UPDATED
+                (CASES | MORE | KINDS | BERT | ANEW | UNEQUAL | OF_ROWS | WHOLE | STAGES)
+                | (OFFLOADED | DIVIDED | SCORES | UPDATED)
             )[case]
             make = make_bert_config if case in BERT else make_config
             config = make(layout, "unused", **{**SIZES, **sizes, **of_case}).for_device(on_cpu=False)
@@ -493,6 +513,11 @@ def test_peak_of_memory_where_scores_are_most_of_it() -> None:
 
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
     require_peaks([*STAGES], seq_length=LONG)
+
+
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_peak_of_memory_of_offloaded_activations_and_backwards_in_halves(case: str) -> None:
+    require_peaks([case], seq_length=LONG)
 
 
 def test_peak_of_memory_where_ranks_divide_sequences() -> None:
