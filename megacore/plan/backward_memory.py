@@ -36,7 +36,7 @@ from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.in_flight import StageBackward
 from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
-from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
+from megacore.plan.state import PlannedLayer, forgets_gradients, has_one_pass, term_bytes
 from megacore.plan.traffic import recomputed_whole
 from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, unreduced
 from megacore.plan.whole_matrices import WholeBucket, whole_buckets, with_padding
@@ -186,8 +186,9 @@ def passing_bytes(
     - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
-    and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
-    of the layer itself into their buffer where they are not sharded.
+    and 3 shards, else those of ranks without replicas, or of experts without copies. Where they are not sharded and the
+    optimizer updates a bucket in one pass, it copies those of the layer itself into their buffer; other optimizers
+    take them as autograd gives them.
 
     Args:
         config: a resolved configuration.
@@ -267,7 +268,7 @@ def passing_bytes(
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
-            if not on_cpu:
+            if has_one_pass(config, on_cpu=on_cpu):
                 moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
         if filled.held:
