@@ -145,6 +145,12 @@ def attention_is_later(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
     return block.attn_logit_softcapping is not None or _gathered_bytes(config, block, on_cpu=on_cpu) > 0
 
 
+def attention_has_moment(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether `attention_gradient_bytes` is what exists in attention's backward, less what the MLP's has freed, and not
+    a bound."""
+    return _makes_scores(config, block, on_cpu=on_cpu) or attention_is_later(config, block, on_cpu=on_cpu)
+
+
 @once_per_layers
 def input_half_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Of a split backward, what exists in the half for inputs at the gradient of a block's scores, less the gradients

@@ -14,6 +14,7 @@ from megacore.plan.activations import (
     activation_gradient_bytes,
     attention_again_bytes,
     attention_gradient_bytes,
+    attention_has_moment,
     attention_is_later,
     block_bytes,
     embedding_kept_bytes,
@@ -38,7 +39,7 @@ from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, has_one_pass, term_bytes
 from megacore.plan.traffic import recomputed_whole
-from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, unreduced
+from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, projections, unreduced
 from megacore.plan.whole_matrices import WholeBucket, whole_buckets, with_padding
 
 
@@ -372,7 +373,30 @@ def _at_pieces(
         before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
         most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
         found.append((most, of_shard * held.reduced))
+    if layer.block is not None and not config.parallel.may_split_backward:
+        # In attention, before the first product that gives gradients of its projections.
+        freed = _freed_in_attention(config, layer, table, on_cpu=on_cpu)
+        first = _places(filled.pieces) - 1 - projections(layer.block)
+        for held in filled.held if freed is not None else ():
+            if held.piece == first and not held.arrived:
+                found.append((term * (held.sharded + held.total - held.made) - freed, of_shard * held.reduced))
     return max(found, key=sum)
+
+
+def _freed_in_attention(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float | None:
+    """Of what `_beside` counts of a block that which is not there in attention; None where nothing is known of it."""
+    block = layer.block
+    if block is None or not attention_has_moment(config, block, on_cpu=on_cpu):
+        return None
+    in_mlp = gradient_bytes(config, layer, table, on_cpu=on_cpu)
+    in_mlp += activation_gradient_bytes(config, block, on_cpu=on_cpu)
+    most = max(in_mlp, halves_gradient_bytes(config, block, on_cpu=on_cpu))
+    return most - attention_gradient_bytes(config, block, on_cpu=on_cpu)
+
+
+def _places(parts: Sequence[Piece]) -> int:
+    """How many times gradients of a layer's pieces arrive."""
+    return sum(not part.beside for part in parts)
 
 
 def _forward_bytes(

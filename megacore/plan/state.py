@@ -202,6 +202,8 @@ def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bo
 def has_one_pass(config: ResolvedConfig, *, on_cpu: bool) -> bool:
     """Whether an accelerator updates a shard in one launch: it needs nothing beside the shard, and finds the gradients
     in one buffer."""
+    if on_cpu or config.parallel.offload_optimizer or config.training.kernels == "torch":
+        return False
     settings = config.optimizer_settings
     is_adamw = isinstance(settings, AdamWConfig) and settings.moments_dtype == "fp32"
-    return not on_cpu and is_adamw and config.parameter_groups.is_uniform
+    return is_adamw and config.parameter_groups.is_uniform
