@@ -26,6 +26,7 @@ from megacore.plan.activations import (
     inner_bytes,
     input_half_bytes,
     kept_gradient_bytes,
+    loss_chunks,
     mlp_gradient_bytes,
     product_input_bytes,
     residual_bytes,
@@ -476,7 +477,11 @@ def _beside(
     # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
     # And that of BERT's sentence task, which waits to be added to it.
     sentence = residual_bytes(config) if isinstance(config, ResolvedBertConfig) and config.bert.has_sentence_head else 0
-    return head + gradient + sentence + whole * (2 if config.parallel.sequence_parallel else 1)
+    last = whole
+    if (chunks := loss_chunks(config)) > 1 and gradient:
+        # The gradient of a chunk of the weight, beside that of all; that of the input is then in its sum in fp32.
+        last = max(whole, e * _largest_gradient(config, layer) / chunks)
+    return head + gradient + sentence + last + (whole if config.parallel.sequence_parallel else 0.0)
 
 
 class _FreedFirst(NamedTuple):
