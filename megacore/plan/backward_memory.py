@@ -374,12 +374,11 @@ def _at_pieces(
         before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
         most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
         found.append((most, of_shard * held.reduced))
-    if layer.block is not None and not config.parallel.may_split_backward:
-        # In attention, before the first product that gives gradients of its projections.
-        freed = _freed_in_attention(config, layer, table, on_cpu=on_cpu)
-        first = _places(filled.pieces) - 1 - projections(layer.block)
-        for held in filled.held if freed is not None else ():
-            if held.piece == first and not held.arrived:
+    if layer.block is not None and (freed := _freed_in_attention(config, layer, table, on_cpu=on_cpu)) is not None:
+        # In attention, before the first gradient of its projections, whose bucket is made after that.
+        number = sum(not part.beside for part in filled.pieces) - 1 - projections(layer.block)
+        for held in filled.held:
+            if held.piece == number and not held.arrived:
                 found.append((term * (held.sharded + held.total - held.made) - freed, of_shard * held.reduced))
     return max(found, key=sum)
 
@@ -387,17 +386,14 @@ def _at_pieces(
 def _freed_in_attention(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float | None:
     """Of what `_beside` counts of a block that which is not there in attention; None where nothing is known of it."""
     block = layer.block
-    if block is None or not attention_has_moment(config, block, on_cpu=on_cpu):
+    if block is None or config.parallel.may_split_backward:  # then attention is in the half for inputs
+        return None
+    if not attention_has_moment(config, block, on_cpu=on_cpu):
         return None
     in_mlp = gradient_bytes(config, layer, table, on_cpu=on_cpu)
     in_mlp += activation_gradient_bytes(config, block, on_cpu=on_cpu)
     most = max(in_mlp, halves_gradient_bytes(config, block, on_cpu=on_cpu))
     return most - attention_gradient_bytes(config, block, on_cpu=on_cpu)
-
-
-def _places(parts: Sequence[Piece]) -> int:
-    """How many times gradients of a layer's pieces arrive."""
-    return sum(not part.beside for part in parts)
 
 
 def _forward_bytes(
@@ -477,11 +473,12 @@ def _beside(
     # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
     # And that of BERT's sentence task, which waits to be added to it.
     sentence = residual_bytes(config) if isinstance(config, ResolvedBertConfig) and config.bert.has_sentence_head else 0
-    last = whole
+    of_chunk = 0.0
     if (chunks := loss_chunks(config)) > 1 and gradient:
-        # The gradient of a chunk of the weight, beside that of all; that of the input is then in its sum in fp32.
-        last = max(whole, e * _largest_gradient(config, layer) / chunks)
-    return head + gradient + sentence + last + (whole if config.parallel.sequence_parallel else 0.0)
+        # The gradient of a chunk of the weight, beside that of all; the input's is then in its sum in fp32.
+        of_chunk = e * _largest_gradient(config, layer) / chunks
+    gathered = whole if config.parallel.sequence_parallel else 0.0
+    return head + gradient + sentence + max(float(whole), of_chunk) + gathered
 
 
 class _FreedFirst(NamedTuple):

@@ -51,8 +51,8 @@ class RankLayers(NamedTuple):
         on_device: by stage, what is on the device of activations that lie in host memory: those of two of its blocks;
             and with another forward's beside its own, of two blocks in any case.
         on_host: by stage, what of a microbatch's activations goes to host memory.
-        in_input_half: by stage, what is on the device where backward is split, when most exists in the half for inputs, with its
-            gradients.
+        in_input_half: by stage, what is on the device where backward is split, when most exists in the half for inputs,
+            with its gradients.
         in_weight_half: by stage, in the half for weights what products of two of its blocks read.
         ending: by stage, what exists beside what is kept at the end of its forward.
         working: by stage, what exists beside what is kept at the end of its forward, or in backward instead of what
