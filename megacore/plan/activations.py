@@ -145,6 +145,12 @@ def attention_is_later(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
     return block.attn_logit_softcapping is not None or _gathered_bytes(config, block, on_cpu=on_cpu) > 0
 
 
+def attention_has_moment(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether `attention_gradient_bytes` is what exists in attention's backward, less what the MLP's has freed, and not
+    a bound."""
+    return _makes_scores(config, block, on_cpu=on_cpu) or attention_is_later(config, block, on_cpu=on_cpu)
+
+
 @once_per_layers
 def input_half_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Of a split backward, what exists in the half for inputs at the gradient of a block's scores, less the gradients
@@ -191,8 +197,12 @@ def _score_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, stays
         steps.append(2 * kept.tangent - freed.mixed - freed.mask - freed.softmax)
         if not stays:  # when they are computed, the scores, and three tensors in fp32
             steps.append(e + 3 * kept.tangent - sum(kept))
-    # Of the result's gradient a copy in the order of heads; the gradient of the values replaces these.
-    return max(e * weights + (2 if stays else 1) * mixed, max(steps) * weights + (1 if stays else -1) * mixed)
+    # Of the result's gradient a copy in the order of heads; the gradient of the values replaces these, and is summed
+    # over the heads that share values.
+    queries, keys = _attention_widths(config, block)
+    summed = (1 - keys / queries) * mixed
+    later = max(steps) * weights + (1 if stays else -1) * mixed - summed
+    return max(e * weights + (2 if stays else 1) * mixed, later)
 
 
 class _OfWeight(NamedTuple):
@@ -385,20 +395,48 @@ def attention_again_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cp
     core = attention_core_bytes(config, block, on_cpu=on_cpu)
     if _makes_scores(config, block, on_cpu=on_cpu):
         widths = block.num_attention_heads * (2 * block.head_size + block.value_size)
-        core += _element(config) * _tokens(config) * widths / _layer_ranks(config)
+        core += _element(config) * _tokens(config) * widths / _layer_ranks(config) - _by_heads_bytes(config, block)
     return core
+
+
+def _attention_widths(config: ResolvedConfig, block: ResolvedModel) -> tuple[float, float]:
+    """Of a token's queries, and of its keys or values."""
+    n, d, t = block.num_attention_heads, block.head_size, _layer_ranks(config)
+    if block.multi_latent_attention:
+        width = n * max(d, block.v_head_dim) / t
+        return width, width
+    # Where blocks of positions are canonical each block of queries has a copy of its key and value.
+    return n * d / t, d * max(block.query_groups / t, canonical_blocks(config) / t, 1)
+
+
+def _taken_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """Queries, keys and values as attention takes them."""
+    n, g, d, t = block.num_attention_heads, block.query_groups, block.head_size, _layer_ranks(config)
+    whole, (queries, keys) = _element(config) * _tokens(config), _attention_widths(config, block)
+    if block.qk_layernorm or block.position_embedding_type == "rope":
+        return whole * (queries + 2 * keys)
+    # Views of the projection, but grouped queries are copied; ranks that share a group exchange theirs.
+    projected = (n + 2 * g) * d / (t if t <= g else 1)
+    return whole * (projected + (queries if g < n else 0.0))
+
+
+def _by_heads_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """By how much the keys and values of grouped queries grow where attention makes scores: it repeats them for each
+    head, and scales the queries."""
+    queries, keys = _attention_widths(config, block)
+    if queries <= keys:
+        return 0.0
+    return 3 * _element(config) * _tokens(config) * queries - _taken_bytes(config, block)
 
 
 def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """Queries, keys and values, and what mixing them keeps; with norms of queries and keys also what these keep."""
     e, t, s, tokens = _element(config), _layer_ranks(config), config.data.seq_length, _tokens(config)
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
-    copies = canonical_blocks(config)  # each block of queries has a copy of its key and value
-    queries, keys = n * d / t, d * max(g / t, copies / t, 1)
-    normed = 0.0
+    queries, keys = _attention_widths(config, block)
+    normed, copies = 0.0, canonical_blocks(config)
     if block.multi_latent_attention:
-        normed, width = _short_bytes(config, block, on_cpu=on_cpu), n * max(d, block.v_head_dim) / t
-        queries = keys = width
+        normed, width = _short_bytes(config, block, on_cpu=on_cpu), queries
         if block.v_head_dim >= d:  # values are views of the projection that gives keys too
             normed += e * tokens * n * block.qk_nope_head_dim / t
         elif recompute != "selective":  # the result, of which the output layer keeps the part that counts
@@ -410,11 +448,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
             rows = [(1, n * d // t), (1, max(g * d // t, d))]
         kept = sum(number * _norm_bytes(config, block, size, on_cpu=on_cpu) for number, size in rows)
         normed = tokens * (e * (queries + keys) * (2 if block.qk_layernorm_per_head else 1) + kept)
-    if block.qk_layernorm or block.position_embedding_type == "rope":
-        taken = e * tokens * (queries + 2 * keys)
-    else:  # views of the projection, but grouped queries are copied; ranks that share a group exchange theirs
-        projected = (n + 2 * g) * d / (t if t <= g else 1)
-        taken = e * tokens * (projected + (queries if g < n else 0.0))
+    taken = _taken_bytes(config, block)
     if recompute == "selective":
         return normed + taken
     weights, dropout = tokens * s * n / t, block.attention_dropout > 0
@@ -428,6 +462,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     if attends_in_blocks(config, block, on_cpu=on_cpu):
         return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
+        taken += _by_heads_bytes(config, block)
         return normed + taken + sum(_kept_of_weight(config, block, on_cpu=on_cpu)) * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights

@@ -14,6 +14,7 @@ from megacore.plan.activations import (
     activation_gradient_bytes,
     attention_again_bytes,
     attention_gradient_bytes,
+    attention_has_moment,
     attention_is_later,
     block_bytes,
     embedding_kept_bytes,
@@ -25,6 +26,7 @@ from megacore.plan.activations import (
     inner_bytes,
     input_half_bytes,
     kept_gradient_bytes,
+    loss_chunks,
     mlp_gradient_bytes,
     product_input_bytes,
     residual_bytes,
@@ -36,9 +38,9 @@ from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.in_flight import StageBackward
 from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
-from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes
+from megacore.plan.state import PlannedLayer, forgets_gradients, has_one_pass, term_bytes
 from megacore.plan.traffic import recomputed_whole
-from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, unreduced
+from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, projections, unreduced
 from megacore.plan.whole_matrices import WholeBucket, whole_buckets, with_padding
 
 
@@ -186,8 +188,9 @@ def passing_bytes(
     - both: the last bucket of the rank's backward before, which is being reduced until this one reduces its first.
 
     A first backward makes the gradients of the layers that it has passed, if they do not outlive a step: on stages 2
-    and 3 shards, else those of ranks without replicas, or of experts without copies. On an accelerator it copies those
-    of the layer itself into their buffer where they are not sharded.
+    and 3 shards, else those of ranks without replicas, or of experts without copies. Where they are not sharded and the
+    optimizer updates a bucket in one pass, it copies those of the layer itself into their buffer; other optimizers
+    take them as autograd gives them.
 
     Args:
         config: a resolved configuration.
@@ -267,7 +270,7 @@ def passing_bytes(
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
-            if not on_cpu:
+            if has_one_pass(config, on_cpu=on_cpu):
                 moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
         if filled.held:
@@ -371,7 +374,26 @@ def _at_pieces(
         before_adding = 0.0 if held.piece or held.arrived else freed_first.before_adding
         most = max(here + term * (held.total - held.made), here - before_adding + term * held.total)
         found.append((most, of_shard * held.reduced))
+    if layer.block is not None and (freed := _freed_in_attention(config, layer, table, on_cpu=on_cpu)) is not None:
+        # In attention, before the first gradient of its projections, whose bucket is made after that.
+        number = sum(not part.beside for part in filled.pieces) - 1 - projections(layer.block)
+        for held in filled.held:
+            if held.piece == number and not held.arrived:
+                found.append((term * (held.sharded + held.total - held.made) - freed, of_shard * held.reduced))
     return max(found, key=sum)
+
+
+def _freed_in_attention(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float | None:
+    """Of what `_beside` counts of a block that which is not there in attention; None where nothing is known of it."""
+    block = layer.block
+    if block is None or config.parallel.may_split_backward:  # then attention is in the half for inputs
+        return None
+    if not attention_has_moment(config, block, on_cpu=on_cpu):
+        return None
+    in_mlp = gradient_bytes(config, layer, table, on_cpu=on_cpu)
+    in_mlp += activation_gradient_bytes(config, block, on_cpu=on_cpu)
+    most = max(in_mlp, halves_gradient_bytes(config, block, on_cpu=on_cpu))
+    return most - attention_gradient_bytes(config, block, on_cpu=on_cpu)
 
 
 def _forward_bytes(
@@ -451,7 +473,12 @@ def _beside(
     # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
     # And that of BERT's sentence task, which waits to be added to it.
     sentence = residual_bytes(config) if isinstance(config, ResolvedBertConfig) and config.bert.has_sentence_head else 0
-    return head + gradient + sentence + whole * (2 if config.parallel.sequence_parallel else 1)
+    of_chunk = 0.0
+    if (chunks := loss_chunks(config)) > 1 and gradient:
+        # The gradient of a chunk of the weight, beside that of all; the input's is then in its sum in fp32.
+        of_chunk = e * _largest_gradient(config, layer) / chunks
+    gathered = whole if config.parallel.sequence_parallel else 0.0
+    return head + gradient + sentence + max(float(whole), of_chunk) + gathered
 
 
 class _FreedFirst(NamedTuple):

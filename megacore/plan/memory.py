@@ -421,7 +421,7 @@ def _in_backward(
         reducing=passing.reducing,
         microbatch=[size + logits for size, logits in zip(layers.kept, layers.head_kept, strict=True)],
         output_gradients=layers.kept_grads,
-        on_host=products(flying, map(sum, layers.in_blocks)) if offloads else 0.0,
+        on_host=products(flying, layers.on_host),
     )
 
 

@@ -41,7 +41,8 @@ class RankLayers(NamedTuple):
 
     Attributes:
         in_blocks: what each layer keeps, by stage, as `kept_by_layer` has it.
-        kept: the same summed by stage, 0 where it goes to host memory; with the input from another stage.
+        kept: the same summed by stage, without that of blocks where it goes to host memory; with the input from another
+            stage.
         head_kept: by stage, what the head keeps of a microbatch until its backward.
         kept_grads: by stage, gradients of outputs that wait for the gradients of weights.
         head: what exists in the head while its gradients are computed.
@@ -49,8 +50,9 @@ class RankLayers(NamedTuple):
         shared: what all blocks share.
         on_device: by stage, what is on the device of activations that lie in host memory: those of two of its blocks;
             and with another forward's beside its own, of two blocks in any case.
-        in_input_half: by stage, the same where backward is split, when most exists in the half for inputs, with its
-            gradients.
+        on_host: by stage, what of a microbatch's activations goes to host memory.
+        in_input_half: by stage, what is on the device where backward is split, when most exists in the half for inputs,
+            with its gradients.
         in_weight_half: by stage, in the half for weights what products of two of its blocks read.
         ending: by stage, what exists beside what is kept at the end of its forward.
         working: by stage, what exists beside what is kept at the end of its forward, or in backward instead of what
@@ -65,6 +67,7 @@ class RankLayers(NamedTuple):
     again: float
     shared: float
     on_device: Sequence[tuple[float, float]]
+    on_host: Sequence[float]
     in_input_half: Sequence[tuple[float, float]]
     in_weight_half: Sequence[float]
     ending: Sequence[float]
@@ -87,6 +90,11 @@ def _layers_of_stage(config: ResolvedConfig, stage: OnRank, *, on_cpu: bool) -> 
     return _StageLayers(in_blocks, sum(in_blocks), kept_grads)
 
 
+def _of_blocks(chunk: Sequence[PlannedLayer], in_blocks: Sequence[float]) -> Sequence[float]:
+    """Of what each layer keeps that which may go to host memory: an embedding's mask of dropout stays."""
+    return [0.0 if layer.block is None else size for layer, size in zip(chunk, in_blocks, strict=True)]
+
+
 @once_per_layers
 def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankLayers:
     """Of one pipeline rank; `on_cpu`: whether the ranks compute in host memory."""
@@ -101,13 +109,12 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
     again = computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
-    on_device = [(0.0, 0.0)] * len(chunks)
+    on_device, on_host = [(0.0, 0.0)] * len(chunks), [0.0] * len(chunks)
     if offloads:
-        most = max((size for stage in stages for size in stage.in_blocks), default=0.0)
-        two_blocks = [sum(sorted(stage.in_blocks)[-2:]) for stage in stages]
-        on_device = [
-            (two, max(two, max(stage.in_blocks) + most)) for two, stage in zip(two_blocks, stages, strict=True)
-        ]
+        of_blocks = [_of_blocks(*of) for of in zip(chunks, (stage.in_blocks for stage in stages), strict=True)]
+        on_host, most = [sum(sizes) for sizes in of_blocks], max(map(max, of_blocks))
+        two_blocks = [sum(sorted(sizes)[-2:]) for sizes in of_blocks]
+        on_device = [(two, max(two, max(sizes) + most)) for two, sizes in zip(two_blocks, of_blocks, strict=True)]
     in_input_half, in_weight_half = on_device, [0.0] * len(chunks)
     if offloads and config.parallel.may_split_backward:
         in_input_half = [_in_input_half(config, stage, again=again, head=head) for stage in on_rank.stages]
@@ -133,13 +140,14 @@ def layers_of(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> RankL
 
     return RankLayers(
         in_blocks=[stage.in_blocks for stage in stages],
-        kept=[(0.0 if offloads else stage.kept) + received(number) for number, stage in enumerate(stages)],
+        kept=[stage.kept - on_host[number] + received(number) for number, stage in enumerate(stages)],
         head_kept=head_kept,
         kept_grads=[stage.kept_grads for stage in stages],
         head=head,
         again=again,
         shared=shared,
         on_device=on_device,
+        on_host=on_host,
         in_input_half=in_input_half,
         in_weight_half=in_weight_half,
         ending=ending,
@@ -315,7 +323,7 @@ def _freed_by_layer(
         return in_blocks
     if config.parallel.may_split_backward:
         in_blocks = product_inputs_left(config, chunk)
-    last_two = [number for number, size in enumerate(in_blocks) if size][:2]
+    last_two = [number for number, size in enumerate(_of_blocks(chunk, in_blocks)) if size][:2]
     return [size if number in last_two else 0.0 for number, size in enumerate(in_blocks)]
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.compression import error_bytes
 from megacore.config.dimensions import ranks_of_role, shard_ranks
+from megacore.config.optimizers import AdamWConfig
 from megacore.pipeline.partition import LayerCost
 from megacore.plan.activations import ELEMENT_BYTES
 from megacore.plan.experts import expert_copies, routed_parameters
@@ -196,3 +197,13 @@ def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bo
     if copies == 1:
         return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return zero_stage(config) >= 2
+
+
+def has_one_pass(config: ResolvedConfig, *, on_cpu: bool) -> bool:
+    """Whether an accelerator updates a shard in one launch: it needs nothing beside the shard, and finds the gradients
+    in one buffer."""
+    if on_cpu or config.parallel.offload_optimizer or config.training.kernels == "torch":
+        return False
+    settings = config.optimizer_settings
+    is_adamw = isinstance(settings, AdamWConfig) and settings.moments_dtype == "fp32"
+    return is_adamw and config.parameter_groups.is_uniform

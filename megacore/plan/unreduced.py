@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.state import PlannedLayer
 from megacore.plan.whole_matrices import WholeBucket, joins_up_and_gate, weights
 
@@ -114,6 +114,11 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
 def pieces_of_mlp(block: ResolvedModel, inner: int, *, on_cpu: bool) -> int:
     """How many pieces an MLP of an inner width has; one without a width has none."""
     return 0 if not inner else 3 if block.gated and not joins_up_and_gate(block, on_cpu=on_cpu) else 2
+
+
+def projections(block: ResolvedModel) -> int:
+    """How many pieces of a block the projections to queries, keys and values have; only a vector follows them."""
+    return len(attention_matrices(block)) - 1 + len(short_matrices(block))
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation

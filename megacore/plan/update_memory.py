@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role, shard_ranks
-from megacore.config.optimizers import AdamWConfig, Updated
+from megacore.config.optimizers import Updated
 from megacore.plan.activations import ELEMENT_BYTES
 from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
@@ -15,7 +15,7 @@ from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.once import once_per_state
 from megacore.plan.orthogonal_memory import orthogonalizing_bytes
-from megacore.plan.state import PlannedLayer, term_bytes, zero_stage
+from megacore.plan.state import PlannedLayer, has_one_pass, term_bytes, zero_stage
 from megacore.plan.unreduced import Piece, bucket_members, pieces
 from megacore.plan.whole_matrices import of_chunk, update_buckets
 
@@ -51,7 +51,7 @@ def _of_tied_sum(config: ResolvedConfig, on_rank: OnRank) -> float:
 def _of_optimizer(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> float:
     """Copies in fp32 of the gradients of the bucket that is updated, and the temporary tensors of the optimizer."""
     settings, parallel = config.optimizer_settings, config.parallel
-    if parallel.offload_optimizer or (not on_cpu and _has_one_pass(config)):
+    if parallel.offload_optimizer or has_one_pass(config, on_cpu=on_cpu):
         return 0.0
     found = [0.0]
     for chunk, sizes in zip(on_rank.chunks, on_rank.by_layer, strict=True):
@@ -86,13 +86,6 @@ def _of_matrices(
         at_once = not is_sharded and ranks > 1
         directions = orthogonalizing_bytes(config, bucket.matrices, at_once=at_once, share=1 / ranks)
         yield copied * bucket.size / (ranks if is_sharded else 1) + directions
-
-
-def _has_one_pass(config: ResolvedConfig) -> bool:
-    """Whether an accelerator updates a shard in one launch, which needs nothing beside it."""
-    settings = config.optimizer_settings
-    is_adamw = isinstance(settings, AdamWConfig) and settings.moments_dtype == "fp32"
-    return is_adamw and config.parameter_groups.is_uniform
 
 
 def _updated(

@@ -167,6 +167,18 @@ UNEQUAL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 1, 1),
         BUCKETS | {"untie_embeddings_and_output_weights": True, "micro_batch_size": 32, "global_batch_size": 32},
     ),
+    "gradients of a tied table, optimizer in host memory": (
+        (1, 1, 1),
+        BUCKETS
+        | {"precision": "bf16", "grad_reduce_dtype": "bf16", "offload_optimizer": True, "vocab_size": 32768}
+        | {"micro_batch_size": 1, "global_batch_size": 1},
+    ),
+    "loss in two chunks, fp32": (
+        (1, 1, 1),
+        BUCKETS
+        | {"loss_chunks": 2, "vocab_size": 32768, "micro_batch_size": 8, "global_batch_size": 16, "optimizer": "sgd"}
+        | {"untie_embeddings_and_output_weights": True},
+    ),
     "experts, light": (
         (2, 1, 4),
         BUCKETS
@@ -317,6 +329,11 @@ STAGES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"precision": "bf16", "offload_activations": True, "num_layers": 8, "micro_batch_size": 8}
         | {"global_batch_size": 64, "untie_embeddings_and_output_weights": True},
     ),
+    "activations in host memory, dropout, ZeRO 2": (
+        (1, 2, 2),
+        {"precision": "bf16", "offload_activations": True, "micro_batch_size": 8, "schedule": "1f1b"}
+        | {"zero_stage": 2, "global_batch_size": 128, "hidden_dropout": 0.1, "vocab_size": 8192},
+    ),
 } | {
     f"a block of each stage recomputed, {name}": (
         layout,
@@ -360,6 +377,13 @@ DIVIDED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (2, "allgather", "full"),
         (2, "ulysses", "none"),
     )
+} | {
+    f"cp 2, {comm}, ZeRO 2": (
+        (1, 1, 1),
+        {"precision": "bf16", "num_layers": 4, "cp": 2, "cp_comm": comm, "zero_stage": 2, "micro_batch_size": 8}
+        | {"global_batch_size": 8, "vocab_size": 2048, "bucket_size_mb": 2.0},
+    )
+    for comm in ("ring", "allgather")
 }
 
 # Attention's weights are most of what is kept.
@@ -383,6 +407,12 @@ SCORES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         ("recomputed, dropout", (1, 1, 1), {"recompute": "selective", "attention_dropout": 0.1}),
         ("ALiBi", (1, 1, 1), {"position_embedding_type": "alibi"}),
         ("soft cap", (1, 1, 1), {"attn_logit_softcapping": 30.0}),
+        (
+            "grouped queries",
+            (1, 1, 1),
+            {"num_attention_heads": 4, "num_query_groups": 1, "position_embedding_type": "rope", "recompute": "light"}
+            | {"num_layers": 4},
+        ),
         (
             "zero-bubble, activations in host memory",
             (1, 2, 1),
@@ -438,6 +468,10 @@ UPDATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tied table of four stages": (
         (1, 4, 1),
         LARGE_TABLE | {"schedule": "1f1b", "offload_activations": True},
+    ),
+    "SGD, tied table, bf16 sums": (
+        (1, 1, 1),
+        LARGE_TABLE | {"optimizer": "sgd", "grad_reduce_dtype": "bf16", "global_batch_size": 1},
     ),
     "SGD, two tables, pp 2": ((1, 2, 1), LARGE_TABLE | TWO_TABLES | {"optimizer": "sgd"}),
     "SGD, Nesterov's momentum": ((1, 1, 1), LARGE_TABLE | {"optimizer": "sgd", "sgd_nesterov": True}),
