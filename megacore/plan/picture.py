@@ -208,8 +208,8 @@ class _Painter:
             size = min(self.number_size, self.row * 0.6, (piece.width - 1) / (self.digits * _DIGIT))
             if size >= _SMALLEST_NUMBER:  # where the longest number fits: all boxes of this width have theirs, or none
                 ink, x = _WHITE if _brightness(fill) < 0.6 else _INK, piece.x + piece.width / 2
-                middle = y + self.row / 2
-                self.marks.append(Words(x=x, y=middle, text=str(action.microbatch), size=size, anchor="middle", color=ink))
+                middle, number = y + self.row / 2, str(action.microbatch)
+                self.marks.append(Words(x=x, y=middle, text=number, size=size, anchor="middle", color=ink))
 
 
 def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
