@@ -36,8 +36,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class Pending:
     """A collective under way; `wait()` returns once the result may be read.
 
-    Somebody must wait: where gloo has freed the memory of a message that has not arrived, all later messages between
-    the two ranks are stuck behind it.
+    Wait for it, or keep its tensors alive: with gloo, a message whose tensor is freed before it has arrived blocks all
+    later messages between the two ranks.
 
     Args:
         works: what torch says of it; empty where there is nothing to wait for.

@@ -3,8 +3,8 @@
 Offload (Rhu et al. 2016, arXiv 1602.08124): what autograd keeps of a block is copied to pinned host memory on a stream
 of its own while the next block computes. The device holds the activations of two blocks at a time. Backward fetches
 those of a block while it computes with those of the block after it. Before it fetches the first ones of a microbatch,
-those of the last forward are freed. Where backward is split, its first half leaves what products read, which is freed
-too when the next block comes, and fetched again for the gradients of weights.
+those of the last forward are freed. Where backward is split, its first half does not use up the inputs of products.
+They are freed when the next block comes, and fetched again for the gradients of weights.
 
 Division (Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1): the input of a recomputed block is the same on all
 ranks of the layer group. Each keeps one part, and backward gathers them.
@@ -121,7 +121,7 @@ class _Memory:
     Attributes:
         device: the numbers on the device, flat, while they are there.
         host: those in host memory, once they are sent.
-        is_wanted: whether a view has not had them yet.
+        is_wanted: whether they are fetched with their block: until every view has had them once.
     """
 
     def __init__(self, block: _Block, device: Tensor) -> None:
@@ -165,7 +165,7 @@ class _Block:
 
     def __init__(self, stream: torch.Stream, previous: _Block | None, here: list[_Block]) -> None:
         self._stream, self._here = stream, here
-        # Not kept alive: its host memory is freed with the graph.
+        # A weak reference: a chain of blocks would keep the host memory of the whole microbatch.
         self._previous = None if previous is None else weakref.ref(previous)
         self._memories: dict[tuple[int, int, torch.dtype], _Memory] = {}  # by memory, version and format
         self._copied: torch.Event | None = None
@@ -192,8 +192,8 @@ class _Block:
             memory.device = None
 
     def arrive(self, memory: _Memory) -> None:
-        """Let the current stream wait until a memory is on the device. The first call fetches the whole block, and
-        begins to fetch the one before it, which backward comes to next."""
+        """Let the current stream wait until a memory is on the device. Where its block is not there, fetch what is
+        still wanted of it, and begin to fetch the block before it, which backward comes to next."""
         if self not in self._here:
             self._come(beside=None)
         if memory.device is None:
@@ -204,7 +204,7 @@ class _Block:
             previous._come(beside=self)
 
     def _come(self, beside: _Block | None) -> None:
-        """Begin to fetch what a view has not had yet; all blocks but `beside` leave."""
+        """Begin to fetch what is still wanted; all blocks but `beside` leave."""
         for block in [block for block in self._here if block is not beside]:
             block.leave()
         self._here.append(self)
@@ -215,7 +215,8 @@ class _Block:
         absent = [memory for memory in memories if memory.device is None]
         for memory in absent:
             memory.make_room(self._stream.device)
-        self._in_stream(absent, _Memory.fetch)
+        if absent:
+            self._in_stream(absent, _Memory.fetch)
 
     def _in_stream(self, memories: Iterable[_Memory], copy: Callable[[_Memory], None]) -> None:
         """Copy in the stream of copies what the current stream has made."""

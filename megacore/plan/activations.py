@@ -145,17 +145,17 @@ def attention_is_later(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: 
     return block.attn_logit_softcapping is not None or _gathered_bytes(config, block, on_cpu=on_cpu) > 0
 
 
-def attention_has_moment(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
-    """Whether `attention_gradient_bytes` is what exists in attention's backward, less what the MLP's has freed, and not
-    a bound."""
+def attention_gradients_are_exact(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether `attention_gradient_bytes` is what exists in attention's backward, with what the MLP has freed taken off,
+    and not only an upper bound."""
     return _makes_scores(config, block, on_cpu=on_cpu) or attention_is_later(config, block, on_cpu=on_cpu)
 
 
 @once_per_layers
 def input_half_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """Of a split backward, what exists in the half for inputs at the gradient of a block's scores, less the gradients
-    that wait for those of weights and come after it. It frees nothing but what it has computed again, and of what comes
-    from host memory that which it has read. 0 where attention makes no scores of the whole sequence."""
+    that wait for those of weights and come after it. It frees nothing but what it has computed again and, of what was
+    fetched from host memory, what it has read. 0 where attention makes no scores of the whole sequence."""
     if not _makes_scores(config, block, on_cpu=on_cpu):
         return 0.0
     offloads = config.training.offload_activations and not on_cpu
@@ -395,7 +395,8 @@ def attention_again_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cp
     core = attention_core_bytes(config, block, on_cpu=on_cpu)
     if _makes_scores(config, block, on_cpu=on_cpu):
         widths = block.num_attention_heads * (2 * block.head_size + block.value_size)
-        core += _element(config) * _tokens(config) * widths / _layer_ranks(config) - _by_heads_bytes(config, block)
+        core += _element(config) * _tokens(config) * widths / _layer_ranks(config)
+        core -= _repeated_heads_bytes(config, block)
     return core
 
 
@@ -409,7 +410,7 @@ def _attention_widths(config: ResolvedConfig, block: ResolvedModel) -> tuple[flo
     return n * d / t, d * max(block.query_groups / t, canonical_blocks(config) / t, 1)
 
 
-def _taken_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+def _attention_input_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """Queries, keys and values as attention takes them."""
     n, g, d, t = block.num_attention_heads, block.query_groups, block.head_size, _layer_ranks(config)
     whole, (queries, keys) = _element(config) * _tokens(config), _attention_widths(config, block)
@@ -420,13 +421,13 @@ def _taken_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     return whole * (projected + (queries if g < n else 0.0))
 
 
-def _by_heads_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+def _repeated_heads_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """By how much the keys and values of grouped queries grow where attention makes scores: it repeats them for each
     head, and scales the queries."""
     queries, keys = _attention_widths(config, block)
     if queries <= keys:
         return 0.0
-    return 3 * _element(config) * _tokens(config) * queries - _taken_bytes(config, block)
+    return 3 * _element(config) * _tokens(config) * queries - _attention_input_bytes(config, block)
 
 
 def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
@@ -448,7 +449,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
             rows = [(1, n * d // t), (1, max(g * d // t, d))]
         kept = sum(number * _norm_bytes(config, block, size, on_cpu=on_cpu) for number, size in rows)
         normed = tokens * (e * (queries + keys) * (2 if block.qk_layernorm_per_head else 1) + kept)
-    taken = _taken_bytes(config, block)
+    taken = _attention_input_bytes(config, block)
     if recompute == "selective":
         return normed + taken
     weights, dropout = tokens * s * n / t, block.attention_dropout > 0
@@ -462,7 +463,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     if attends_in_blocks(config, block, on_cpu=on_cpu):
         return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
-        taken += _by_heads_bytes(config, block)
+        taken += _repeated_heads_bytes(config, block)
         return normed + taken + sum(_kept_of_weight(config, block, on_cpu=on_cpu)) * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights

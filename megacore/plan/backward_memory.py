@@ -14,7 +14,7 @@ from megacore.plan.activations import (
     activation_gradient_bytes,
     attention_again_bytes,
     attention_gradient_bytes,
-    attention_has_moment,
+    attention_gradients_are_exact,
     attention_is_later,
     block_bytes,
     embedding_kept_bytes,
@@ -38,9 +38,9 @@ from megacore.plan.experts import expert_copies, expert_share, routed_parameters
 from megacore.plan.in_flight import StageBackward
 from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
-from megacore.plan.state import PlannedLayer, forgets_gradients, has_one_pass, term_bytes
+from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes, updates_in_one_pass
 from megacore.plan.traffic import recomputed_whole
-from megacore.plan.unreduced import Held, Piece, pieces, pieces_of_mlp, projections, unreduced
+from megacore.plan.unreduced import Held, Piece, last_before_projections, pieces, pieces_of_mlp, unreduced
 from megacore.plan.whole_matrices import WholeBucket, whole_buckets, with_padding
 
 
@@ -114,8 +114,8 @@ def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> li
 
 
 def product_inputs_left(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
-    """By layer what products read of what a block keeps in host memory, and the half for inputs leaves to that for
-    weights: nothing where an operator that gives both gradients takes it for either."""
+    """By layer, the inputs of products that come from host memory and that the half for inputs leaves on the device for
+    the half for weights. 0 where one operator gives both gradients, because it takes them in each half."""
     return [
         product_input_bytes(config, layer.block)
         if layer.block is not None and _sums_take_products(config, layer, 0, on_cpu=False)
@@ -270,7 +270,7 @@ def passing_bytes(
             unsharded, sharded = _made_by_first(config, layer, size, holds_experts=holds_experts)
             new = unsharded + sharded
             copied = 0 if _sums_take_rows(config, layer, table) else largest
-            if has_one_pass(config, on_cpu=on_cpu):
+            if updates_in_one_pass(config, on_cpu=on_cpu):
                 moment += max(term * min(copied, unsharded) - _freed_before_copy(config, layer, table, head=head), 0.0)
             made += term * new
         if filled.held:
@@ -376,7 +376,7 @@ def _at_pieces(
         found.append((most, of_shard * held.reduced))
     if layer.block is not None and (freed := _freed_in_attention(config, layer, table, on_cpu=on_cpu)) is not None:
         # In attention, before the first gradient of its projections, whose bucket is made after that.
-        number = sum(not part.beside for part in filled.pieces) - 1 - projections(layer.block)
+        number = last_before_projections(filled.pieces, layer.block)
         for held in filled.held:
             if held.piece == number and not held.arrived:
                 found.append((term * (held.sharded + held.total - held.made) - freed, of_shard * held.reduced))
@@ -384,11 +384,11 @@ def _at_pieces(
 
 
 def _freed_in_attention(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> float | None:
-    """Of what `_beside` counts of a block that which is not there in attention; None where nothing is known of it."""
+    """What `_beside` counts of a block and does not exist in its attention; None where that is not known."""
     block = layer.block
     if block is None or config.parallel.may_split_backward:  # then attention is in the half for inputs
         return None
-    if not attention_has_moment(config, block, on_cpu=on_cpu):
+    if not attention_gradients_are_exact(config, block, on_cpu=on_cpu):
         return None
     in_mlp = gradient_bytes(config, layer, table, on_cpu=on_cpu)
     in_mlp += activation_gradient_bytes(config, block, on_cpu=on_cpu)

@@ -230,13 +230,14 @@ def fullest_rank(
 
 
 def held_at_least(config: ResolvedConfig, cut: Cut, *, on_cpu: bool, limit: float) -> float:
-    """Bytes that `fullest_rank` exceeds, found in less time: state, and activations of the microbatches in flight.
+    """A lower bound of the `expected` bytes of `fullest_rank` that takes less time: state, and activations of the
+    microbatches in flight. What may be in host memory does not count.
 
     Args:
         config: a resolved configuration.
         cut: the model in stages.
         on_cpu: whether the ranks compute in host memory.
-        limit: bytes; of the first rank that holds more, if one does.
+        limit: bytes; ranks after the first one that holds more are not looked at.
     """
     config, most = _for_device(config, on_cpu=on_cpu), 0.0
     for rank in cut.distinct_ranks(last=False):

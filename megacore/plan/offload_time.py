@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.plan.activations import ELEMENT_BYTES, product_input_bytes
-from megacore.plan.backward_memory import kept_by_layer
+from megacore.plan.backward_memory import kept_by_layer, product_inputs_left
 from megacore.plan.devices import Case, Device
 from megacore.plan.state import PlannedLayer, term_bytes
 
@@ -56,7 +56,7 @@ def offload_time(
         return OffloadTime()
     link = device.host_link * device.link_efficiency.of(case)
     gradients, parameters = term_bytes(config) * shard, ELEMENT_BYTES[config.precision.precision] * shard
-    m, to_device, to_host, after, update = config.microbatches, 0.0, 0.0, 0.0, 0.0
+    m, to_device, to_host, alone, after, update = config.microbatches, 0.0, 0.0, 0.0, 0.0, 0.0
     if config.parallel.offload_optimizer:
         update = moved / (device.host_bandwidth * device.memory_efficiency.of(case))
     if config.parallel.offload_params:
@@ -69,9 +69,12 @@ def offload_time(
     if config.training.offload_activations:
         kept = sum(sum(kept_by_layer(chunk, config, on_cpu=False)) for chunk in chunks)
         to_device, to_host = to_device + kept, to_host + kept
-        if config.parallel.may_split_backward:  # what products have read comes once more
+        if config.parallel.may_split_backward:  # the inputs of products come once more
             blocks = (layer.block for chunk in chunks for layer in chunk if layer.block is not None)
-            to_device += sum(product_input_bytes(config, block) for block in blocks)
+            left = sum(sum(product_inputs_left(config, chunk)) for chunk in chunks)
+            alone = sum(product_input_bytes(config, block) for block in blocks) - left  # each while its product waits
+            to_device += left
     copies = max(to_device, to_host) / link
-    exposed = max(copies - computing, 0.0)
+    exposed = max(copies - computing, 0.0) + alone / link
+    copies += alone / link
     return OffloadTime(update=update, exposed=m * exposed + after, hidden=m * (copies - exposed))

@@ -127,7 +127,7 @@ def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
     scale = Scale(end, width / end, panels[0].left_out)
     y = _TOP
     for panel in panels:
-        painter = _Painter(drawing, panel, scale, _number_size(panels, typical, scale.pixels))
+        painter = _Painter(drawing, panel, scale, _number_size(panels, typical, scale.pixels), _digits(panels))
         y = painter.paint(y) + 14
     y = axis(drawing, y - 10, scale, unit=unit)
     right = _legend(drawing, y, panels)
@@ -149,9 +149,9 @@ def heading(drawing: Drawing, y: float, *, title: str, notes: str, width: float)
 class _Painter:
     """Draws one panel."""
 
-    def __init__(self, drawing: Drawing, panel: Panel, scale: Scale, number_size: float) -> None:
+    def __init__(self, drawing: Drawing, panel: Panel, scale: Scale, number_size: float, digits: int) -> None:
         self.drawing, self.marks = drawing, drawing.marks
-        self.panel, self.scale, self.number_size, self.digits = panel, scale, number_size, _digits([panel])
+        self.panel, self.scale, self.number_size, self.digits = panel, scale, number_size, digits
         self.ranks = len(panel.timeline.spans)
         self.row = 26.0 if self.ranks <= 8 else 22.0 if self.ranks <= 16 else 16.0
         self.pitch = self.row + (_GAP if panel.transfer is None else _GAP_OF_MESSAGES)
@@ -206,7 +206,7 @@ class _Painter:
             box = Box(x=piece.x, y=y, width=piece.width, height=self.row, fill=fill, edge=edge, note=note)
             self.marks.append(box)
             size = min(self.number_size, self.row * 0.6, (piece.width - 1) / (self.digits * _DIGIT))
-            if size >= _SMALLEST_NUMBER:  # where the longest number fits: all boxes of this width have theirs, or none
+            if size >= _SMALLEST_NUMBER:  # the longest number fits: boxes of one width all have their numbers, or none
                 ink, x = _WHITE if _brightness(fill) < 0.6 else _INK, piece.x + piece.width / 2
                 middle, number = y + self.row / 2, str(action.microbatch)
                 self.marks.append(Words(x=x, y=middle, text=number, size=size, anchor="middle", color=ink))

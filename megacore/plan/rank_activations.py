@@ -165,20 +165,21 @@ def _in_input_half(config: ResolvedConfig, stage: OnRank, *, again: float, head:
     reads = product_inputs_left(config, chunk)
     numbers = [number for number, layer in enumerate(chunk) if layer.block is not None]
     kept_head = head if chunk[-1].name == "head" else 0.0
-    found = [(kept_head, kept_head)]
+    alone, beside_another = [kept_head], [kept_head]
     for at, number in enumerate(numbers):
         block = chunk[number].block
         assert block is not None
-        beside = in_blocks[numbers[at - 1]] if at else reads[numbers[:2][-1]]
-        here = in_blocks[number] + agains[number] + sum(waits[number + 1 :]) + kept_head
+        second = numbers[1] if len(numbers) > 1 else number
+        beside = in_blocks[numbers[at - 1]] if at else reads[second]
         # The input of `down` stays beside the gradients, which in SwiGLU are those of both halves too.
-        more = (reads[number], halves_gradient_bytes(config, block, on_cpu=False))
-        most = mlp_gradient_bytes(config, block, on_cpu=False) + inner_bytes(config, block) * sum(map(bool, more))
+        inner = (reads[number] > 0) + (halves_gradient_bytes(config, block, on_cpu=False) > 0)
+        gradients = mlp_gradient_bytes(config, block, on_cpu=False) + inner_bytes(config, block) * inner
         if half := input_half_bytes(config, block, on_cpu=False):
-            most = max(most, waits[number] + half)
-        here += most
-        found.append((here + beside, here + (beside if len(numbers) > 1 else in_blocks[number])))
-    return max(found)
+            gradients = max(gradients, waits[number] + half)
+        here = in_blocks[number] + agains[number] + sum(waits[number + 1 :]) + kept_head + gradients
+        alone.append(here + beside)
+        beside_another.append(here + (beside if len(numbers) > 1 else in_blocks[number]))
+    return max(alone), max(beside_another)
 
 
 class Peaks(NamedTuple):

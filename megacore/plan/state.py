@@ -199,9 +199,9 @@ def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bo
     return zero_stage(config) >= 2
 
 
-def has_one_pass(config: ResolvedConfig, *, on_cpu: bool) -> bool:
-    """Whether an accelerator updates a shard in one launch: it needs nothing beside the shard, and finds the gradients
-    in one buffer."""
+def updates_in_one_pass(config: ResolvedConfig, *, on_cpu: bool) -> bool:
+    """Whether one kernel updates a whole shard: then the update needs no temporary tensors, and the gradients lie in
+    one buffer."""
     if on_cpu or config.parallel.offload_optimizer or config.training.kernels == "torch":
         return False
     settings = config.optimizer_settings

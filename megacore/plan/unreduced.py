@@ -116,9 +116,10 @@ def pieces_of_mlp(block: ResolvedModel, inner: int, *, on_cpu: bool) -> int:
     return 0 if not inner else 3 if block.gated and not joins_up_and_gate(block, on_cpu=on_cpu) else 2
 
 
-def projections(block: ResolvedModel) -> int:
-    """How many pieces of a block the projections to queries, keys and values have; only a vector follows them."""
-    return len(attention_matrices(block)) - 1 + len(short_matrices(block))
+def last_before_projections(parts: Sequence[Piece], block: ResolvedModel) -> int:
+    """The number of the piece before those of the projections to queries, keys and values, which only one vector
+    follows."""
+    return sum(not part.beside for part in parts) - len(attention_matrices(block)) - len(short_matrices(block))
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation

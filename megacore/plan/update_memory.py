@@ -15,7 +15,7 @@ from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.once import once_per_state
 from megacore.plan.orthogonal_memory import orthogonalizing_bytes
-from megacore.plan.state import PlannedLayer, has_one_pass, term_bytes, zero_stage
+from megacore.plan.state import PlannedLayer, term_bytes, updates_in_one_pass, zero_stage
 from megacore.plan.unreduced import Piece, bucket_members, pieces
 from megacore.plan.whole_matrices import of_chunk, update_buckets
 
@@ -51,7 +51,7 @@ def _of_tied_sum(config: ResolvedConfig, on_rank: OnRank) -> float:
 def _of_optimizer(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> float:
     """Copies in fp32 of the gradients of the bucket that is updated, and the temporary tensors of the optimizer."""
     settings, parallel = config.optimizer_settings, config.parallel
-    if parallel.offload_optimizer or has_one_pass(config, on_cpu=on_cpu):
+    if parallel.offload_optimizer or updates_in_one_pass(config, on_cpu=on_cpu):
         return 0.0
     found = [0.0]
     for chunk, sizes in zip(on_rank.chunks, on_rank.by_layer, strict=True):

@@ -229,7 +229,7 @@ def _even_state(start: ChangedRun) -> Iterator[ChangedRun]:
 
 
 def _savings(start: ChangedRun, limits: Limits, *, most: int | None = None) -> Iterator[ChangedRun]:
-    """The same ranks and model with flags that save memory, at most so many of them, the fewest and gentlest first."""
+    """The same ranks and model with settings that save memory, the fewest (at most `most`) and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
     kinds = _KINDS_OF_RECOMPUTE[_KINDS_OF_RECOMPUTE.index(training.recompute) + 1 :]
     smaller = [n for n in divisors(training.global_batch_size // dp, most=None) if n < training.micro_batch_size]
@@ -245,7 +245,7 @@ def _savings(start: ChangedRun, limits: Limits, *, most: int | None = None) -> I
     ]
     choices = [[option for option in chosen if option] for chosen in itertools.product(*([None, *g] for g in groups))]
     for choice in sorted(choices, key=lambda chosen: (len(chosen), sum(map(_price, chosen)))):
-        if 0 < len(choice) <= (most or len(choice)):
+        if choice and (most is None or len(choice) <= most):
             yield start.and_(**functools.reduce(operator.or_, choice))
 
 

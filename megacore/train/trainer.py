@@ -151,7 +151,7 @@ class Trainer:
                 else:
                     self._train()
             with section(Phase.EXIT):
-                self.model.data_parallel.ready()  # gloo: no message may arrive after its memory is freed
+                self.model.data_parallel.ready()  # with gloo a message whose tensor is freed blocks all later ones
                 stopped = self.decision.stop if self.step < self.config.training.train_iters else None
                 self.report.say(self._summary(stopped))
                 self.callbacks.on_stop(stopped)

@@ -473,7 +473,7 @@ class DataParallel:
         return _unique(bucket for needs in self._needs for bucket in needs)
 
     def ready(self) -> None:
-        """Wait until all parameters are gathered."""
+        """Wait until all parameters are gathered, below stage 3."""
         for bucket in self.buckets:
             if bucket.options.stage < 3:
                 bucket.wait()

@@ -103,11 +103,14 @@ def test_the_fullest_rank_is_that_of_all_ranks(schedule: Sequence[str], preset: 
         "--offload-optimizer --pp 2",
         "--zero-stage 3 --offload-optimizer --offload-params",
         "--offload-activations --pp 2",
+        "--offload-activations --pp 2 --schedule zero-bubble",
+        "--cp 2 --pp 4 --schedule gpipe",
+        "--num-experts 4 --ep 2 --zero-stage 2 --disable-bias-linear",
         "--optimizer muon --zero-stage 1 --tp 2",
     ],
 )
 @pytest.mark.parametrize("iterations", ["1", "2"])
-def test_every_rank_holds_less_than_it_needs(flags: str, iterations: str) -> None:
+def test_what_is_held_is_less_than_what_is_needed(flags: str, iterations: str) -> None:
     given = (
         "--mock-data",
         "--train-iters",
