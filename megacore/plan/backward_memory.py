@@ -390,10 +390,8 @@ def _freed_in_attention(config: ResolvedConfig, layer: PlannedLayer, table: int,
         return None
     if not attention_gradients_are_exact(config, block, on_cpu=on_cpu):
         return None
-    in_mlp = gradient_bytes(config, layer, table, on_cpu=on_cpu)
-    in_mlp += activation_gradient_bytes(config, block, on_cpu=on_cpu)
-    most = max(in_mlp, halves_gradient_bytes(config, block, on_cpu=on_cpu))
-    return most - attention_gradient_bytes(config, block, on_cpu=on_cpu)
+    in_attention = attention_gradient_bytes(config, block, on_cpu=on_cpu)
+    return _in_block(config, layer, block, table, on_cpu=on_cpu) - in_attention
 
 
 def _forward_bytes(
@@ -464,9 +462,7 @@ def _beside(
         # half for inputs, at its end, the gradient of the stage's input.
         return again + max(gradient + e * table, residual_bytes(config))
     if layer.block is not None:
-        halves = halves_gradient_bytes(config, layer.block, on_cpu=on_cpu)
-        of_product = gradient + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
-        return again + e * table + max(of_product, halves)
+        return again + e * table + _in_block(config, layer, layer.block, table, on_cpu=on_cpu)
     if layer.name == "embedding":
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
     whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
@@ -479,6 +475,13 @@ def _beside(
         of_chunk = e * _largest_gradient(config, layer) / chunks
     gathered = whole if config.parallel.sequence_parallel else 0.0
     return head + gradient + sentence + max(float(whole), of_chunk) + gathered
+
+
+def _in_block(config: ResolvedConfig, layer: PlannedLayer, block: ResolvedModel, table: int, *, on_cpu: bool) -> float:
+    """Gradients of activations in a block's backward and the largest one of a weight, or those of an MLP's halves."""
+    of_product = gradient_bytes(config, layer, table, on_cpu=on_cpu)
+    of_product += activation_gradient_bytes(config, block, on_cpu=on_cpu)
+    return max(of_product, halves_gradient_bytes(config, block, on_cpu=on_cpu))
 
 
 class _FreedFirst(NamedTuple):
