@@ -28,7 +28,7 @@ def capacity_of(experts: ResolvedExperts, length: int) -> int:
     return math.ceil(factor * experts.moe_router_topk * length / experts.num_experts)
 
 
-def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, capacity: int) -> Tensor:
+def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, capacity: int) -> tuple[Tensor, Tensor]:
     """Which choices are dropped: an expert takes those with the largest weights, of equal ones the first, or those that
     come first.
 
@@ -39,7 +39,8 @@ def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, 
         capacity: of each expert, in tokens of a sequence.
 
     Returns:
-        [b, S, k] bool
+        [b, S, k] bool; and by how much the smallest weight that a full expert takes exceeds the largest that it drops,
+        at least, a scalar: infinite where none drops a choice, or drops by position.
     """
     flat = indices.flatten(1)  # [b, S k], in the order of positions
     if experts.moe_token_drop_policy == "probs":
@@ -52,4 +53,10 @@ def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, 
     first = counts.cumsum(1) - counts  # of each expert
     number = torch.arange(flat.shape[1], device=flat.device) - first.gather(1, ordered)
     dropped = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, order, number >= capacity)
-    return dropped.view_as(indices)
+    gap = weights.new_full((), torch.inf)
+    if experts.moe_token_drop_policy == "probs":
+        by_order = weights.flatten(1).gather(1, order)
+        is_first_dropped = (number == capacity) & (ordered < experts.num_experts)
+        steps = (by_order[:, :-1] - by_order[:, 1:]).masked_fill(~is_first_dropped[:, 1:], torch.inf)
+        gap = steps.amin()
+    return dropped.view_as(indices), gap

@@ -135,7 +135,7 @@ class Router(ShardedModule):
     Attributes:
         counts: [E + 2] int64, how often each expert was chosen on this rank in the forwards of this step, how many
             choices padding would have, and how many were dropped.
-        gap: scalar fp32, the smallest `Choice.gap` of these forwards.
+        gap: scalar fp32, the smallest `Route.gap` of these forwards.
         bias: [E] fp32, what moves the choice; None: nothing does.
         loads: [E] int64, how often each expert was chosen in the last step, on all ranks, for a loss that goes by it;
             0 before the first step. None: there is no such loss.
@@ -257,7 +257,7 @@ class Route(NamedTuple):
         counts: [E + 2] int64, as of a `Router`.
         sent: as `counted`, and E where the expert is full: the token is not sent to it.
         assignment: what this rank sends and receives.
-        gap: as in `Choice`.
+        gap: as in `Choice`, or that of `beyond_capacity` where it is smaller.
     """
 
     indices: Tensor
@@ -330,13 +330,14 @@ class MoE(nn.Module):
     def _route(self, choice: Choice, padding: Tensor | None) -> Route:
         experts, indices = self.config.num_experts, choice.indices
         counted = indices if padding is None else indices.masked_fill(self._here(padding)[..., None] > 0, experts)
-        counts, sent = occurrences(counted, experts + 2), counted
+        counts, sent, gap = occurrences(counted, experts + 2), counted, choice.gap
         if self.training and self.config.moe_expert_capacity_factor is not None:
             capacity = capacity_of(self.config, self._length(indices))
             if capacity < self._length(indices):
                 every, weights = self._whole(counted), self._whole(choice.weights)
-                dropped = self._here(beyond_capacity(every, weights, self.config, capacity))
-                sent = counted.masked_fill(dropped, experts)
+                dropped, of_dropped = beyond_capacity(every, weights, self.config, capacity)
+                sent = counted.masked_fill(self._here(dropped), experts)
+                gap = of_dropped if gap is None else torch.minimum(gap, of_dropped)
                 counts[-1] = (sent != counted).sum()
         if self.blocks.divide:
             gathered = self.blocks.shared(sent)
@@ -350,7 +351,7 @@ class MoE(nn.Module):
             sends_all=sent is indices,
             apart=self.ranks.apart,
         )
-        return Route(indices, counted, counts, sent, assignment, choice.gap)
+        return Route(indices, counted, counts, sent, assignment, gap)
 
     def _routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         layer, group = self.ranks.layer, self.ranks.dispatch

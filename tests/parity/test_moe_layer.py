@@ -349,6 +349,25 @@ def test_a_capacity_is_the_factor_times_the_mean_rounded_up(
     assert found == capacity or (capacity is None and found >= length)
 
 
+@pytest.mark.parametrize("policy, capacity", [("probs", 0.5), ("position", 0.5), ("probs", None)])
+def test_the_gap_covers_the_choice_of_dropped_tokens(policy: str, capacity: float | None) -> None:
+    """All tokens prefer expert 0 by far, and two almost alike: the last that it takes and the first that it drops."""
+    fields: dict[str, Any] = {"moe_expert_capacity_factor": capacity, "moe_token_drop_policy": policy}
+    model = model_with(num_experts=2, moe_router_topk=1, moe_router_pre_softmax=True, **fields)
+    layer, taken = built(model), -(-S // 4)
+    layer.router.weight.data.zero_()[0, 0] = 1.0
+    x = torch.zeros(1, S, H)
+    x[0, :, 0] = torch.linspace(3.0, 1.0, S)
+    x[0, taken, 0] = x[0, taken - 1, 0] - 1e-5
+    weights = x[0, :, 0].sigmoid()
+    layer(x.requires_grad_())
+    assert layer.router.counts[-1] == (0 if capacity is None else S - taken)
+    alike = weights[taken - 1] - weights[taken]
+    assert alike < 1e-5
+    expected = alike if capacity is not None and policy == "probs" else (2.0 * weights - 1.0).min()
+    torch.testing.assert_close(layer.router.gap, expected.detach(), rtol=0, atol=1e-7)
+
+
 def test_neither_noise_nor_capacity_are_there_in_evaluation() -> None:
     model, x = model_with(moe_input_jitter_eps=0.5, moe_expert_capacity_factor=0.2), batch()[0]
     plain = dataclasses.replace(
