@@ -272,7 +272,7 @@ def backward(
         query: as for `forward`, as all that is not named here.
         key: likewise.
         value: likewise.
-        logarithm: what `forward` returned.
+        logarithm: [b, n, q] fp32 contiguous: what `forward` returned for these queries.
         delta: [b, n, q] fp32 contiguous: the sum of d_out times the result.
         documents: likewise.
         slopes: likewise.
@@ -288,6 +288,7 @@ def backward(
     d_key, d_value = (key.new_empty((b, keys, groups, d), dtype=kind).transpose(1, 2) for _ in range(2))
     if not query.numel():
         return d_query, d_key.zero_(), d_value.zero_()
+    assert logarithm.is_contiguous() and delta.is_contiguous()
     options = _options(query, key, documents, slopes, causal=causal, reach=reach)
     masks = logarithm, delta, _or(documents, query), _or(slopes, query)
     sizes = rows, keys, offset, reach or 0
@@ -315,6 +316,7 @@ def _row(documents: Tensor | None) -> int:
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors), "heads must lie side by side"
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 

@@ -28,7 +28,7 @@ from megacore.ops.causal_attention import (
     fused_backward,
     like_projection,
 )
-from megacore.ops.dispatch import runs_triton
+from megacore.ops.dispatch import has_whole_heads, runs_triton
 from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.ops.visibility import Visibility, distances
 
@@ -342,8 +342,9 @@ def _block_attention_backward(
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
         masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset, "in_fp32": in_fp32}
-        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
-        return kernel.backward(d_out, query, key, value, logarithm, delta, documents, slopes, **masks)
+        d_out = d_out if has_whole_heads(d_out) else d_out.contiguous()
+        # Of a part of the queries the logarithms are a part of those of all.
+        return kernel.backward(d_out, query, key, value, logarithm.contiguous(), delta, documents, slopes, **masks)
     return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset, in_fp32=in_fp32)
 
 

@@ -294,6 +294,11 @@ def require_contiguous(**tensors: Tensor) -> None:
             )
 
 
+def has_whole_heads(*tensors: Tensor) -> bool:
+    """Whether the elements of every tensor's last dimension lie side by side, whatever the other strides are."""
+    return all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors)
+
+
 def require_integers(**tensors: Tensor) -> None:
     """int32 or int64.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megacore import ops
 from megacore.ops import loss
@@ -234,18 +235,23 @@ def test_nothing_in_nothing_out(device: torch.device) -> None:
 def test_attention_of_a_part_of_the_keys_is_not_rounded(
     offset: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """As a ring needs it, against the operator on the CPU: queries beyond the keys, results and gradients in fp32."""
+    """As a ring needs it, against the operator on the CPU: queries beyond the keys, results and gradients in fp32,
+    the latter of all queries and of some."""
     generator = torch.Generator().manual_seed(1)
     query, key, value, d_out = (torch.randn(1, heads, 4, 16, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
-    where: dict[str, Any] = {"view": Visibility(causal=True, window=window), "offset": offset}
-    out, logarithm = attend(query, key, value, **where, in_fp32=True)
-    gradients = attend_backward(d_out, out, logarithm, (query, key, value), **where)
-    expected = [out, logarithm, *gradients]
+    view = Visibility(causal=True, window=window)
+
+    def computed(query: Tensor, key: Tensor, value: Tensor, d_out: Tensor) -> list[Tensor]:
+        results = list(attend(query, key, value, view=view, offset=offset, in_fp32=True))
+        for first in (0, 1):
+            d_rows, out, logarithm, rows = (x[:, :, first:] for x in (d_out, *results[:2], query))
+            results += attend_backward(d_rows, out, logarithm, (rows, key, value), view=view, offset=offset + first)
+        return results
+
+    expected = computed(query, key, value, d_out)
     assert {x.dtype for x in expected} == {torch.float32}
     with ops.kernels_chosen("triton"):
-        query, key, value, d_out = (x.to(device) for x in (query, key, value, d_out))
-        found = attend(query, key, value, **where, in_fp32=True)
-        of_kernel = [*found, *attend_backward(d_out, *found, (query, key, value), **where)]
+        of_kernel = computed(*(x.to(device) for x in (query, key, value, d_out)))
     error = 1e-5 if dtype == torch.float32 else 1e-2  # a device rounds weights to bf16 before their product
     for ours, theirs in zip(of_kernel, expected, strict=True):
         assert ours.dtype == torch.float32
