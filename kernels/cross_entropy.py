@@ -125,7 +125,7 @@ def statistics(
 
     Args:
         logits: [tokens, width] contiguous; columns from `columns` on are padding.
-        targets: [tokens] int64.
+        targets: [tokens] int64 contiguous.
         start: the id of the first column.
         columns: true columns.
         ignore_index: the target of tokens that do not count.
@@ -134,6 +134,7 @@ def statistics(
     Returns:
         [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted sum of x - m.
     """
+    assert logits.is_contiguous() and targets.is_contiguous()
     tokens, width = logits.shape
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
@@ -157,6 +158,7 @@ def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: 
     Returns:
         [3, tokens] fp32.
     """
+    assert parts.is_contiguous() and targets.is_contiguous()
     tokens = targets.shape[0]
     found = torch.empty((3, tokens), dtype=torch.float32, device=parts.device)
     if tokens:
@@ -182,6 +184,7 @@ def losses(
     Returns:
         The losses, and log(Z), [tokens] fp32 each.
     """
+    assert statistics.is_contiguous() and targets.is_contiguous()
     tokens = targets.shape[0]
     loss, log_z = (torch.empty(tokens, dtype=torch.float32, device=targets.device) for _ in range(2))
     if tokens:
@@ -209,6 +212,7 @@ def gradient_(
         ignore_index: see start.
         weights: see start.
     """
+    assert all(x.is_contiguous() for x in (logits, targets, peak, softmax_weight, loss_weight))
     tokens, width = logits.shape
     if tokens and width:
         block = min(_CHUNK, block_of(width))

@@ -73,6 +73,7 @@ def gather(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
     Returns:
         [r, h]
     """
+    assert tokens.is_contiguous() and order.is_contiguous()
     width = tokens.shape[1]
     rows = tokens.new_empty(len(order), width)
     if rows.numel():
@@ -93,6 +94,7 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int
     Returns:
         [t, h]
     """
+    assert rows.is_contiguous() and positions.is_contiguous()
     width = rows.shape[1]
     y = rows.new_empty(len(positions) // chosen, width)
     if y.numel():
@@ -106,6 +108,7 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int
 
 def spread(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of `combine`: of rows [r, h], and of weights [t, k] fp32; from that of its result [t, h]."""
+    assert all(x.is_contiguous() for x in (grad, rows, positions, weights))
     d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
     if grad.numel():
         width = rows.shape[1]

@@ -227,7 +227,8 @@ class SelfAttention(Attention):
             queries, keys, values = groups.split([self.shared_by, 1, 1], dim=3)
             normed = self._normalized(queries.flatten(2, 3), keys.flatten(2, 3), values)
             groups = torch.cat([one.view_as(of) for one, of in zip(normed, (queries, keys, values), strict=True)], 3)
-        query, key, value = self._share_of_group(groups)
+        # What was gathered lies position by position, and attention reads the dimensions of a head side by side.
+        query, key, value = (part.contiguous() for part in self._share_of_group(groups))
         return (query, key, value) if is_joint else self._normalized(query, key, value)
 
     def _share_of_group(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend
 from megacore.ops.block_attention import BLOCK, block_attention
 from megacore.ops.dispatch import (
     FLOATS,
+    has_whole_heads,
     require,
     require_floats,
     require_integers,
@@ -246,7 +247,7 @@ def attention(
         [b, n, s, d]
 
     Raises:
-        ValueError: an argument's device, dtype or shape does not fit.
+        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     if implementation not in _NAMES:
         raise ValueError(f"implementation is {implementation!r}: it must be one of {', '.join(_NAMES)}")
@@ -415,7 +416,9 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, window: int | None, document
         return False
     if window is not None and (not isinstance(window, int) or window <= 0):
         return False
-    return key.dtype == value.dtype == query.dtype and key.device == value.device == query.device
+    if key.dtype != query.dtype or value.dtype != query.dtype or not has_whole_heads(query, key, value):
+        return False
+    return key.device == value.device == query.device
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Tensor | None) -> None:
@@ -429,6 +432,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, docume
     require_shape(key.shape, "like key", value=value)
     require_same_device(query=query, key=key, value=value)
     require_floats(query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(
+            has_whole_heads(x),
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: its last dimension must be contiguous; call "
+            f"{name}.contiguous()",
+        )
     require_whole(window=window)
     require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
     if documents is not None:

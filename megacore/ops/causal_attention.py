@@ -10,15 +10,37 @@ Shape legend: b micro-batch, n heads, g key and value heads, q queries, k keys, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megacore.ops.dispatch import has_whole_heads
+
 SMALLEST = 128
 """Positions of a block on the diagonal, at least: smaller ones cost more in calls than they save in scores."""
-fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """torch's operator for CPUs, which does not look at the stride of the last dimension."""
+    assert has_whole_heads(query, key, value), "the dimensions of a head must lie side by side"
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, **options
+    )
+    return found
+
+
+def fused_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any, **options: Any
+) -> Operands:
+    """Its gradient, which looks at the strides of `d_out` only."""
+    assert has_whole_heads(query, key, value, out), "the dimensions of a head must lie side by side"
+    found: Operands = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_out, query, key, value, out, *others, **options
+    )
+    return found
 
 
 def attend_causally(operands: Operands, offset: int) -> tuple[Tensor, Tensor]:

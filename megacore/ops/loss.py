@@ -286,7 +286,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare, options: CrossEntropyOptions
     ) -> Tensor:
-        rows, ids = logits.view(-1, logits.shape[-1]), targets.reshape(-1)
+        rows, ids = logits.view(-1, logits.shape[-1]), targets.contiguous().view(-1)
         local = statistics(rows, ids, share=share, start=share.start, columns=share.columns, options=options)
         loss, sums = losses(local, ids, share=share, options=options)
         ctx.save_for_backward(logits, ids, sums.peak, sums.total, sums.log_z)

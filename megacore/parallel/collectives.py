@@ -65,7 +65,8 @@ class Pending:
 
 
 def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
-    """Reduce `tensor` in place over the group; every rank gets the same bits."""
+    """Reduce a contiguous `tensor` in place over the group; every rank gets the same bits."""
+    _check(tensor)
     if _is_small_sum(tensor, group, op):
         start_all_reduce_(tensor, group).wait()
     elif group.size > 1:
@@ -75,7 +76,7 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
 
 
 def all_reduce_job_(tensor: Tensor, mesh: Mesh, op: Reduction = "sum") -> Tensor:
-    """Reduce `tensor` in place over all ranks of the job; every rank gets the same bits.
+    """Reduce a contiguous `tensor` in place over all ranks of the job; every rank gets the same bits.
 
     The groups that divide the ranks reduce it one after the other: a ring over all n ranks takes 2 (n - 1) steps.
     """
@@ -106,6 +107,7 @@ def all_reduce_tied_(tensor: Tensor, holders: Holders) -> Tensor:
     """Sum a contiguous `tensor` in place over the holders of a tied parameter; every holder gets the same bits."""
     if len(holders.positions) == holders.pipeline.size:
         return all_reduce_(tensor, holders.pipeline)
+    _check(tensor)
     with post(Phase.TIED_SUM, holders.ranks, tensor.nbytes):
         direct.sum_among(tensor, holders.pipeline, holders.positions)
     return tensor
@@ -115,10 +117,17 @@ def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pe
     """Begin `all_reduce_` and return at once, so that it overlaps with what is computed until `wait()`."""
     if group.size == 1:
         return Pending()
+    _check(tensor)
     with post(Phase.ALL_REDUCE, group.ranks, tensor.nbytes) as watched:
         if _is_small_sum(tensor, group, op):
             return Pending(*direct.start_sum(tensor, group), watched)
         return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)], watched=watched)
+
+
+def _check(*tensors: Tensor) -> None:
+    """What a collective reads and writes lies one after the other: gloo sums whatever lies in memory, NCCL refuses."""
+    for tensor in tensors:
+        assert tensor.is_contiguous(), f"shape {tuple(tensor.shape)}, strides {tensor.stride()}: it must be contiguous"
 
 
 def _is_small_sum(tensor: Tensor, group: Group, op: Reduction) -> bool:
@@ -189,6 +198,7 @@ class SumScattered:
         if self._compiled:
             self._local = _compiled_ops.reduce_scatter_tensor(x.flatten(0, 1), "sum", group.size, group.name)
         else:
+            _check(x)
             self._parts = x  # until the sum is there
             self._local = x.new_empty(x.shape[1:])
             self._pending = start_reduce_scatter(self._local.view(-1), x.view(-1), group)
@@ -210,6 +220,7 @@ class PartsExchanged:
     """
 
     def __init__(self, x: Tensor, group: Group) -> None:
+        _check(x)
         self._parts, self._received = x, torch.empty_like(x)
         with post(Phase.ALL_TO_ALL, group.ranks, x.nbytes) as watched:
             if _by_messages(x, group):
@@ -235,6 +246,7 @@ class RowsExchanged:
     """
 
     def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+        _check(x)
         self._sent, self._received = x, x.new_empty(sum(receive), *x.shape[1:])
         with post(Phase.ALL_TO_ALL, group.ranks, 0) as watched:  # ranks send different numbers of bytes
             work = dist.all_to_all_single(
@@ -257,6 +269,7 @@ class Shift:
     """
 
     def __init__(self, x: Tensor, group: Group) -> None:
+        _check(x)
         self._sent: Tensor | None = x
         self._received = torch.empty_like(x)
         with post(Phase.SHIFT, group.ranks, x.nbytes) as watched:
@@ -280,6 +293,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
         if whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard)
         return Pending()
+    _check(whole, shard)
     with post(Phase.ALL_GATHER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
             return Pending(*direct.start_all_gather(whole, shard, group), watched)
@@ -293,6 +307,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
         if shard.data_ptr() != whole.data_ptr():
             shard.copy_(whole)
         return Pending()
+    _check(whole, shard)
     with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
             return Pending(*direct.start_reduce_scatter(shard, whole, group), watched)

@@ -174,7 +174,7 @@ class _Setting:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool) -> _Forward:
         """The losses, and if wanted the likeliest tokens."""
-        tokens, ids = x.flatten(0, -2).to(weight.dtype), targets.reshape(-1)
+        tokens, ids = x.flatten(0, -2).to(weight.dtype), targets.contiguous().view(-1)
         partial_sums, bounds = [], []
         best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
         for part in self.parts(weight, bias):

@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "key's dtype": (lambda: attended(key=HEADS.half(), value=HEADS.half()), "key is float16: it must be float32, like"),
     "value's dtype": (lambda: attended(value=HEADS.half()), "value is float16: it must be float32, like query"),
     "key's device": (lambda: attended(key=HEADS.to("meta")), "key is on meta: it must be on cpu, like query"),
+    "value's strides": (
+        lambda: attended(value=torch.ones(1, 2, 4, 3).transpose(2, 3)),
+        r"value has shape \(1, 2, 3, 4\) and strides \(24, 12, 1, 3\): its last dimension must be contiguous; call",
+    ),
     "integers": (lambda: attended(*[HEADS.long()] * 3), "query is int64: it must be float32, float16 or bfloat16"),
     "implementation": (
         lambda: attended(implementation="flash"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,6 +33,9 @@ def check_values(rank: int, world_size: int) -> None:
         own += 1  # a shard may lie in the whole
         collectives.start_all_gather(gathered, own, group).wait()
         assert torch.equal(gathered, torch.arange(4 * world_size).to(dtype) * total + 1)
+    # gloo would sum what lies between
+    with pytest.raises(AssertionError, match=r"strides \(2,\): it must be contiguous"):
+        collectives.all_reduce_(torch.arange(8.0)[::2], group)
 
 
 def test_sums_and_parts_are_exact() -> None:

@@ -14,6 +14,9 @@ from tests.parity.runs import Layout, Outcome, Run, agree, bitwise, train
 
 WINDOW: dict[str, Any] = {"window_size": 6, "position_embedding_type": "rope", "num_query_groups": 2}
 ALIBI: dict[str, Any] = {"position_embedding_type": "alibi"}
+# Tensor-parallel ranks share the key head.
+SHARED: dict[str, Any] = {"num_query_groups": 1, "reset_attention_mask": True}
+SHARED_ALIBI: dict[str, Any] = ALIBI | {"num_query_groups": 1, "window_size": 6}
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 SHORT: dict[str, Any] = {"num_layers": 2, "train_iters": 3}
 
@@ -34,13 +37,23 @@ def blocks(layout: Layout, directory: Any, changes: dict[str, Any]) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("model", [WINDOW, ALIBI, WINDOW | ALIBI | {"recompute": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "model", [WINDOW, ALIBI, WINDOW | ALIBI | {"recompute": "selective"}, SHARED, SHARED_ALIBI], ids=str
+)
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)], ids=str)
 def test_blocks_equal_whole_masks(layout: Layout, model: dict[str, Any], run: Run, tmp_path: Any) -> None:
     """With tensor parallelism, and in a pipeline whose schedule splits backward, against one process."""
     changes = SHORT | model
     split = {"schedule": "zero-bubble", "micro_batch_size": 1} if layout[1] > 1 else {}
     agree(blocks(layout, tmp_path, changes | split), run((1, 1, 1), **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SHARED, SHARED_ALIBI | {"window_size": 300}], ids=str)
+def test_long_sequences_are_those_of_one_process(model: dict[str, Any], run: Run) -> None:
+    """Beyond the length up to which masks are whole."""
+    changes = SHORT | model | {"seq_length": 1100, "global_batch_size": 2, "micro_batch_size": 1}
+    agree(run((2, 1, 1), **changes), run((1, 1, 1), **changes))
 
 
 @pytest.mark.parametrize("style, recompute", [("classic", "none"), ("modern", "full")])

@@ -261,6 +261,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama packed": LLAMA | {"num_query_groups": 2, "reset_attention_mask": True, "reset_position_ids": True},
     "windows packed": WINDOWS | {"reset_attention_mask": True},
     "bloom packed": BLOOM | {"reset_attention_mask": True},
+    # Tensor-parallel ranks share the key head, which nothing copies on the way: no rotation, no norm.
+    "shared learned": {"num_query_groups": 1},
+    "shared rope": {"num_query_groups": 1, "position_embedding_type": "rope"},
+    "shared alibi": {"num_query_groups": 1, "position_embedding_type": "alibi", "window_size": 6},
+    "shared none": {"num_query_groups": 1, "position_embedding_type": "none"},
+    "shared in some blocks": LLAMA | {"num_query_groups": 1, "attention_pattern": "nw", "window_size": 6},
+    "shared packed": {"num_query_groups": 1, "reset_attention_mask": True, "reset_position_ids": True},
 }
 # With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
 # (of the key's bias).
@@ -304,6 +311,7 @@ FEW: list[tuple[str, Layout, dict[str, Any]]] = [
     ("windows packed", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
     ("qwen", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "full", "cp_comm": "ulysses"}),
     ("gpt2 packed", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("shared learned", (2, 1, 1), {"cp": 2, "cp_comm": "ring"}),
     ("bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
     ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "zero_stage": 3, "cp_comm": "ulysses"}),
 ]
@@ -343,7 +351,19 @@ def compare(cases: Sequence[tuple[str, Layout, dict[str, Any]]], directory: str)
             torch.testing.assert_close(outcome.final[name], value, rtol=1e-5, atol=2e-6, msg=f"{changes}: {name}")
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+SHARED: list[tuple[str, Layout, dict[str, Any]]] = [
+    (model, (2, 1, 1), {"cp": 2, "cp_comm": comm, "sequence_parallel": comm == "ring"})
+    for model in MODELS
+    if model.startswith("shared")
+    for comm in comms(model)
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [FEW, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, SHARED))],
+    ids=["few", "more", "shared"],
+)
 def test_training_is_that_of_one_process(cases: list[tuple[str, Layout, dict[str, Any]]], tmp_path: Path) -> None:
     compare(cases, str(tmp_path))
 
