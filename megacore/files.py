@@ -112,15 +112,27 @@ def read_bounded(path: Path, most: int) -> bytes:
     Raises:
         OSError: it is no regular file, is larger, or cannot be read; `strerror` says which.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"has {status.st_size:,} bytes, more than the {most:,} that are read", str(path))
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes, more than the {most:,} that are read", str(path))
         return file.read(most)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. A pipe that nothing writes to would block for ever.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read; `strerror` says which.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def why_unwritable(path: Path) -> str | None:

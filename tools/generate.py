@@ -44,7 +44,13 @@ def _generate(args: Namespace) -> None:
     if not prompt:
         raise UserError("--prompt has no tokens: give at least one character")
     stage = model_of(directory, partial(gpt_layers, config), select_device(args.device))
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
     tokens, shown = list(prompt), ""
 
     def show(*, complete: bool) -> None:
@@ -106,6 +112,14 @@ def _parser() -> ToolParser:
         metavar="P",
         help="sample only from the most likely tokens whose probabilities sum to P. Default: 1.",
     )
+    add(
+        "--repetition-penalty",
+        type=repetition_penalty,
+        default=1.0,
+        metavar="R",
+        help="divide the positive logits of all tokens of the text so far by R, and multiply the negative ones: above "
+        "1, a small model repeats itself less; 1: off. Default: 1.",
+    )
     add("--seed", type=seed, default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
     add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
     return parser
@@ -123,6 +137,11 @@ top_k = whole(0)
 def top_p(text: str) -> float:
     """A number above 0 and at most 1."""
     return _within(parse_float(text), Range(above=0, high=1))
+
+
+def repetition_penalty(text: str) -> float:
+    """A number near 1; far from it the logits say nothing."""
+    return _within(parse_float(text), Range(0.01, 100))
 
 
 seed = whole(0, MAX_SEED)

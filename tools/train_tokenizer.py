@@ -87,7 +87,7 @@ def _parser() -> ToolParser:
 def _train(args: Namespace) -> None:
     if args.lowercase and args.model != "wordpiece":
         raise UserError(f"--lowercase has no effect with --model {args.model}: leave it out, or use --model wordpiece")
-    check_files(args.input, args.json_keys)
+    check_files(args.input, args.json_keys, read_again=True)
     refuse_other_kind(args.output, args.model)
     refuse_overwriting(saved_files(args.output), args.input)
     texts = _Texts(args)

@@ -139,7 +139,8 @@ class DataConfig(Section):
             stream: 0 for training, 1 for validation.
 
         Raises:
-            ValueError: weights and prefixes do not alternate, or a weight is not a positive number.
+            ValueError: weights and prefixes do not alternate, or a weight is not a positive number, by itself or as a
+                share of all.
         """
         name = ("train_data_path", "valid_data_path")[stream] if self.is_split else "data_path"
         path, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -154,8 +155,13 @@ class DataConfig(Section):
         positive = tuple(w for w in weights if w is not None and math.isfinite(w) and w > 0)
         if len(positive) < len(weights):
             raise ValueError(
-                f"{flag} {' '.join(path)} has a weight that is not above 0: "
-                "leave that dataset out, or give it a positive weight"
+                f"{flag} {' '.join(path)} has a weight that is not a finite number above 0: "
+                "leave that dataset out, or give it a positive weight, for example 1"
+            )
+        if not all(weight / sum(positive) for weight in positive):
+            raise ValueError(
+                f"{flag} {' '.join(path)} has weights whose sum or smallest share is beyond a double's range: "
+                "only their ratios count, so use, for example, weights from 0.001 to 1000"
             )
         return path[1::2], positive
 
@@ -172,9 +178,10 @@ class DataConfig(Section):
                 f"--split {self.split} must be one to three numbers of 0 or more, separated by commas: "
                 "use, for example, 949,50,1"
             )
-        if shares[0] <= 0:
+        if not shares[0] / (sum(shares) or 1.0):  # 0, or nothing beside another number or an infinite sum
             raise ValueError(
-                f"--split {self.split} leaves nothing to train on: make the first number positive, for example 949,50,1"
+                f"--split {self.split} leaves nothing to train on: make the first number a positive share, for example "
+                "949,50,1"
             )
         return SplitShares(*(s / sum(shares) for s in [*shares, 0.0, 0.0][:3]))
 

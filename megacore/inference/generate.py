@@ -23,12 +23,15 @@ class Sampling:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the fewest likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019, arXiv
             1904.09751).
+        repetition_penalty: of every token of the text so far, prompt included: divides its logit, or multiplies it if
+            it is below 0 (Keskar et al. 2019, arXiv 1909.05858); 1 changes nothing.
         seed: of the random draws.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 1234
 
 
@@ -63,8 +66,17 @@ def generate(
                 "the model's output is not finite (NaN or infinite), because weights of the checkpoint are not, or "
                 "because they overflow: use a checkpoint of an earlier step"
             )
+        if sampling.repetition_penalty != 1.0:
+            logits = penalized(logits, tokens, sampling.repetition_penalty)
         tokens.append(choose(logits, sampling, generator))
         yield tokens[-1]
+
+
+def penalized(logits: Tensor, tokens: list[int], penalty: float) -> Tensor:
+    """Logits [V] in double precision, with a repetition penalty of the tokens that are there, however often."""
+    logits, there = logits.double(), torch.tensor(sorted(set(tokens)))
+    chosen = logits[there]
+    return logits.scatter(0, there, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

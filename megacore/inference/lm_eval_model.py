@@ -93,6 +93,7 @@ class MegacoreLM(LM):
             temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
             top_k=int(settings.get("top_k", 0)),
             top_p=float(settings.get("top_p", 1.0)),
+            repetition_penalty=float(settings.get("repetition_penalty", 1.0)),
             seed=self._seed,
         )
         most = int(settings.get("max_gen_toks", settings.get("max_new_tokens", self._max_gen_toks)))

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import sysconfig
 import termios
+import threading
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
+from megacore.data.indexed import corpus
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from tests.patience import patience, until
 from tests.unit import data_bytes
@@ -95,6 +97,10 @@ NONSENSE: dict[str, tuple[str, str, str]] = {
     "workers many": ("preprocess_data", "{in} {tok} {out} --workers 100000", "use at most"),
     "no such input": ("preprocess_data", "--input nowhere.txt {tok} {out}", "nowhere.txt cannot be read: No such file"),
     "input is a directory": ("preprocess_data", "--input {tmp} {tok} {out}", "is a directory: give the files in it"),
+    "pipe without a writer": ("preprocess_data", "--input {tmp}/p.txt {tok} {out}", "nothing has opened it"),
+    "parquet in a pipe": ("preprocess_data", "--input {tmp}/p.parquet {tok} {out}", "parquet is a pipe, which can be"),
+    "pipe to train on": ("train_tokenizer", "--input {tmp}/p.txt --vocab-size 300 --output {tmp}/t2", "read only once"),
+    "dataset is a pipe": ("merge_datasets", "--input {tmp}/pipe {out}", "pipe.idx: is not a regular file"),
     "no such tokenizer": ("preprocess_data", "{in} --tokenizer nowhere {out}", "nowhere: no such tokenizer"),
     "tokenizer is text": ("preprocess_data", "{in} --tokenizer {tmp}/bad.jsonl {out}", "not a `tokenizers` JSON file"),
     "output below a file": ("preprocess_data", "{in} {tok} --output-prefix {tmp}/bad.jsonl/o", "cannot write there"),
@@ -142,8 +148,11 @@ NONSENSE: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_gets_one_clear_line_and_status_2(
-    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(corpus, "PIPE_SECONDS", 0.1)
+    for pipe in ("p.txt", "p.parquet", "pipe.idx"):
+        os.mkfifo(tmp_path / pipe)
     (tmp_path / "bad.jsonl").write_text("hello\n")
     (tmp_path / "bad.gz").write_text("hello\n")
     (tmp_path / "a.txt").write_text("hello\n")
@@ -171,6 +180,19 @@ def test_nonsense_gets_one_clear_line_and_status_2(
     assert errors.startswith(f"{tool}.py: error: ")
     assert expected in errors
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("encoder", ["tiktoken", "tokenizers"])
+def test_a_pipe_gives_what_its_file_does(encoder: str, folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    given = {"tokenizer": folder / "tokenizer", "encoder": encoder, "workers": 1}
+    assert TOOLS["preprocess_data"](flags(input=folder / "corpus.jsonl", output_prefix=tmp_path / "a", **given)) == 0
+    text = (folder / "corpus.jsonl").read_bytes()
+    writer = threading.Thread(target=(tmp_path / "pipe.jsonl").write_bytes, args=(text,))
+    writer.start()
+    assert TOOLS["preprocess_data"](flags(input=tmp_path / "pipe.jsonl", output_prefix=tmp_path / "b", **given)) == 0
+    writer.join()
+    assert (tmp_path / "a_text_document.bin").read_bytes() == (tmp_path / "b_text_document.bin").read_bytes()
 
 
 def test_the_same_tokenizer_may_be_trained_again_and_another_with_overwrite(folder: Path, tmp_path: Path) -> None:

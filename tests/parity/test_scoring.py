@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from megacore.inference.generate import Sampling
+from megacore.inference.generate import Sampling, penalized
 from megacore.inference.scoring import TextScorer, windows
 from tests.e2e.launching import words
 from tests.parity.conversions import to_megacore, tokenizer
@@ -126,14 +127,25 @@ def test_continuations_are_as_likely_as_in_transformers(pair: tuple[nn.Module, P
     assert rolling == pytest.approx(log_likelihood(model, tokens[: POSITIONS + 1], POSITIONS) + rest, rel=1e-5)
 
 
-def test_generation_is_that_of_transformers_and_stops(pair: tuple[nn.Module, Path]) -> None:
+@pytest.mark.parametrize("penalty", [1.3, 0.5])
+def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    tokens = [3, 7, 7, 49, 0]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[None].clone())[0]
+    torch.testing.assert_close(penalized(logits, tokens, penalty).float(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])
+def test_generation_is_that_of_transformers_and_stops(pair: tuple[nn.Module, Path], penalty: float) -> None:
     model, checkpoint = pair
     scorer = scorer_of(checkpoint)
     prompt = TOKENIZER.encode("w1 w2 w3")
     with torch.no_grad():
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()  # type: ignore[operator]
+        out = model.generate(  # type: ignore[operator]
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, repetition_penalty=penalty
+        )[0].tolist()
     expected = TOKENIZER.decode(out)[len("w1 w2 w3") :].partition(ENDS["eos"])[0]
-    greedy = Sampling(temperature=0.0)
+    greedy = Sampling(temperature=0.0, repetition_penalty=penalty)
     assert scorer.continuation("w1 w2 w3", until=[], most=6, sampling=greedy) == expected
     if words_of := expected.split():
         ended = scorer.continuation("w1 w2 w3", until=[words_of[-1]], most=6, sampling=greedy)

@@ -131,6 +131,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"split": "a,b"}, 1, ("--split a,b", "949,50,1")),
     ({"split": "1,2,3,4"}, 1, ("--split 1,2,3,4", "one to three")),
     ({"split": "0,1"}, 1, ("--split 0,1", "nothing to train on")),
+    ({"split": "1e308,1e308"}, 1, ("--split 1e308,1e308", "nothing to train on")),
     ({"split": "1,-1"}, 1, ("--split 1,-1", "0 or more")),
     ({"split": "nan"}, 1, ("--split nan", "949,50,1")),
     ({"split": " "}, 1, ("--split is empty",)),
@@ -139,7 +140,14 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"vocab_size": None}, 1, ("--mock-data", "--tokenizer PATH or --vocab-size N")),
     ({"mock_data": False, "data_path": ("a",), "vocab_size": None}, 1, ("--data-path needs", "--tokenizer PATH")),
     ({"mock_data": False, "data_path": ("0.5", "a", "b")}, 1, ("--data-path 0.5 a b", "WEIGHT PREFIX")),
-    ({"mock_data": False, "data_path": ("0.5", "a", "0", "b")}, 1, ("--data-path 0.5 a 0 b", "not above 0")),
+    *(
+        ({"mock_data": False, "data_path": (weight, "a", "0.5", "b")}, 1, (f"--data-path {weight} a 0.5 b", said))
+        for weight, said in [(one, "not a finite number above 0") for one in ("0", "-1", "nan", "inf", "1e-400")]
+    ),
+    *(
+        ({"mock_data": False, "data_path": (one, "a", two, "b")}, 1, (f"{one} a {two} b has weights whose sum", "use"))
+        for one, two in (("1e308", "1e308"), ("1e-320", "1e308"))
+    ),
     ({"mock_data": False, "data_path": ("a", "")}, 1, ("--data-path is empty",)),
     ({"eod_mask_loss": True}, 1, ("--eod-mask-loss", "--tokenizer")),
     (

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import resource
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +142,20 @@ def removed(ending: str) -> Callable[[Path], None]:
     return lambda prefix: Path(f"{prefix}.{ending}").unlink()
 
 
+def zeroed(prefix: Path) -> None:
+    """Announce 10^8 sequences and leave what describes them to holes: nothing of it may be read."""
+    path = Path(f"{prefix}.idx")
+    path.write_bytes(path.read_bytes()[:18] + struct.pack("<QQ", 10**8, 10**8 + 1))
+    os.truncate(path, 34 + 12 * 10**8 + 8 * (10**8 + 1))
+
+
+def pipe(prefix: Path) -> None:
+    """A pipe that nothing writes to."""
+    path = Path(f"{prefix}.idx")
+    path.unlink()
+    os.mkfifo(path)
+
+
 LENGTHS, POINTERS, BOUNDARIES = 34, 34 + 6 * 4, 34 + 6 * 12
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no idx": (removed("idx"), r"d\.idx: No such file"),
@@ -151,19 +167,21 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "version": (patched(9, "<Q", 2), r"d\.idx: version 2; only version 1"),
     "big-endian": (patched(9, ">Q", 1), r"d\.idx: written big-endian"),
     "dtype": (patched(17, "<B", 9), r"d\.idx: unknown dtype code 9"),
-    "another dtype": (patched(17, "<B", 4), r"d\.idx: sequence 1 starts at byte 6, expected 12"),
+    "another dtype": (patched(17, "<B", 4), r"d\.bin: 22 bytes long, shorter than the 30"),
     "idx cut": (cut("idx", -1), r"d\.idx: 145 bytes long, but its header announces 6 sequences"),
     "idx longer": (appended("idx"), r"d\.idx: 148 bytes long"),
     "2^62 sequences": (patched(18, "<Q", 1 << 62), r"d\.idx: .* announces 4611686018427387904 sequences"),
     "2^64 - 1 documents": (patched(26, "<Q", (1 << 64) - 1), r"d\.idx: .* 18446744073709551615 document"),
     "bin empty": (cut("bin", 0), r"d\.bin: 0 bytes long, shorter than the"),
-    "bin shorter": (cut("bin", -2), r"d\.bin: 20 bytes long, shorter than the at least 22 that d\.idx describes"),
+    "bin shorter": (cut("bin", -2), r"d\.bin: 20 bytes long, shorter than the 22 that d\.idx describes"),
     "bin by half a token shorter": (cut("bin", -1), r"d\.bin: 21 bytes long, shorter"),
     "bin longer": (appended("bin"), r"d\.bin: 24 bytes long, longer than the 22"),
     "pointer": (patched(POINTERS + 8, "<q", 8), r"d\.idx: sequence 1 starts at byte 8, expected 6"),
     "negative pointer": (patched(POINTERS, "<q", -6), r"d\.idx: sequence 0 starts at byte -6"),
     "negative length": (patched(LENGTHS + 8, "<i", -2), r"d\.idx: sequence 2 has the negative length -2"),
     "huge length": (patched(LENGTHS + 20, "<i", 2**31 - 1), r"d\.bin: 22 bytes long, shorter"),
+    "zeros": (zeroed, r"d\.bin: 22 bytes long, longer than the 0 that d\.idx describes"),
+    "a pipe": (pipe, r"d\.idx: is not a regular file"),
     "first boundary": (patched(BOUNDARIES, "<q", 1), r"d\.idx: document boundaries run from 1 to 6, expected 0 to 6"),
     "last boundary": (patched(BOUNDARIES + 32, "<q", 5), r"d\.idx: document boundaries run from 0 to 5"),
     "boundaries backwards": (
@@ -179,10 +197,25 @@ def test_a_broken_dataset_is_refused_at_opening(name: str, tmp_path: Path) -> No
     prefix = data_bytes.write(tmp_path / "d", DOCUMENTS)
     damage(prefix)
     tracemalloc.start()
+    begun = time.process_time()
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
+    assert time.process_time() - begun < 1
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+def test_a_dataset_beyond_the_limit_of_address_space_is_refused(tmp_path: Path) -> None:
+    zeroed(data_bytes.write(tmp_path / "d", DOCUMENTS))
+    with open("/proc/self/statm") as status:
+        held = int(status.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), before[1]))
+    try:
+        with pytest.raises(DataError, match=r"d\.idx: its 2,\d+,\d+,\d+ bytes cannot be mapped .*ulimit -v"):
+            IndexedDataset(tmp_path / "d")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_dataset_without_documents_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megacore.data.gpt.packing import PackedDataset
 from megacore.data.indexed.loss_mask import is_predicted, loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.writer import merge
+from megacore.data.tokenizers import bounded
 from megacore.data.tokenizers.chat_template import (
     Passage,
     PlainTemplate,
@@ -89,7 +90,8 @@ def lines(path: Path, records: list[Any]) -> Path:
 
 
 def run(directory: Path, source: Path, prefix: Path, *flags: str) -> int:
-    argv = ["--sft", "--tokenizer", directory, "--input", source, "--output-prefix", prefix, "--workers", "1", *flags]
+    workers = () if "--workers" in flags else ("--workers", "1")
+    argv = ["--sft", "--tokenizer", directory, "--input", source, "--output-prefix", prefix, *workers, *flags]
     return preprocess_data.main([str(part) for part in argv])
 
 
@@ -147,6 +149,46 @@ def test_a_template_without_replies_is_refused_with_the_lines(
     for line, message in ((1, 2), (2, 3)):
         assert f"{source}:{line}: the chat template leaves out the reply of message {message}" in told
     assert not list(tmp_path.glob("out*"))
+
+
+HOSTILE = {
+    "loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "takes more than 0.5 s",
+    ),
+    "multiplies": ("{{ 'a' * 10 ** 10 }}", "needs more than 1,024 MiB"),
+    "writes": ("{% for i in range(1000) %}{{ 'a' * 10 ** 5 }}{% endfor %}", "bytes, more than 67,108,864"),
+    "doubles": (
+        "{% set n = namespace(t='a') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+        " more ",
+    ),
+    "powers": ("{{ 10 ** (messages|length * 10 ** 10) }}", "takes more than 0.5 s"),
+}
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_has_limits(
+    name: str,
+    workers: str,
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reached when it is loaded, or by a conversation."""
+    monkeypatch.setattr(bounded, "SECONDS", 0.5)
+    template, said = HOSTILE[name]
+    if workers == "2":
+        template = "{% if messages[0]['content'] != 'a' %}" + template + "{% endif %}"
+    folder = with_template(directory, tmp_path / "t", template + TRIMMED)
+    source = lines(tmp_path / "c.jsonl", [{"messages": CONVERSATIONS[0]}])
+    assert run(folder, source, tmp_path / "out", "--workers", workers) == 2
+    error = capsys.readouterr().err
+    assert f"the chat template of {folder} " in error
+    assert said in error
+    assert error.count("\n") == 1
+    assert (f"{source}:1: " in error) == (workers == "2")
 
 
 def test_a_template_may_trim_replies(directory: Path, tmp_path: Path) -> None:

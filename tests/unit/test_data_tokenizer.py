@@ -7,6 +7,7 @@ import pickle
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -170,6 +171,19 @@ def test_the_end_token_of_a_config_wins(trained: dict[str, Tokenizer], tmp_path:
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
+def with_steps(**steps: Any) -> bytes:
+    """A tokenizer.json of one word."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **steps}).encode()
+
+
+def replacing(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """A normalizer that replaces one text after the other."""
+    steps = [{"type": "Replace", "pattern": {"String": before}, "content": after} for before, after in pairs]
+    return {"type": "Sequence", "normalizers": steps}
+
+
 BROKEN = {
     "missing": (None, "no such tokenizer"),
     "empty.json": (b"", "the tokenizer file is empty"),
@@ -178,6 +192,12 @@ BROKEN = {
     "bytes.json": (b"\xff\xfe\x00", "not a `tokenizers` JSON file"),
     "other.json": (b'{"model": {"type": "Nonsense"}}', "not a `tokenizers` JSON file"),
     "deep.json": (b"[" * 100_000, "not a `tokenizers` JSON file"),
+    "grows.json": (with_steps(normalizer=replacing(*[("a", "a" * 10)] * 8)), "text 100,000,000 times as long"),
+    "cascades.json": (with_steps(normalizer=replacing(("a", "b" * 20), ("b", "c" * 20))), "text 400 times as long"),
+    "inserts.json": (
+        with_steps(decoder={"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 200}),
+        "text 201 times as long",
+    ),
     "text.model": (b"hello", "not a SentencePiece model"),
     "pickle.model": (pickle.dumps({"vocab": 1}), "not a SentencePiece model"),
 }
@@ -192,6 +212,25 @@ def test_an_unreadable_tokenizer_is_refused_by_name(name: str, tmp_path: Path) -
         load_tokenizer(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_replacements_of_different_characters_are_no_growth(tmp_path: Path) -> None:
+    pairs = [(chr(0xBC + number), f"{number}{number}{number}") for number in range(9)]
+    (tmp_path / "t.json").write_bytes(with_steps(normalizer=replacing(*pairs)))
+    assert load_tokenizer(tmp_path / "t.json").encode("a") == [0]
+
+
+@pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
+def test_a_pattern_that_backtracks_without_end_is_refused(place: str, tmp_path: Path) -> None:
+    pattern = {"pattern": {"Regex": "(x+x+)+y"}}
+    split = {"type": "Split", **pattern, "behavior": "Isolated", "invert": False}
+    (tmp_path / "t.json").write_bytes(
+        with_steps(**{place: split if place == "pre_tokenizer" else {"type": "Replace", **pattern, "content": ""}})
+    )
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match=r"t\.json: `tokenizers` gives up on a text .*retry-limit.*: simplify"):
+            encode("x" * 60)
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from megacore.data.indexed.corpus import Chunk
 from megacore.data.indexed.documents import BadLine, json_record, require_text
 from megacore.data.tokenizers.chat_template import Message, Passage, Template
+from megacore.errors import DataError
 
 KEYS = "`messages`, or `prompt` and `completion`"
 
@@ -21,6 +22,9 @@ def rendered_lines(chunk: Chunk, template: Template) -> tuple[list[list[Passage]
     Args:
         chunk: of JSON lines.
         template: renders messages.
+
+    Raises:
+        DataError: the template cannot be used at all.
     """
     rendered, bad = [], []
     for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
@@ -28,6 +32,8 @@ def rendered_lines(chunk: Chunk, template: Template) -> tuple[list[list[Passage]
             continue
         try:
             rendered.append(_rendered(json_record(line), template))
+        except DataError as error:
+            raise DataError(f"{chunk.source}:{number}: {error}") from error
         except ValueError as error:
             bad.append(BadLine(chunk.source, number, str(error)))
     return rendered, bad

@@ -11,8 +11,10 @@ import gzip
 import os
 import re
 import stat
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -37,6 +39,8 @@ MOST_DIVIDED_BYTES = 1 << 30
 bytes of memory per byte."""
 LONG_LINE_BYTES = 1 << 23
 """Of a JSON line that goes through a temporary file."""
+PIPE_SECONDS = 10
+"""That a pipe may be without a writer, which a script starts beside the reader."""
 _WAYS_OUT = {
     "json": "split it over several lines",
     "line": "split the line, or use --text-unit paragraph if blank lines separate documents",
@@ -114,12 +118,13 @@ class Chunk:
         return self if self.place is None else replace(self, data=self.place.read(), place=None)
 
 
-def check_files(paths: Sequence[str], columns: Sequence[str] | None = None) -> int:
+def check_files(paths: Sequence[str], columns: Sequence[str] | None = None, *, read_again: bool = False) -> int:
     """Open every input once, so that a wrong name is reported before hours of work; their bytes on disk, summed.
 
     Args:
         paths: The inputs.
         columns: That Parquet files must have.
+        read_again: Whether they are read more than once, which no pipe can be.
 
     Raises:
         DataError: A file cannot be read.
@@ -130,6 +135,8 @@ def check_files(paths: Sequence[str], columns: Sequence[str] | None = None) -> i
             raise DataError(f"--input {path} is a directory: give the files in it")
         try:
             if Path(path).is_fifo():  # opening and closing it would end whoever writes to it
+                if read_again or is_parquet(path):
+                    raise DataError(f"--input {path} is a pipe, which can be read only once: write it to a file first")
                 continue
             with open(path, "rb") as file:
                 total += os.fstat(file.fileno()).st_size
@@ -180,7 +187,7 @@ def read_chunks(
     line, seen, first = 1, 0, True
     pending = bytearray()
     long: LongLine | None = None  # what is being read, up to the next newline
-    with open(path, "rb") as file:
+    with _open_pipe(path) if Path(path).is_fifo() else open(path, "rb") as file:
         place = _whole(path, file) if places else None
         for block in _blocks(path, file):
             if long is not None:
@@ -229,6 +236,30 @@ def read_chunks(
             yield Chunk(source=path, first_line=line, data=b"", unit="json", file_bytes=size, long=long)
         if pending:
             yield Chunk(source=path, first_line=line, data=bytes(pending), unit=unit, file_bytes=_position(file) - seen)
+
+
+def _open_pipe(path: str) -> BufferedReader:
+    """Open a pipe for reading, as soon as something has it open for writing.
+
+    Raises:
+        DataError: Nothing does within seconds: open would wait for ever.
+    """
+    opened: Future[int] = Future()
+
+    def wait() -> None:
+        try:
+            opened.set_result(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        return os.fdopen(opened.result(PIPE_SECONDS), "rb")
+    except TimeoutError:
+        raise DataError(
+            f"{path} is a pipe, and nothing has opened it for writing in {PIPE_SECONDS} s: start the program that "
+            "writes to it first, or give a file"
+        ) from None
 
 
 def _chunks_of_rows(

@@ -267,7 +267,7 @@ def preprocess(
     if fast is not None and fast.divides:
         in_parts = not (job.split_sentences or job.sft)
         chunks = partial(_chunks, job, MOST_DIVIDED_BYTES, long_line_bytes if in_parts else None)
-    if fast is not None and not fast.agrees(_first_texts(job, chunks()), job.workers):
+    if fast is not None and not fast.agrees(_first_texts(job, chunks), job.workers):
         fast, chunks = None, partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
     encoder: ChunkEncoder = Encoder(job, tokenizer, fast)
     seen: set[bytes] = set()
@@ -301,22 +301,28 @@ def preprocess(
 
 
 def _chunks(
-    job: Job, most_document_bytes: int, long_line_bytes: int | None, *, places: bool = False
+    job: Job,
+    most_document_bytes: int,
+    long_line_bytes: int | None,
+    *,
+    places: bool = False,
+    inputs: Sequence[str] | None = None,
 ) -> Iterator[Chunk]:
-    """The inputs, in order; with `long_line_bytes`, longer JSON lines are in temporary files beside the outputs."""
+    """The inputs, or some of them, in order; with `long_line_bytes`, longer JSON lines are in temporary files beside
+    the outputs."""
     folder = Path(job.output_prefix).absolute().parent
     read = partial(read_chunks, text_unit=job.text_unit, most_document_bytes=most_document_bytes, columns=job.columns)
     read = partial(read, places=places)
     if long_line_bytes is not None:
         read = partial(read, long_line=partial(LongLine, folder), long_line_bytes=long_line_bytes)
-    for path in job.inputs:
+    for path in job.inputs if inputs is None else inputs:
         yield from read(path)
 
 
-def _first_texts(job: Job, chunks: Iterator[Chunk]) -> list[str]:
-    """The texts of the first megabytes of the inputs."""
+def _first_texts(job: Job, chunks: Callable[..., Iterator[Chunk]]) -> list[str]:
+    """The texts of the first megabytes of the inputs that can be read again."""
     texts, size = list[str](), 0
-    for chunk in chunks:
+    for chunk in chunks(inputs=[path for path in job.inputs if Path(path).is_file()]):
         size += chunk.size
         if chunk.long is None:
             texts += (text[:_COMPARED_BYTES] for text in chain.from_iterable(parse(chunk, job.json_keys).texts))

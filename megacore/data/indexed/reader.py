@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.errors import DataError
+from megacore.files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -86,7 +87,7 @@ class IndexedDataset:
         self.dtype, sequences, documents, has_modes = self._read_header(size)
         self.num_tokens = bin_size // self.dtype.itemsize
         # A plain array over the map: np.memmap's slicing costs microseconds each time.
-        index = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
+        index = _mapped(self.idx_path, np.dtype(np.uint8))
         self._index = index
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
@@ -95,9 +96,10 @@ class IndexedDataset:
         self.sequence_pointers: NDArray[np.int64] = index[pointers_at:documents_at].view("<i8")
         self.document_indices: NDArray[np.int64] = index[documents_at:modes_at].view("<i8")
         self.sequence_modes: NDArray[np.int8] | None = index[modes_at:].view("i1") if has_modes else None
+        self._check_ends(bin_size)
         self._check_sequences(bin_size)
-        self._check_documents(sequences)
-        self._tokens = np.asarray(np.memmap(self.bin_path, self.dtype, "r")) if bin_size else np.empty(0, self.dtype)
+        self._check_documents()
+        self._tokens = _mapped(self.bin_path, self.dtype) if bin_size else np.empty(0, self.dtype)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         # Opened again in a worker process: pickling a memory map would copy the whole file.
@@ -171,8 +173,22 @@ class IndexedDataset:
             raise self._error("holds no documents")
         return _Header(DTYPES[code], sequences, documents, has_modes=size == expected + sequences)
 
+    def _check_ends(self, bin_size: int) -> None:
+        """The last sequence ends with the .bin, and document boundaries run from 0 to S: told before gigabytes are
+        read."""
+        total = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        if total != bin_size:
+            raise DataError(
+                f"{self.bin_path}: {bin_size} bytes long, {'shorter' if bin_size < total else 'longer'} than the "
+                f"{total} that {self.idx_path.name} describes: the two files do not belong together, or one was cut "
+                "short"
+            )
+        first, last = self.document_indices[0], self.document_indices[-1]
+        if first != 0 or last != len(self):
+            raise self._error(f"document boundaries run from {first} to {last}, expected 0 to {len(self)}")
+
     def _check_sequences(self, bin_size: int) -> None:
-        """Lengths non-negative, offsets their exclusive prefix sum, and the sum exactly the .bin's length."""
+        """Lengths non-negative, offsets their exclusive prefix sum, and no sequence beyond the .bin's end."""
         itemsize, total = self.dtype.itemsize, 0
         for start in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
@@ -186,22 +202,13 @@ class IndexedDataset:
                 expected = int((ends - lengths * itemsize)[bad - start])
                 raise self._error(f"sequence {bad} starts at byte {self.sequence_pointers[bad]}, expected {expected}")
             total = int(ends[-1])
-            if total > bin_size:
-                break
-        if total != bin_size:
-            relation = "shorter than the at least" if bin_size < total else "longer than the"
-            raise DataError(
-                f"{self.bin_path}: {bin_size} bytes long, {relation} {total} that {self.idx_path.name} describes: "
-                "the two files do not belong together, or one was cut short"
-            )
+            if total > bin_size:  # here, before a sum overflows
+                bad = start + int(np.argmax(ends > bin_size))
+                raise self._error(f"sequence {bad} ends behind the {bin_size} bytes of {self.bin_path.name}")
 
-    def _check_documents(self, sequences: int) -> None:
-        """First boundary 0, last S, none before the one in front of it."""
+    def _check_documents(self) -> None:
+        """No document boundary before the one in front of it."""
         boundaries = self.document_indices
-        if boundaries[0] != 0 or boundaries[-1] != sequences:
-            raise self._error(
-                f"document boundaries run from {boundaries[0]} to {boundaries[-1]}, expected 0 to {sequences}"
-            )
         for start in range(0, len(boundaries) - 1, _CHUNK):
             part = boundaries[start : start + _CHUNK + 1]
             backwards = part[1:] < part[:-1]
@@ -218,11 +225,22 @@ class IndexedDataset:
 def _file_size(path: Path) -> int:
     """Length of a regular file in bytes."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         hint = " (give the path without .bin/.idx)" if isinstance(error, FileNotFoundError) else ""
         raise DataError(f"{path}: {error.strerror or error}{hint}") from error
+
+
+def _mapped(path: Path, dtype: np.dtype) -> NDArray:
+    """A file as an array, which is read where it is used."""
+    try:
+        return np.asarray(np.memmap(path, dtype, "r"))
+    except OSError as error:  # no address space is left, such as of a limit
+        raise DataError(
+            f"{path}: its {path.stat().st_size:,} bytes cannot be mapped into memory ({error.strerror}): raise the "
+            "limit of address space (ulimit -v unlimited), or use smaller files"
+        ) from error
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int, start: int = 0, stop: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """From a conversation to text, and which characters of it a model is to predict: the replies of the assistant.
 
-A template is the tokenizer's, which transformers renders in a sandbox, or the plain one:
+A template is the tokenizer's, which transformers renders in a sandbox and in a process with limits, or the plain one:
 
     <|system|>
     You are helpful.
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from megacore.data.tokenizers.bounded import Bounded, LimitExceeded
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
+from megacore.files import read_bounded
 
 ChatTemplate = Literal["auto", "tokenizer", "plain"]
 Message = Mapping[str, Any]
@@ -51,6 +53,7 @@ class Template(Protocol):
 
         Raises:
             ValueError: The conversation cannot be rendered; the message says why.
+            DataError: The template cannot be used at all.
         """
 
 
@@ -85,31 +88,51 @@ class TokenizerTemplate:
         directory: of the tokenizer.
 
     Raises:
-        DataError: transformers is not installed, or cannot load the tokenizer.
+        DataError: transformers or jinja2 is not installed, the tokenizer cannot be loaded, or its template takes too
+            much time or memory.
     """
 
     def __init__(self, directory: Path) -> None:
         # Imported here because it takes seconds, and only this template needs it.
         try:
+            import jinja2  # noqa: F401
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(
-                f"--chat-template: the template of {directory} is rendered with transformers, which is not installed: "
-                "pip install transformers, or use --chat-template plain"
+                f"--chat-template: the template of {directory} is rendered with transformers and jinja2, of which "
+                f"{error.name} is not installed: pip install {error.name}, or use --chat-template plain"
             ) from error
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
-            self._rendered([{"role": "user", "content": "a"}])
-        except ImportError as error:  # of jinja2
-            raise DataError(f"--chat-template: {directory}: {error}: or use --chat-template plain") from error
-        except Exception as error:
-            if getattr(self, "_tokenizer", None) is None:
-                raise DataError(f"{directory}: transformers cannot load this tokenizer ({error})") from error
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # anything, depending on the files
+            raise DataError(f"{directory}: transformers cannot load this tokenizer ({error})") from error
+        self._directory = directory
+        self._rendering = Bounded(_Rendering(tokenizer).passages)
+        try:
+            self.render([{"role": "user", "content": "a"}])
+        except DataError:
+            raise
+        except ValueError:
+            pass  # a template may refuse this conversation
 
     def render(self, messages: Sequence[Message]) -> list[Passage]:
         """As of `Template`."""
+        try:
+            return self._rendering(list(messages))
+        except LimitExceeded as error:
+            raise DataError(
+                f"the chat template of {self._directory} {error}: use --chat-template plain, or correct it"
+            ) from error
+
+
+class _Rendering:
+    """The chat template of a tokenizer of transformers at work."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def passages(self, messages: list[Message]) -> list[Passage]:
+        """As `TokenizerTemplate.render`, without limits."""
         try:
             text = self._rendered(messages)
             predicted = []
@@ -130,7 +153,7 @@ class TokenizerTemplate:
                             "the content of the role 'assistant'"
                         )
                     predicted.append((len(before), len(after)))
-        except ValueError:
+        except (ValueError, MemoryError):
             raise
         except Exception as error:  # whatever the template raises, such as an order of roles that it does not know
             raise ValueError(f"the chat template refuses it ({str(error).strip()[:200]})") from error
@@ -157,7 +180,7 @@ def has_chat_template(path: str | Path) -> bool:
     if (folder / "chat_template.jinja").exists():
         return True
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        config = json.loads(read_bounded(folder / "tokenizer_config.json", 1 << 28))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
 import tokenizers
 
+from megacore.data.tokenizers.growth import growth
 from megacore.data.tokenizers.vocabulary_files import byte_level_bpe, is_plain_vocabulary, wordpiece
 from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
 from megacore.errors import DataError
@@ -26,6 +28,7 @@ END_OF_TEXT = "<|endoftext|>"
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 # The tokenizer_config.json that GPT-2's vocab.json and merges.txt need.
 _WAY_OUT = "give a tokenizer.json, a *.model or a directory that holds one"
+_MOST_GROWTH = 100  # of a text in the tokenizer; with those in use it is less than 3
 _MOST_BYTES = 1 << 28  # of a tokenizer's file; the largest in use has a tenth of it
 _GPT2_CLASS = '{"tokenizer_class": "GPT2TokenizerFast"}'
 
@@ -89,7 +92,7 @@ class JsonTokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self._backend, self._source = backend, source
         self._end_token = end_token if end_token is not None else _first_known(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -104,17 +107,26 @@ class JsonTokenizer:
         added = backend.get_added_tokens_decoder().items()
         ends = () if self.eod is None else (self.eod,)
         self.special_ids = frozenset((*(i for i, token in added if token.special), *self.roles.values(), *ends))
-        self.fingerprint = _json_fingerprint(backend.to_str())
+        described = json.loads(backend.to_str())
+        longer = max(growth(described["normalizer"]), growth(described["decoder"]))
+        if longer > _MOST_GROWTH:
+            raise DataError(
+                f"{source}: its replacements may make a text {longer:,.0f} times as long, more than {_MOST_GROWTH} "
+                "times: shorten what its normalizer or decoder writes"
+            )
+        self.fingerprint = _json_fingerprint(described)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        with _telling_panics(self._source):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of every text; threads unless TOKENIZERS_PARALLELISM=false."""
         # The fast variant leaves out character offsets, which nobody here asks for.
-        return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with _telling_panics(self._source):
+            return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def to_json(self) -> str:
         """The tokenizer as `tokenizers` writes it."""
@@ -123,7 +135,8 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are left out."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        with _telling_panics(self._source):
+            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
     def piece(self, index: int) -> str:
@@ -282,8 +295,8 @@ def _load_directory(folder: Path) -> Tokenizer:
 def _load_json(path: Path) -> Tokenizer:
     data = _read(path)
     try:
-        text = data.decode("utf-8")
-        backend = tokenizers.Tokenizer.from_str(text)
+        with _telling_panics(str(path)):
+            backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
         raise DataError(f"{path}: not a `tokenizers` JSON file ({_first_line(error)}): {_WAY_OUT}") from error
     named = _configured_tokens(path.with_name("tokenizer_config.json"))
@@ -396,13 +409,28 @@ def _json_object(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+@contextmanager
+def _telling_panics(source: str) -> Iterator[None]:
+    """Refuse a tokenizer on which `tokenizers` gives up: what it raises then is no Exception, and its class has no name
+    to import."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{source}: `tokenizers` gives up on a text ({_first_line(error)}): simplify the regular expressions of "
+            "this tokenizer, or use another one"
+        ) from None
+
+
 def _first_known(backend: tokenizers.Tokenizer) -> str | None:
     return next((token for token in _END_TOKENS if backend.token_to_id(token) is not None), None)
 
 
-def _json_fingerprint(text: str) -> str:
+def _json_fingerprint(described: dict[str, Any]) -> str:
     """SHA-256 of the tokenizer's JSON whatever the order of its keys."""
-    canonical = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
 
