@@ -170,7 +170,7 @@ class Quick(AdamWConfig):
         ({"optimizer": torch.optim.RMSprop}, "optimizer RMSprop is not in megacore: use AdamW or SGD"),
         ({"optimizer": "adamw"}, "optimizer is a str: use torch.optim.AdamW, Adam or SGD, partial"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "a SGD, which holds parameters that the engine"),
-        ({"optimizer": partial(torch.optim.AdamW, rate=1.0)}, "rate.*: use torch.optim.AdamW, Adam or SGD"),
+        ({"optimizer": partial(torch.optim.AdamW, **{"rate": 1.0})}, "rate.*: use torch.optim.AdamW, Adam or SGD"),
         ({"optimizer": nn.Linear}, "optimizer Linear cannot be made"),
         ({"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
     ],
@@ -335,7 +335,7 @@ def linear(name: str, size: int = 6) -> Layer:
         ([Layer("a", nn.ReLU)], "the model has no parameter that learns"),
         ([Layer("a", nn.LazyLinear, 6), linear("b")], "a.weight gets its shape from its first input"),
         ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], "a.weight is torch.float64"),
-        ([nn.Linear(6, 6), int], "layer 1 is a type: give a Layer or a torch.nn.Module"),  # type: ignore[list-item]
+        ([nn.Linear(6, 6), int], "layer 1 is a type: give a Layer or a torch.nn.Module"),
         (nn.Sequential(VocabParallelEmbedding(8, 6)), r"module '0' has a VocabParallelEmbedding.*Layer\(\"0\", Voc"),
         ([Layer("a", dict)], "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
     ],
