@@ -12,28 +12,23 @@ input file is refused before that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
 from megacore.commands.plan import dry_run, is_dry_run
-from megacore.config import Config, ResolvedConfig
-from megacore.config.cli import parse_config
-from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fields, shape_from_hf
-from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
-from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.fit import check_memory, computes_on_cpu
+from megacore.commands.pretrain_gpt import read_config, train
+from megacore.config import ResolvedConfig
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
-    from megacore.parallel.products import Products
-    from megacore.train.callbacks import Callback
 
-    Program = Callable[[ResolvedConfig, Mesh], None]
+    Program = Callable[[ResolvedConfig, Mesh], object]
+
+__all__ = ["main", "run", "train"]
 
 
 def main(argv: list[str], *, program: Program | None = None, prog: str = "pretrain_gpt.py") -> int:
@@ -46,44 +41,12 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
     """
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
-    config = parse_config(
-        argv,
-        prog=prog,
-        description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
-        kind=Config,
-        shape=shape_from_hf,
-        continued=settings_to_continue,
-        vocabulary=vocabulary_size,
-        checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
-        computes_on_cpu=computes_on_cpu,
-    )
+    config = read_config(argv, prog=prog)
     begin_watch(config)
     set_torch_defaults()
     from megacore.train.launch import launch
 
     return launch(config, program or train)
-
-
-def train(
-    config: ResolvedConfig, mesh: Mesh, *, callbacks: Sequence[Callback] = (), products: Products | None = None
-) -> None:
-    """Supply what GPT pretraining consists of, a task and data, and run it on this rank of the mesh.
-
-    Args:
-        config: resolved.
-        mesh: this rank's groups and device.
-        callbacks: of one's own.
-        products: computes the matrix products of linear layers; None: torch does.
-    """
-    from megacore.parallel.products import TORCH
-    from megacore.train.gpt_task import GPTTask
-    from megacore.train.trainer import Trainer
-
-    source, ignored = config.checkpoint.init_from_hf, ignored_fields(config.checkpoint.ignore_config_field)
-    weights = None if source is None else WeightsFromHF(Path(source), ignored)
-    task = GPTTask(config, mesh, weights=weights, products=products or TORCH)
-    train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
-    Trainer(config, mesh, task, train_data, valid_data, callbacks=callbacks).run()
 
 
 def run(program: Program | None = None) -> NoReturn:

@@ -2,23 +2,55 @@
 
 Tensor x pipeline x data parallelism with one command and one code path, from a laptop core (gloo) to many GPU nodes
 (NCCL). Importing the package is cheap on purpose: nothing here imports torch, so that a wrong flag is refused before
-it is loaded.
+it is loaded. The names of `__all__` are loaded when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from megacore.commands.from_python import pretrain_gpt
+    from megacore.config import OptimizerConfig, ParallelConfig
+    from megacore.optim.optimizers import register_optimizer
+    from megacore.parallel.mesh import build_mesh
+    from megacore.train.deepspeed_engine import initialize
+    from megacore.train.engine import Layer, PipelineEngine
+    from megacore.train.trainer import Trainer
+
+__all__ = [
+    "Layer",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PipelineEngine",
+    "Trainer",
+    "build_mesh",
+    "initialize",
+    "pretrain_gpt",
+    "register_optimizer",
+]
 __version__ = "0.1.0"
 
+_MODULES = {
+    "Layer": "megacore.train.engine",
+    "OptimizerConfig": "megacore.config",
+    "ParallelConfig": "megacore.config",
+    "PipelineEngine": "megacore.train.engine",
+    "Trainer": "megacore.train.trainer",
+    "build_mesh": "megacore.parallel.mesh",
+    "initialize": "megacore.train.deepspeed_engine",
+    "pretrain_gpt": "megacore.commands.from_python",
+    "register_optimizer": "megacore.optim.optimizers",
+}
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """(engine, optimizer, data loader, scheduler) for any model, from a DeepSpeed configuration.
 
-    The arguments are those of `megacore.train.deepspeed_engine.initialize`, which is loaded here: it needs torch.
-    """
-    made: tuple[Any, Any, Any, Any] = importlib.import_module("megacore.train.deepspeed_engine").initialize(
-        *args, **kwargs
-    )
-    return made
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'megacore' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

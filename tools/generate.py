@@ -16,14 +16,14 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
-from megacore.commands.tool import ToolParser, positive, run_tool, whole
+from megacore.commands.tool import ToolParser, add_program, positive, run_tool, whole
 from megacore.config.fields import Range
 from megacore.config.numbers import parse_float
 from megacore.config.training import MAX_SEED
 from megacore.errors import UserError
 from megacore.inference.generate import Sampling, generate
 from megacore.inference.trained import model_of, tokenizer_of
-from megacore.models.gpt import gpt_layers
+from megacore.models.program import layers_of
 from megacore.parallel.mesh import select_device
 from megacore.remote import usable
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: Namespace) -> None:
+    layers = layers_of(args.program)
     directory = find_checkpoint(usable(args.checkpoint))
     manifest = read_manifest(directory)
     config = trained_model(manifest, directory)
@@ -43,7 +44,7 @@ def _generate(args: Namespace) -> None:
     prompt = tokenizer.encode(_text(args.prompt))
     if not prompt:
         raise UserError("--prompt has no tokens: give at least one character")
-    stage = model_of(directory, partial(gpt_layers, config), select_device(args.device))
+    stage = model_of(directory, partial(layers, config), select_device(args.device))
     sampling = Sampling(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -122,6 +123,7 @@ def _parser() -> ToolParser:
     )
     add("--seed", type=seed, default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
     add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
+    add_program(parser)
     return parser
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import ToolParser, add_program, positive, run_tool
 from megacore.data.indexed.corpus import check_files, read_chunks
 from megacore.data.indexed.documents import parse
 from megacore.data.indexed.reader import IndexedDataset, int64_tokens
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: Namespace) -> None:
     if bool(args.input) == bool(args.data_path):
         raise UserError("give texts with --input FILE..., or a dataset with --data-path PREFIX")
-    model = causal_model(usable(args.checkpoint), args.tokenizer)
+    model = causal_model(usable(args.checkpoint), args.tokenizer, args.program)
     config, tokenizer = model.config, model.tokenizer
     length = context_of(args.context, config)
     stride = args.stride or max(1, length // 2)
@@ -180,6 +180,7 @@ def _parser() -> ToolParser:
     add("--per-document", metavar="FILE", help="also write a line of JSON for each document to this file")
     add("--json", action="store_true", help="print one line of JSON instead of text")
     add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
+    add_program(parser)
     return parser
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megacore.checkpoint.download import local_checkpoint
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
-from megacore.commands.tool import ToolParser, local_path, positive
+from megacore.commands.tool import ToolParser, add_program, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
 from megacore.convert.check import Agreement, check_tokens, compare, compare_checkpoints, not_crossed
@@ -31,6 +31,7 @@ from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_
 from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
 from megacore.freed_memory import give_back_what_is_freed
+from megacore.models.program import layers_of
 from megacore.remote import is_url
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,6 +147,7 @@ def parser() -> ToolParser:
         metavar="X",
         help="largest difference of logits, relative to the largest logit. Default: 1e-4.",
     )
+    add_program(made)
     return made
 
 
@@ -180,6 +182,7 @@ def convert(args: Namespace) -> None:
         ("--dtype", args.dtype != "keep", args.target != "megacore"),
         ("--like", args.like is not None, args.target in ("hf", "dcp") or args.source in ("deepspeed", "dcp")),
         ("--ema", args.ema, args.target != "megacore"),
+        ("--program", args.program is not None, args.source == "megacore" and args.target in ("hf", "dcp")),
         ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
         ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
         ("--ignore-config-field", args.ignore_config_field is not None, args.source in ("hf", "deepspeed", "dcp")),
@@ -218,7 +221,7 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
 
 
 def _to_hf(args: Namespace, temporary: Path) -> None:
-    dtype = DTYPES.get(args.dtype)
+    dtype, layers = DTYPES.get(args.dtype), layers_of(args.program)
     export = plan_export(args.input, like=args.like, dtype=dtype, averaged=args.ema)
     print(f"{export.tensors.directory}: becomes {export.family.class_of(export.tensors.bert)}")
     if export.kept is None:
@@ -228,7 +231,13 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
     write_directory(export, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(export.tensors.config, export.tokenizer.directory, args.check_tokens)
     agreement = compare(
-        temporary, export.tensors.directory, tokens, rounded=dtype, ignored=export.ignored, averaged=args.ema
+        temporary,
+        export.tensors.directory,
+        tokens,
+        rounded=dtype,
+        ignored=export.ignored,
+        averaged=args.ema,
+        layers=layers,
     )
     _report(agreement, not_crossed(export.tensors.config, tokens))
     agreement.require(args.tolerance)

@@ -197,6 +197,16 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
+def add_program(parser: ToolParser) -> None:
+    """Add the flag of tools that build the model of a checkpoint (models/program.py)."""
+    parser.add_argument(
+        "--program",
+        metavar="FILE.py",
+        help="Python file that trained the model, if it has layers or registered names of its own; it is executed. "
+        "Default: none.",
+    )
+
+
 def whole(least: int, most: int = LARGEST_INT) -> Callable[[str], int]:
     """A type for argparse: the whole numbers from `least` to `most`. A refusal names numbers that it accepts."""
 

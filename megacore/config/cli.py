@@ -88,6 +88,7 @@ def parse_config(
     computes_on_cpu: Callable[[str], bool] | None = None,
     problems: Sequence[str] = (),
     typed: Mapping[str, Any] | None = None,
+    exits: bool = True,
 ) -> R:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
@@ -112,9 +113,11 @@ def parse_config(
             on accelerators only counts as off in what is checked here.
         problems: what the caller has found wrong; reported with the others.
         typed: values by field that the user has given, if the caller has added to `argv`.
+        exits: whether the process ends where the configuration is refused.
 
     Raises:
         SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
+        ConfigError: everything that is wrong with it, where the process does not end.
     """
     config_class = with_registered(cast(type[Config], kind))
     process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
@@ -134,7 +137,7 @@ def parse_config(
     is_valid = not (reading.problems or reading.local_problems)
     reading.local_problems.extend(problems)
     if not is_valid:
-        _refuse(prog, process, reading)
+        _refuse(prog, process, reading, exits=exits)
     vocab_size = _call(vocabulary, reading.config, reading)
     if reading.local_problems and reading.config.model.vocab_size is None:
         vocab_size = UNKNOWN_VOCAB_SIZE
@@ -142,7 +145,7 @@ def parse_config(
     for check in checks if process.local_rank == 0 else ():
         _call(check, config, reading)
     if reading.local_problems:
-        _refuse(prog, process, reading)
+        _refuse(prog, process, reading, exits=exits)
     if process.rank == 0:
         for note in [*reading.notes, *without_effect(config, reading.typed if typed is None else typed)]:
             print(f"megacore: note: {note}", file=sys.stderr)
@@ -484,8 +487,10 @@ def _answer_question(argv: Sequence[str], prog: str, description: str, kind: typ
 # ---- refusing --------------------------------------------------------------------------------------------------------
 
 
-def _refuse(prog: str, process: _Process, reading: _Reading[Any]) -> NoReturn:
+def _refuse(prog: str, process: _Process, reading: _Reading[Any], *, exits: bool) -> NoReturn:
     """Reports once what is wrong, and ends this rank."""
+    if not exits:
+        raise ConfigError([_printable(problem) for problem in (*reading.problems, *reading.local_problems)])
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_REFUSED)

@@ -28,6 +28,8 @@ from megacore.convert.from_hf import HFModel, open_model
 from megacore.convert.hf_directory import carried_tokenizer
 from megacore.convert.plan import model_layers
 from megacore.errors import CheckpointError, DataError, UserError
+from megacore.models.gpt import gpt_layers
+from megacore.models.spec import DescribesLayers
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import Stage
 
@@ -90,6 +92,7 @@ def compare(
     rounded: torch.dtype | None = None,
     ignored: Sequence[str] = (),
     averaged: bool = False,
+    layers: DescribesLayers = gpt_layers,
 ) -> Agreement:
     """Read both sides and run both models.
 
@@ -100,13 +103,15 @@ def compare(
         rounded: the directory's dtype where the checkpoint was rounded to it.
         ignored: fields of config.json that the conversion left out. transformers reads them.
         averaged: whether the directory has the average of the checkpoint's weights.
+        layers: describes the checkpoint's model, if it is a GPT.
 
     Raises:
         CheckpointError: a side cannot be read.
         UserError: transformers is not installed.
     """
     theirs = _their_logits(open_model(hf, ignored), tokens)
-    return _agreement(theirs, _our_logits(CheckpointTensors(checkpoint, averaged=averaged), tokens, rounded), tokens)
+    ours = _our_logits(CheckpointTensors(checkpoint, averaged=averaged), tokens, rounded, layers)
+    return _agreement(theirs, ours, tokens)
 
 
 def compare_checkpoints(one: Path, other: Path, tokens: Tensor) -> Agreement:
@@ -199,10 +204,12 @@ def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None) -> list[Tensor]:
+def _our_logits(
+    tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None, layers: DescribesLayers = gpt_layers
+) -> list[Tensor]:
     config = tensors.config
     with _parameters_on_meta():
-        stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert)).eval()
+        stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert, layers=layers)).eval()
 
     def read(_: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
         assert isinstance(parameter, ShardedParameter)

@@ -26,7 +26,7 @@ from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_layers
 from megacore.models.gpt import gpt_layers
 from megacore.models.hf.family import Family, Layout, Run, TensorRule
-from megacore.models.spec import LayerSpec
+from megacore.models.spec import DescribesLayers, LayerSpec
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.stage import Stage
@@ -215,11 +215,17 @@ def whole_config(config: ResolvedModel, bert: ResolvedBert | None) -> Config:
     return BertConfig(model=config, bert=bert, training=training)
 
 
-def model_layers(config: ResolvedModel, device: torch.device, bert: ResolvedBert | None = None) -> list[LayerSpec]:
-    """The layers of a model on one rank, its vocabulary without padding."""
+def model_layers(
+    config: ResolvedModel,
+    device: torch.device,
+    bert: ResolvedBert | None = None,
+    *,
+    layers: DescribesLayers = gpt_layers,
+) -> list[LayerSpec]:
+    """The layers of a BERT, or of the GPT that `layers` describes, on one rank, its vocabulary without padding."""
     whole = whole_config(dataclasses.replace(config, make_vocab_size_divisible_by=1), bert).resolve(1)
     context = BuildContext(device=device, streams=RandomStreams(0, torch.device("cpu")))
-    return bert_layers(whole, context) if isinstance(whole, ResolvedBertConfig) else gpt_layers(whole.model, context)
+    return bert_layers(whole, context) if isinstance(whole, ResolvedBertConfig) else layers(whole.model, context)
 
 
 def model_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, tuple[int, ...]]:

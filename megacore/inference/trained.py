@@ -17,8 +17,8 @@ from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
 from megacore.layers.context import BuildContext
-from megacore.models.gpt import gpt_layers
-from megacore.models.spec import LayerSpec
+from megacore.models.program import layers_of
+from megacore.models.spec import DescribesLayers, LayerSpec
 from megacore.parallel.mesh import select_device
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
@@ -32,28 +32,32 @@ class CausalModel:
     directory: Location
     config: ResolvedModel
     tokenizer: Tokenizer
+    layers: DescribesLayers
 
     def stage(self, device: str) -> Stage:
         """The whole model on a device: auto, cpu, cuda or another accelerator."""
-        return model_of(self.directory, partial(gpt_layers, self.config), select_device(device))
+        return model_of(self.directory, partial(self.layers, self.config), select_device(device))
 
 
-def causal_model(checkpoint: Location, tokenizer: str | None) -> CausalModel:
+def causal_model(checkpoint: Location, tokenizer: str | None, program: str | None = None) -> CausalModel:
     """The model of a checkpoint that predicts the next token.
 
     Args:
         checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint.
         tokenizer: path; None: that of the checkpoint.
+        program: that trained it, if it has layers or registered names of its own (models/program.py).
 
     Raises:
-        UserError: it holds a BERT, or is damaged, or the tokenizer does not fit.
+        UserError: it holds a BERT, or is damaged, or the tokenizer or the program does not fit.
     """
+    layers = layers_of(program)
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not predict the next token: give a GPT")
-    return CausalModel(directory=directory, config=config, tokenizer=tokenizer_of(directory, tokenizer, config))
+    kept = tokenizer_of(directory, tokenizer, config)
+    return CausalModel(directory=directory, config=config, tokenizer=kept, layers=layers)
 
 
 def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) -> Tokenizer:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.errors import ConfigError
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import HeadNorm, JointHeadNorm, NormOfEachHead, build_norm
 from megacore.layers.rotary import Rotary
@@ -33,6 +34,15 @@ from megacore.parallel.recompute import recompute
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+
+class Mixing(TypedDict):
+    """Which positions a block's attention sees, and how it knows them; see `Attention`."""
+
+    causal: bool
+    window: int | None
+    rotary: Rotary | None
+    alibi: ops.Alibi | None
 
 
 class Attention(nn.Module):
@@ -194,6 +204,11 @@ class SelfAttention(Attention):
         Returns:
             Like x.
         """
+        return self.output(self.attended(x, documents, positions))
+
+    def attended(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """What the heads of this rank find, before the output projection: [b, s, n d / t]; arguments as for `forward`.
+        It always has the whole positions of x: ranks of sequence parallelism have gathered them."""
         projected = self.qkv(x)
         whole_groups = self.layer_group.size <= self.groups and not self.blocks.divide
         if self.rotary is not None and self.query_norm is None and whole_groups:
@@ -205,7 +220,7 @@ class SelfAttention(Attention):
         if self.query_factor is not None:
             query = query * self.query_factor
         mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d], queries and keys
@@ -267,6 +282,41 @@ class SelfAttention(Attention):
             query, key = self.rotary.rotate(query, key, positions)
             value = value.contiguous()
         return query, key, value
+
+
+def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: BuildContext, mixing: Mixing) -> None:
+    """Refuse what a run asks of an attention that is none of megacore's, and that does not say that it has it.
+
+    Args:
+        attention: its `supports` lists flags, such as `("--cp", "--window-size")`; none where it has no such attribute.
+        config, context, mixing: what it is built from.
+
+    Raises:
+        ConfigError: each flag by name.
+    """
+    if isinstance(attention, Attention):
+        return
+    heads, dropout = config.num_attention_heads, config.attention_dropout
+    rope = mixing["rotary"] is not None
+    asked = {
+        "--cp": (context.sequence.group.size > 1, f"{context.sequence.group.size}", "use --cp 1"),
+        "--reproducible": (context.blocks.divide, "", "leave it out"),
+        "--recompute": (context.recompute_attention, "selective", "use --recompute full"),
+        "--window-size": (mixing["window"] is not None, f"{mixing['window']}", "leave it out"),
+        "--position-embedding-type": (rope, "rope", "use --position-embedding-type learned"),
+        "--position-embedding-type alibi": (mixing["alibi"] is not None, "", "use --position-embedding-type learned"),
+        "--num-query-groups": (config.query_groups != heads, f"{config.query_groups}", f"use {heads}, or leave it out"),
+        "--qk-layernorm": (config.qk_layernorm, "", "leave it out"),
+        "--attention-dropout": (dropout > 0, f"{dropout:g}", "use 0"),
+        "--attn-logit-softcapping": (config.attn_logit_softcapping is not None, "", "leave it out"),
+    }
+    kind, supported = type(attention).__name__, getattr(attention, "supports", ())
+    if problems := [
+        f"{flag}{value and ' ' + value}: {kind} does not have it: {way}, or write it, and add {flag!r} to `supports`"
+        for flag, (is_asked, value, way) in asked.items()
+        if is_asked and flag not in supported
+    ]:
+        raise ConfigError(problems)
 
 
 def _ranks_of_heads(context: BuildContext) -> tuple[int, int]:

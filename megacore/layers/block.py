@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import overload
+from typing import Protocol, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.activations import ACTIVATION_FUNCTIONS
-from megacore.layers.attention import SelfAttention
+from megacore.layers.attention import Mixing, SelfAttention, refuse_unsupported
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
@@ -80,6 +80,15 @@ class MLP(nn.Module):
         return fused and self.up.bias is not None and not self.up.split_backward
 
 
+class BuildsAttention(Protocol):
+    """Makes an attention: a module whose forward takes x [b, s, h] (or, sequence parallel, [b, s/t, h]), the documents
+    [b, s] and the positions [b, s] of whole sequences, or None, and returns a tensor like x."""
+
+    def __call__(
+        self, config: ResolvedModel, context: BuildContext, name: str, /, **mixing: Unpack[Mixing]
+    ) -> nn.Module: ...
+
+
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with attention and MLP side by side, as in
     GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1) or, with one norm for both, in GPT-J, or with norms of
@@ -95,7 +104,11 @@ class TransformerBlock(nn.Module):
         rotary: turns queries and keys by their positions; None: nothing does.
         alibi: bias by distance, of this rank's heads.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
+        attention: builds attention; None: the configuration says which.
         mlp: builds what follows attention.
+
+    Raises:
+        ConfigError: the run asks for what `attention` does not have.
     """
 
     def __init__(
@@ -109,6 +122,7 @@ class TransformerBlock(nn.Module):
         rotary: Rotary | None = None,
         alibi: ops.Alibi | None = None,
         attention_norm: bool = True,
+        attention: BuildsAttention | None = None,
         mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = MLP,
     ) -> None:
         super().__init__()
@@ -120,10 +134,10 @@ class TransformerBlock(nn.Module):
         self.attention_norm = norm() if attention_norm else nn.Identity()
         self.attention_post_norm: LayerNorm | RMSNorm | None = None
         self.mlp_post_norm: LayerNorm | RMSNorm | None = None
-        kind = LatentAttention if config.multi_latent_attention else SelfAttention
-        self.attention = kind(
-            config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
-        )
+        mixing: Mixing = {"causal": causal, "window": window, "rotary": rotary, "alibi": alibi}
+        build = attention or (LatentAttention if config.multi_latent_attention else SelfAttention)
+        self.attention = build(config, context, f"{name}.attention", **mixing)
+        refuse_unsupported(self.attention, config, context, mixing)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         if self.placement != "before":
             self.attention_post_norm = norm()

@@ -7,6 +7,7 @@ layer's name, so that they are the same bits on every layout.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,13 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
+from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.context import SequenceShards
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams, normal_slice, seeded, stable_hash
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 
@@ -101,6 +104,79 @@ class Layer:
         if not isinstance(made, nn.Module):
             raise UserError(f"layer {self.name!r} makes a {type(made).__name__}: it must make a torch.nn.Module")
         return made
+
+
+class BuiltLayer(Layer):
+    """A layer that trains a copy of a module, from its values.
+
+    Args:
+        name: as for `Layer`.
+        module: the same on every rank; only those whose stage it is copy it.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, copy.deepcopy, module)
+        self.module = module
+
+    def without_values(self) -> nn.Module:
+        """The module itself, which is not changed."""
+        return self.module
+
+
+def as_layers(model: nn.Module | Sequence[Layer | nn.Module]) -> list[Layer]:
+    """The layers of a model, of which an nn.Sequential has one for each of its modules, with the same names.
+
+    Parameters that several modules share are tied.
+
+    Raises:
+        ConfigError: a module cannot be trained as it is.
+    """
+    named: Sequence[tuple[str, Any]] = [("module", model)]
+    if not isinstance(model, nn.Module):
+        named = [(str(number), one) for number, one in enumerate(model)]
+    elif isinstance(model, nn.Sequential):
+        named = list(model._modules.items())  # with those that are there twice
+    first: dict[int, str] = {}
+    layers, problems = list[Layer](), list[str]()
+    for name, one in named:
+        if isinstance(one, nn.Module):
+            split = [type(of).__name__ for of in one.modules() if _owns_sharded(of)]
+            problems += [
+                f"module {name!r} has a {kind}, whose values megacore makes: describe the layer that makes it, as in "
+                f'Layer("{name}", {kind}, ...)'
+                for kind in split[:1]
+            ]
+            learning = {local: id(p) for local, p in one.named_parameters() if p.requires_grad}
+            layer: Layer = BuiltLayer(name, one)
+            layer.ties = {local: first[key] for local, key in learning.items() if key in first}
+            first = {key: f"{name}.{local}" for local, key in learning.items()} | first
+        elif isinstance(one, Layer):
+            layer = one
+        else:
+            problems.append(f"layer {name} is a {type(one).__name__}: give a Layer or a torch.nn.Module")
+            continue
+        layers.append(layer)
+    if problems:
+        raise ConfigError(problems)
+    return layers
+
+
+def _owns_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, ShardedParameter) for parameter in module.parameters(recurse=False))
+
+
+@torch.no_grad()
+def take_values_of_first_rank(module: nn.Module, mesh: Mesh) -> None:
+    """Give every rank the values that a module has on rank 0."""
+    if mesh.world.size == 1:
+        return
+    for tensor in module.state_dict(keep_vars=True).values():
+        if isinstance(tensor, Tensor):
+            value = tensor.detach().to(mesh.device, copy=True)
+            wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+            if not value.is_floating_point():
+                wide = value.to(torch.int64)
+            tensor.detach().copy_(all_reduce_(wide if mesh.world.is_first else torch.zeros_like(wide), mesh.world))
 
 
 def describe_call(made: Any) -> str:

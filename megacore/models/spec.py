@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from megacore.config import ResolvedModel
+from megacore.layers.context import BuildContext
 from megacore.plan.outline import LayerOutline
 
 
@@ -55,3 +56,7 @@ class LayerSpec:
             shared=outline.shared,
             block=outline.block,
         )
+
+
+DescribesLayers = Callable[[ResolvedModel, BuildContext], list[LayerSpec]]
+"""Describes a model: given its configuration, and groups, device and what else its layers are built with."""

@@ -30,8 +30,9 @@ from torch.utils.data.distributed import DistributedSampler
 from megacore.config.fields import LARGEST_INT
 from megacore.errors import ConfigError, UserError
 from megacore.files import read_bounded, replace_bytes
+from megacore.models.plain import take_values_of_first_rank
 from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.mesh import build_mesh
 from megacore.remote import is_url
 from megacore.train.deepspeed_optimizer import EngineOptimizer, Schedule
 from megacore.train.deepspeed_settings import EngineSettings, check_parameters, engine_settings
@@ -152,12 +153,12 @@ class Engine:
         if isinstance(model, nn.Module):
             _require_plain(settings)
             mesh = mesh or build_mesh(settings.parallel)
-            _take_values_of_first_rank(model, mesh)
+            take_values_of_first_rank(model, mesh)
             layers = [Layer(_NAME, partial(_same, model))]
         elif loss is None:
             raise ConfigError(["loss is missing: layers of a pipeline need one, as in loss=F.cross_entropy"])
         self.pipeline = PipelineEngine(
-            layers,  # type: ignore[arg-type]
+            layers,
             loss=loss or F.mse_loss,
             train_iters=LARGEST_INT,
             num_microbatches=settings.accumulation,
@@ -501,20 +502,6 @@ def _require_plain(settings: EngineSettings) -> None:
         problems.append("recompute full is for a list of Layer: use torch.utils.checkpoint in the model")
     if problems:
         raise ConfigError(problems)
-
-
-@torch.no_grad()
-def _take_values_of_first_rank(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the values that the model has on rank 0."""
-    if mesh.world.size == 1:
-        return
-    for tensor in model.state_dict(keep_vars=True).values():
-        if isinstance(tensor, Tensor):
-            value = tensor.detach().to(mesh.device, copy=True)
-            wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
-            if not value.is_floating_point():
-                wide = value.to(torch.int64)
-            tensor.detach().copy_(all_reduce_(wide if mesh.world.is_first else torch.zeros_like(wide), mesh.world))
 
 
 def _same(model: nn.Module) -> nn.Module:

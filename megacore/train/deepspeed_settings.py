@@ -74,7 +74,12 @@ def engine_settings(
     keys = read_deepspeed(source)
     document = keys.document
     given = Given(foreign=keys.settings, problems=keys.problems)
-    from_client = {} if optimizer is None else _of_torch(optimizer, document, given.problems)
+    from_client = {}
+    if optimizer is not None and value_at(document, "optimizer") is not None:
+        kind = type(optimizer).__name__
+        given.problems.append(f"optimizer {kind} is given, and the configuration has one too: keep one of them")
+    elif optimizer is not None:
+        from_client = of_torch(optimizer, given.problems)
     base = Config(training=TrainingConfig(train_iters=LARGEST_INT))
     translate_foreign(given, from_client, base, world_size())
     values = {"lr_decay_style": "constant", **from_client, **given.values}
@@ -130,12 +135,9 @@ def engine_settings(
 _ADAM_KINDS = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def _of_torch(optimizer: torch.optim.Optimizer, document: Document, problems: list[str]) -> dict[str, Any]:
+def of_torch(optimizer: torch.optim.Optimizer, problems: list[str]) -> dict[str, Any]:
     """The fields that say what an optimizer of torch's does."""
     kind = type(optimizer).__name__
-    if value_at(document, "optimizer") is not None:
-        problems.append(f"optimizer {kind} is given, and the configuration has one too: keep one of them")
-        return {}
     groups: list[dict[str, Any]] = optimizer.param_groups
     decay = _decay(groups, kind, problems)
     shared = {name: [group[name] for group in groups] for name in groups[0] if name not in ("params", "weight_decay")}

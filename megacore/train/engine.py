@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import (
@@ -33,7 +33,14 @@ from megacore.config import (
     WatchConfig,
 )
 from megacore.errors import UserError
-from megacore.models.plain import Layer, describe_call, describe_layers
+from megacore.models.plain import (
+    BuiltLayer,
+    Layer,
+    as_layers,
+    describe_call,
+    describe_layers,
+    take_values_of_first_rank,
+)
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
 from megacore.parallel.context import SequenceShards
@@ -45,7 +52,7 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
-from megacore.train.engine_settings import checked_config, replicas, without_times
+from megacore.train.engine_settings import ChoosesOptimizer, checked_config, replicas, without_times
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import (
     Divide,
@@ -77,7 +84,8 @@ class PipelineEngine:
     """Trains a model, given as a list of layers, on this rank of the mesh.
 
     Args:
-        layers: the whole model, the same on every rank; a rank builds only the layers of its stages.
+        layers: the whole model, the same on every rank; a rank builds only the layers of its stages. Of an
+            nn.Sequential, or a list of modules, copies are trained, from the values that the modules have on rank 0.
         loss: (output of the last layer, targets) -> a scalar tensor.
         reduction: whether `loss` returns the mean or the sum of what `count` counts.
         count: targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number
@@ -90,7 +98,8 @@ class PipelineEngine:
         parallel: tp, pp, dp, cp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
             ColumnParallelLinear, cp for layers that work on single positions, and megacore's attention;
             pipeline_layout and sequence_parallel are GPT's.
-        optimizer: its learning-rate schedule and the clipping of gradients.
+        optimizer: its learning-rate schedule and the clipping of gradients; or AdamW, Adam or SGD of torch.optim, or a
+            `partial` of it: then the learning rate is constant, and nothing is clipped.
         optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`, followed in a list by
             those that it shares: `[LambConfig(), AdamWConfig(adam_beta2=0.999)]`; None: the defaults of the one that
             `optimizer` names.
@@ -129,7 +138,7 @@ class PipelineEngine:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: nn.Module | Sequence[Layer | nn.Module],
         *,
         loss: LossFunction,
         train_iters: int,
@@ -138,7 +147,7 @@ class PipelineEngine:
         num_microbatches: int = 1,
         divide: Divide | None = None,
         parallel: ParallelConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: ChoosesOptimizer | None = None,
         optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None = None,
         precision: PrecisionConfig | None = None,
         recompute: Literal["none", "full"] = "none",
@@ -155,6 +164,7 @@ class PipelineEngine:
         memory_check: bool = True,
         watch: WatchConfig | None = None,
     ) -> None:
+        self.layers = as_layers(layers)
         training = TrainingConfig(
             memory_check=memory_check,
             train_iters=train_iters,
@@ -167,7 +177,7 @@ class PipelineEngine:
             global_batch_size=num_microbatches * replicas(parallel or ParallelConfig()),
         )
         self.config = checked_config(
-            layers,
+            self.layers,
             parallel=without_times(parallel or ParallelConfig()),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
@@ -185,22 +195,25 @@ class PipelineEngine:
         if world_size() > 1:
             begin_watch(self.config)
             on_ledger(lambda ledger: ledger.rest_in(Phase.OUTSIDE))
-        self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
+        self.num_microbatches, self._count = num_microbatches, count
         with phase(Phase.BUILD):
             self.mesh = mesh or build_mesh(self.config.parallel)
+            for layer in self.layers:
+                if isinstance(layer, BuiltLayer):
+                    take_values_of_first_rank(layer.module, self.mesh)
             chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
             self.config = dataclasses.replace(self.config, precision=chosen)
             streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
             self.sequence, self._divide = SequenceShards(self.mesh.sequence), divide or divide_positions
             described = describe_layers(
-                layers,
+                self.layers,
                 seed=seed,
                 device=self.mesh.device,
                 streams=streams,
                 dtype=dtype,
                 shard=self.mesh.sequence.rank,
             )
-            further = {f"module of layer {layer.name!r}": layer.description for layer in layers}
+            further = {f"module of layer {layer.name!r}": layer.description for layer in self.layers}
             further |= {"loss": describe_call(loss), "reduction": reduction, "count": describe_call(count)}
             refuse_different_ranks(self.config, self.mesh.world, described, further)
             check_memory_of_ranks(self.config, self.mesh, described)

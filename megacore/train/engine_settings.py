@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from megacore.config import (
     AverageConfig,
@@ -28,8 +30,12 @@ from megacore.config.fields import field_infos
 from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError
-from megacore.models.plain import Layer, is_split, undivided
+from megacore.models.plain import Layer, describe_call, is_split, undivided
 from megacore.parallel.mesh import world_size
+from megacore.train.deepspeed_settings import of_torch
+
+ChoosesOptimizer = OptimizerConfig | Callable[..., torch.optim.Optimizer]
+"""The settings of an optimizer; or a class of torch's, or a `partial` of one."""
 
 
 def replicas(parallel: ParallelConfig) -> int:
@@ -47,7 +53,7 @@ def checked_config(
     layers: Sequence[Layer],
     *,
     parallel: ParallelConfig,
-    optimizer: OptimizerConfig,
+    optimizer: ChoosesOptimizer,
     settings: OptimizerSettings | Sequence[OptimizerSettings] | None,
     precision: PrecisionConfig,
     training: TrainingConfig,
@@ -64,6 +70,8 @@ def checked_config(
     """
     problems: list[str] = []
     stages = parallel.pp * parallel.virtual_stages
+    if not isinstance(optimizer, OptimizerConfig):
+        optimizer, settings = _translated(optimizer, settings, problems)
     optimizer, chosen = _optimizer_of(optimizer, settings, problems)
     for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
         if (value := getattr(logging, name)) != field_infos(LoggingConfig)[name].default:
@@ -127,6 +135,35 @@ def checked_config(
         if not problems:
             return config.resolve(world_size())
     raise ConfigError(problems)
+
+
+def _translated(
+    optimizer: Any, settings: OptimizerSettings | Sequence[OptimizerSettings] | None, problems: list[str]
+) -> tuple[OptimizerConfig, OptimizerSettings | Sequence[OptimizerSettings] | None]:
+    """What a class of torch's does, as megacore's settings: a constant learning rate, and no clipping."""
+    ways = "use torch.optim.AdamW, Adam or SGD, partial(torch.optim.AdamW, lr=1e-3), or OptimizerConfig(lr=1e-3)"
+    if not callable(optimizer):
+        why = "holds parameters that the engine does not train" if isinstance(optimizer, torch.optim.Optimizer) else ""
+        problems.append(f"optimizer is a {type(optimizer).__name__}{why and ', which ' + why}: {ways}")
+        return OptimizerConfig(), settings
+    if settings is not None:
+        problems.append("optimizer_settings has no effect beside an optimizer of torch's: leave one of them out")
+    try:
+        made = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
+    except (TypeError, ValueError) as error:
+        problems.append(f"optimizer {describe_call(optimizer)} cannot be made ({error}): {ways}")
+        return OptimizerConfig(), None
+    if not isinstance(made, torch.optim.Optimizer):
+        problems.append(f"optimizer {describe_call(optimizer)} makes a {type(made).__name__}: {ways}")
+        return OptimizerConfig(), None
+    values = {"lr_decay_style": "constant", "clip_grad": 0.0, **of_torch(made, problems)}
+    own = OPTIMIZERS[values.get("optimizer", "adamw")]
+    sections = [own, *(OPTIMIZERS[name] for name in own.shares)]
+    chosen, *of_kinds = (
+        kind(**{name: values[name] for name in field_infos(kind) if name in values})
+        for kind in (OptimizerConfig, *sections)
+    )
+    return chosen, of_kinds
 
 
 def _optimizer_of(

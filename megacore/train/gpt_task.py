@@ -16,6 +16,7 @@ from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMic
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
+from megacore.models.spec import DescribesLayers
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.experts import ExpertRanks
@@ -39,6 +40,7 @@ class GPTTask(Task):
         mesh: this rank's groups and device.
         weights: where initial values come from; None: drawn from the run's seed.
         products: computes the matrix products of linear layers.
+        layers: describes the model.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class GPTTask(Task):
         *,
         weights: InitialWeights | None = None,
         products: Products = TORCH,
+        layers: DescribesLayers = gpt_layers,
     ) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
         context = BuildContext.of(
@@ -55,7 +58,7 @@ class GPTTask(Task):
         )
         experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size, apart=config.training.reproducible)
         context = dataclasses.replace(context, products=products, experts=experts)
-        super().__init__(gpt_layers(config.model, context), streams)
+        super().__init__(layers(config.model, context), streams)
         self.beside = config.beside_hidden_states
         if self.beside:
             self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch

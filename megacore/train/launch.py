@@ -66,30 +66,36 @@ from megacore.watch.start import begin_watch, died_without_a_word, end_watch, ha
 __all__ = ["exit_with", "launch"]
 
 C = TypeVar("C", bound=ResolvedConfig)
+R = TypeVar("R")
 EXIT_FAILED = 1
 _SECONDS_FOR_A_PEER_TO_DIE = 1.0
 _SECONDS_FOR_A_PEER_TO_SPEAK = 5.0
 _SECONDS_FOR_PEERS_TO_ASK = 1.0
 
 
-def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
-    """Run `body` on this rank of the mesh.
+class Job:
+    """This rank's part in a job, from joining to leaving it.
 
-    Args:
-        config: resolved.
-        body: the training run; returns when it is done.
-
-    Returns:
-        The exit status.
+    Attributes:
+        watch: of the other ranks, once they have met.
     """
-    if world_size() > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    if config.training.reproducible:
-        compute_reproducibly()
-    begin_watch(config)
-    on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
-    watch: PeerWatch | None = None
-    try:
+
+    def __init__(self) -> None:
+        self.watch: PeerWatch | None = None
+
+    def run(self, config: C, body: Callable[[C, Mesh], R]) -> R:
+        """Join, run `body` on this rank of the mesh, and leave.
+
+        Args:
+            config: resolved.
+            body: the training run; returns when it is done.
+        """
+        if world_size() > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+        if config.training.reproducible:
+            compute_reproducibly()
+        begin_watch(config)
+        on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
         device, world = join_job(config.parallel)
         config = _for_device(config, device)
         refuse_different_ranks(config, world)
@@ -98,36 +104,53 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         _choose_implementations(config.training, mesh.device)
         if mesh.device.type == "cpu":
             keep_what_is_freed()
-        watch = PeerWatch(mesh)
+        self.watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
         with output_directory(config, mesh) as run_config:
-            body(run_config, mesh)
+            made = body(run_config, mesh)
         with section(Phase.EXIT):
-            watch.stop()
+            self.watch.stop()
             leave(mesh)
         end_watch()
+        return made
+
+
+def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
+    """Run `body` on this rank of the mesh, and report why if it fails.
+
+    Args:
+        config: resolved.
+        body: the training run; returns when it is done.
+
+    Returns:
+        The exit status.
+    """
+    job = Job()
+    try:
+        job.run(config, body)
         return 0
     except UserError as error:
         problems = "\n".join(f"  - {problem}" for problem in getattr(error, "problems", (str(error),)))
-        return _end(f"refused on {_this_rank(watch)}:\n{problems}", EXIT_REFUSED, watch)
+        return _end(f"refused on {_this_rank(job.watch)}:\n{problems}", EXIT_REFUSED, job.watch)
     except SilentCorruption as error:
-        return _end(f"stopped: {error}", EXIT_CORRUPT, watch)
+        return _end(f"stopped: {error}", EXIT_CORRUPT, job.watch)
     except TrainingDiverged as error:
-        return _end(f"stopped: {error}", EXIT_DIVERGED, watch)
+        return _end(f"stopped: {error}", EXIT_DIVERGED, job.watch)
     except (TrainingStopped, OutputClosed) as error:
-        return _end(f"stopped: {error}", EXIT_FAILED, watch)
+        return _end(f"stopped: {error}", EXIT_FAILED, job.watch)
     except WorkerDied as error:
-        return _end(f"{_this_rank(watch)} failed: {error}", EXIT_FAILED, watch)
+        return _end(f"{_this_rank(job.watch)} failed: {error}", EXIT_FAILED, job.watch)
     except Exception as error:
         if cause := outside_cause(error):
-            return _end(f"{_this_rank(watch)} failed: {cause}", EXIT_FAILED, watch)
-        if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
-            watch.give_up(gone)  # the exception is only the echo of a death
-        if watch is None and (deaths := died_without_a_word(_SECONDS_FOR_A_PEER_TO_DIE)):
-            return _end(f"{deaths}; stopping the others", EXIT_FAILED, watch)
+            return _end(f"{_this_rank(job.watch)} failed: {cause}", EXIT_FAILED, job.watch)
+        if job.watch is not None and (gone := job.watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
+            job.watch.give_up(gone)  # the exception is only the echo of a death
+        if job.watch is None and (deaths := died_without_a_word(_SECONDS_FOR_A_PEER_TO_DIE)):
+            return _end(f"{deaths}; stopping the others", EXIT_FAILED, job.watch)
         if (lost := lost_store(error)) or (has_several_nodes() and (lost := lost_connection(error))):
-            return _end(f"{_this_rank(watch)} {lost}", EXIT_FAILED, watch)
-        return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
+            return _end(f"{_this_rank(job.watch)} {lost}", EXIT_FAILED, job.watch)
+        what = f"{_this_rank(job.watch)} failed{left_its_order()}"
+        return _end(f"{what}:\n{traceback.format_exc()}", EXIT_FAILED, job.watch)
 
 
 def _for_device(config: C, device: torch.device) -> C:

@@ -30,7 +30,7 @@ from megacore.watch.start import hang_is_reported, left_its_order
 EXIT_PEER_DIED = 1
 _POLL_SECONDS = 0.2  # where the system has no process descriptors
 _LAUNCHER = -1  # instead of a rank
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,15 @@ class PeerWatch:
             self._peers.append(Peer(_LAUNCHER, self.me.host, os.getppid()))
         self._descriptors = {peer.rank: _open(peer.pid) for peer in self._peers}
         self._stopped = threading.Event()
-        self._handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._handled = [number for number in HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
         self._arrived, self._wakeup = _catch(self._handled)
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: other ranks may end from now on."""
+        """Stop watching: other ranks may end from now on. Once is enough."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         for number in self._handled:
             # Unless another handler has replaced it. SIGUSR1 asks for a save: too late, but no reason to fail.

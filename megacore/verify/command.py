@@ -36,6 +36,9 @@ from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.bert.build import check_bert_inputs
 from megacore.data.gpt.build import check_inputs, vocabulary_size
 from megacore.errors import EXIT_REFUSED, UserError
+from megacore.models.gpt import gpt_layers
+from megacore.models.program import layers_of
+from megacore.models.spec import DescribesLayers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.pipeline.schedule_file import check_schedule
@@ -61,11 +64,13 @@ class Program:
 
     Attributes:
         kind: of its configuration.
+        layers: describes a GPT.
         shape: what else sets the shape of the model.
         checks: of its input files. The memory of the whole model is not checked: a small copy runs.
     """
 
     kind: type[Any]
+    layers: DescribesLayers = gpt_layers
     shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None
     checks: tuple[Callable[[Any], object], ...]
 
@@ -84,6 +89,7 @@ class Request:
 
     Attributes:
         config: of the layout, narrowed.
+        layers: describes a GPT.
         changes: what narrowing changed.
         defects: to plant, one run each.
         self_test: whether they must all be found.
@@ -91,6 +97,7 @@ class Request:
     """
 
     config: ResolvedConfig
+    layers: DescribesLayers
     changes: tuple[str, ...]
     defects: tuple[Defect, ...]
     self_test: bool
@@ -120,7 +127,7 @@ def make_parser() -> ToolParser:
     """The parser of the tool's flags. It leaves the others to the trainer, as `words`."""
     parser = _Parser(
         prog="verify.py",
-        usage="verify.py {pretrain_gpt.py,pretrain_bert.py} [flags of the trainer] [--self-test] [--json FILE]",
+        usage="verify.py {pretrain_gpt.py,pretrain_bert.py,MY.py} [flags of the trainer] [--self-test] [--json FILE]",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
@@ -166,16 +173,21 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     """
     program, *words = args.words or [""]
     name = Path(program).name
-    if name not in PROGRAMS:
+    known = PROGRAMS.get(name)
+    if known is None and name.endswith(".py") and Path(program).is_file():
+        known = replace(PROGRAMS["pretrain_gpt.py"], layers=layers_of(program))
+    if known is None:
         near = nearest_name(name, PROGRAMS)
         hint = f"; did you mean {near}?" if near else ""
         given = f"not {program!r}" if program else "and nothing was given"
-        parser.error(f"the first word must be pretrain_gpt.py or pretrain_bert.py, {given}{hint}")
+        parser.error(
+            f"the first word must be pretrain_gpt.py, pretrain_bert.py or a program of your own, {given}{hint}"
+        )
     defects = _defects(parser, args)
     path = None if args.json is None else Path(args.json)
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         parser.error(f"--json {path} must be a file in a directory that exists and can be written to")
-    narrowed = narrow(_config(name, words))
+    narrowed = narrow(_config(known, name, words))
     ranks = narrowed.config.parallel.ranks
     if "WORLD_SIZE" not in os.environ and ranks > _MOST_RANKS:
         parser.error(
@@ -189,7 +201,14 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     if args.self_test:  # planted functions would be missing from compiled code
         config = replace(config, training=replace(config.training, compile=False))
         defects = tuple(defect for defect in defects if defect.possible(config))
-    return Request(config=config, changes=narrowed.changes, defects=defects, self_test=args.self_test, json=path)
+    return Request(
+        config=config,
+        layers=known.layers,
+        changes=narrowed.changes,
+        defects=defects,
+        self_test=args.self_test,
+        json=path,
+    )
 
 
 def _defects(parser: ToolParser, args: argparse.Namespace) -> tuple[Defect, ...]:
@@ -203,9 +222,8 @@ def _defects(parser: ToolParser, args: argparse.Namespace) -> tuple[Defect, ...]
     return (BY_NAME[args.defect],)
 
 
-def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
+def _config(program: Program, name: str, words: Sequence[str]) -> ResolvedConfig:
     """The resolved configuration, or the trainer's refusal; what only a real run needs gets a value."""
-    program = PROGRAMS[name]
     given = read_flags(words, program.kind).values
     if (path := given.pop("config", None)) is not None:
         with contextlib.suppress(UserError, OSError):
@@ -343,7 +361,7 @@ def _run_rank(request: Request) -> int:
         if is_first and directory is not None:
             for line in _heading(request):
                 print(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
-            reference = make_reference(config, directory, mesh.device)
+            reference = make_reference(config, directory, mesh.device, request.layers)
         checkpoint = all_gather_objects(None if reference is None else str(reference.checkpoint), mesh.world)[0]
         status = _compare_all(request, mesh, Path(checkpoint), reference)
         leave(mesh)
@@ -363,9 +381,11 @@ def _directory(config: ResolvedConfig) -> Path:
     return Path(tempfile.mkdtemp(prefix="verify-", dir=output))
 
 
-def run_layout(config: ResolvedConfig, mesh: Mesh, checkpoint: Path, defect: Defect | None = None) -> Record | None:
+def run_layout(
+    config: ResolvedConfig, mesh: Mesh, checkpoint: Path, layers: DescribesLayers, defect: Defect | None = None
+) -> Record | None:
     """Train the layout, with a defect or without; the record on rank 0."""
-    steps = load_steps(config, mesh, checkpoint)
+    steps = load_steps(config, mesh, checkpoint, layers)
     recorder = Recorder(steps)
     with planted(defect, steps):
         recorder.run(batches(config, mesh, steps.task, after=WARMUP_STEPS))
@@ -375,7 +395,7 @@ def run_layout(config: ResolvedConfig, mesh: Mesh, checkpoint: Path, defect: Def
 def _compare_all(request: Request, mesh: Mesh, checkpoint: Path, reference: Reference | None) -> int:
     config, results = request.config, dict[str, Verdict]()
     for defect in (None, *request.defects) if request.self_test or not request.defects else request.defects:
-        record = run_layout(config, mesh, checkpoint, defect)
+        record = run_layout(config, mesh, checkpoint, request.layers, defect)
         if record is not None and reference is not None:
             verdict = compare(record, reference, config)
             results["" if defect is None else defect.name] = verdict

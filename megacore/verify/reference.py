@@ -9,8 +9,9 @@ torch.optim.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import AdamConfig, AdamWConfig, ResolvedConfig, SGDConfig
 from megacore.config.reproducible import canonical_blocks
+from megacore.models.spec import DescribesLayers
 from megacore.parallel.mesh import Mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
@@ -83,34 +85,40 @@ def relative_difference(actual: Array, expected: Array) -> float:
     return difference / size if size else (float("inf") if difference else 0.0)
 
 
-def make_reference(config: ResolvedConfig, directory: Path, device: torch.device) -> Reference:
+def make_reference(config: ResolvedConfig, directory: Path, device: torch.device, layers: DescribesLayers) -> Reference:
     """Train on one process, save a checkpoint on the way, and measure.
 
     Args:
         config: narrowed, of the layout.
         directory: of the checkpoint.
         device: to compute on.
+        layers: describes a GPT.
     """
     one_rank, mesh = one_process(config), Mesh(device=device)
-    checkpoint, warm = _warm_up(one_rank, mesh, directory)
-    record = _run(config, one_rank, mesh, checkpoint)
+    checkpoint, warm = _warm_up(one_rank, mesh, directory, layers)
+    run = partial(_run, layers)
+    record = run(config, one_rank, mesh, checkpoint)
     _require_round_trip(record, warm)
-    perturbed = tuple(_run(config, one_rank, mesh, checkpoint, seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
-    sizes, spread = _loss_spread(config, one_rank, mesh, checkpoint)
+    perturbed = tuple(run(config, one_rank, mesh, checkpoint, seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
+    fresh = load_steps(one_rank, mesh, checkpoint, layers)
+    sizes, spread = _loss_spread(run, config, one_rank, mesh, checkpoint)
     return Reference(
         checkpoint=checkpoint,
         record=record,
         perturbed=perturbed,
         loss_spread=spread,
         micro_batch_sizes=sizes,
-        checks=(*_check_updates(one_rank, record), _check_gradients(config, one_rank, mesh, checkpoint, record)),
+        checks=(
+            *_check_updates(one_rank, record),
+            _check_gradients(config, fresh, record),
+        ),
     )
 
 
-def _warm_up(config: ResolvedConfig, mesh: Mesh, directory: Path) -> tuple[Path, Record]:
+def _warm_up(config: ResolvedConfig, mesh: Mesh, directory: Path, layers: DescribesLayers) -> tuple[Path, Record]:
     """A few steps from the initial weights: at initialisation every loss is near ln V, which hides defects."""
     config = replace(config, optimizer=replace(config.optimizer, lr=WARMUP_LR))
-    steps = TrainStep(make_task(config, mesh), config, mesh)
+    steps = TrainStep(make_task(config, mesh, layers), config, mesh)
     source = batches(config, mesh, steps.task, after=0)
     for _ in range(WARMUP_STEPS):
         steps.compute_gradients(next(source))
@@ -132,18 +140,25 @@ def _require_round_trip(record: Record, warm: Record) -> None:
 
 
 def _run(
-    layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path, *, seed: int | None = None
+    layers: DescribesLayers,
+    layout: ResolvedConfig,
+    one_rank: ResolvedConfig,
+    mesh: Mesh,
+    checkpoint: Path,
+    *,
+    seed: int | None = None,
 ) -> Record:
     """The recorded steps.
 
     Args:
+        layers: describes a GPT.
         layout: whose dropout masks are drawn.
         one_rank: the configuration on one process.
         mesh: of one process.
         checkpoint: to start from.
         seed: of a perturbation of the weights by one unit in the last place; None: no perturbation.
     """
-    steps = load_steps(one_rank, mesh, checkpoint)
+    steps = load_steps(one_rank, mesh, checkpoint, layers)
     if seed is not None:
         _perturb(steps, seed)
     recorder = Recorder(steps)
@@ -173,7 +188,7 @@ def _perturb(steps: TrainStep, seed: int) -> None:
 
 
 def _loss_spread(
-    layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path
+    run: Callable[..., Record], layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path
 ) -> tuple[tuple[int, int], tuple[float, ...]]:
     """How far apart the losses of one process come with two micro-batch sizes, which draw other dropout masks: so
     there is no dropout."""
@@ -184,7 +199,7 @@ def _loss_spread(
     losses = []
     for micro in (size, other):
         config = replace(one_rank, model=model, training=replace(training, micro_batch_size=micro))
-        record = _run(replace(layout, model=model), config, mesh, checkpoint)
+        record = run(replace(layout, model=model), config, mesh, checkpoint)
         losses.append([values for key, values in record.tensors.items() if key.kind == "loss"])
     return (size, other), tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True))
 
@@ -241,15 +256,12 @@ def _parameter(values: Array) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
 
 
-def _check_gradients(
-    layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path, record: Record
-) -> Check:
+def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -> Check:
     """torch.autograd over the layers, called one after the other, must give the recorded gradients of step 1."""
-    steps = load_steps(one_rank, mesh, checkpoint)
     (stage,) = steps.model.chunks
     stage.runner = None
     stage.train()
-    microbatches = next(iter(batches(one_rank, mesh, steps.task, after=WARMUP_STEPS)))
+    microbatches = next(iter(batches(steps.config, steps.mesh, steps.task, after=WARMUP_STEPS)))
     counts = sum(steps.task.counts(microbatch) for microbatch in microbatches)
     assert isinstance(counts, Tensor)
     per_count = torch.where(counts > 0, 1.0 / counts, 0.0)

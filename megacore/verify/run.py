@@ -22,6 +22,7 @@ from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.build import build_bert_datasets
 from megacore.data.gpt.mock import random_documents
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
+from megacore.models.spec import DescribesLayers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Mesh
@@ -131,9 +132,9 @@ class UnevenData:
         return sample
 
 
-def make_task(config: ResolvedConfig, mesh: Mesh) -> Task:
-    """The task of a GPT or a BERT."""
-    return BertTask(config, mesh) if isinstance(config, ResolvedBertConfig) else GPTTask(config, mesh)
+def make_task(config: ResolvedConfig, mesh: Mesh, layers: DescribesLayers) -> Task:
+    """The task of a GPT, whose model `layers` describes, or of a BERT."""
+    return BertTask(config, mesh) if isinstance(config, ResolvedBertConfig) else GPTTask(config, mesh, layers=layers)
 
 
 def batches(config: ResolvedConfig, mesh: Mesh, task: Task, *, after: int) -> Iterator[Sequence[Any]]:
@@ -336,9 +337,9 @@ class Recorder:
         self.pieces.append(piece)
 
 
-def load_steps(config: ResolvedConfig, mesh: Mesh, checkpoint: Path) -> TrainStep:
+def load_steps(config: ResolvedConfig, mesh: Mesh, checkpoint: Path, layers: DescribesLayers) -> TrainStep:
     """A model of this layout from a checkpoint."""
-    steps = TrainStep(make_task(config, mesh), config, mesh)
+    steps = TrainStep(make_task(config, mesh, layers), config, mesh)
     steps.load(checkpoint)
     return steps
 

@@ -81,6 +81,7 @@ def parent(pid: int) -> int:
 DRIVER = """
 import os, sys
 import pretrain_gpt
+from megacore.commands import pretrain_gpt as command
 from megacore.data.gpt.build import Datasets
 from megacore.errors import DataError
 from megacore.train.launch import exit_with
@@ -93,8 +94,8 @@ class Failing:
             raise {error}("sample %d cannot be read" % k)
         return self.samples[k]
 
-build = pretrain_gpt.build_datasets
-pretrain_gpt.build_datasets = lambda *given, **named: Datasets(Failing(build(*given, **named).train), None)
+build = command.build_datasets
+command.build_datasets = lambda *given, **named: Datasets(Failing(build(*given, **named).train), None)
 exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 

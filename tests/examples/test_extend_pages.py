@@ -24,17 +24,21 @@ from megacore.config.fields import field_infos
 from megacore.config.lr_styles import register_lr_style
 from megacore.config.optimizers import OptimizerSettings, SGDConfig
 from megacore.data.gpt.build import vocabulary_size
+from megacore.data.tokenizers.training import train_tokenizer
+from megacore.errors import ConfigError
 from megacore.layers.activations import register_activation
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import OPTIMIZER_CLASSES, register_optimizer
 from megacore.optim.sgd import SGD
 from megacore.parallel.mesh import build_mesh
+from megacore.verify.command import main as verify
 from tests.distributed import run_distributed
 from tests.pages import ROOT, commands_of, files_of, write_files
+from tools import convert_checkpoint, generate, perplexity
 
 PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "extend").glob("*.md")) if files_of(path)}
 SUBJECTS = {
-    "activation", "optimizer", "block", "model-family", "loss", "dataset", "schedule", "sink", "kernel",
+    "activation", "optimizer", "attention", "block", "model-family", "loss", "dataset", "schedule", "sink", "kernel",
 }  # fmt: skip
 STEPS = 10
 
@@ -97,7 +101,7 @@ def run_command(words: list[str], folder: Path, output: Path) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
     words = [*launcher, *words[1:]]
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-    if any("pretrain" in word for word in words):
+    if any("pretrain" in word for word in words) and not any("tools" in word for word in words):
         words = [*words, "--output-dir", str(output)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= dict(variable.split("=", 1) for variable in variables)
@@ -120,6 +124,61 @@ def test_the_commands_run_and_all_layouts_print_the_same_losses(subject: str, tm
             losses.append(losses_in(output))
     assert len(losses) == 2
     assert losses[1] == pytest.approx(losses[0], rel=2e-3 if subject == "optimizer" else 2e-5)
+
+
+def of_tools(rank: int, ranks: int, folder: str) -> tuple[list[str], list[int]]:
+    """What tools say of a checkpoint of the page's program, with it and without; and their exit statuses."""
+    train_tokenizer([(ROOT / "README.md").read_text()], "bpe", 300).save(Path(folder, "tokenizer"))
+    flags = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
+    words = ["pretrain_sigmoid.py", *flags, "--mock-data", "--global-batch-size", "8", "--train-iters", "3"]
+    in_this_process(0, 1, folder, [*words, "--tokenizer", str(Path(folder, "tokenizer")), "--lr", "0.01"])
+    program, run = str(Path(folder, "pretrain_sigmoid.py")), str(Path(folder, "run"))
+    scored = ["--input", str(ROOT / "Makefile"), "--checkpoint", run, "--json"]
+    export = ["--from", "megacore", "--to", "hf", "--input", run, "--output", str(Path(folder, "hf"))]
+    of_run = ["--checkpoint", run, "--prompt", "The", "--max-new-tokens", "2", "--temperature", "0"]
+    calls: list[tuple[Any, list[str]]] = [
+        (perplexity.main, scored),
+        (perplexity.main, [*scored, "--program", program]),
+        (generate.main, [*of_run, "--program", program]),
+        (generate.main, [*of_run, "--program", str(ROOT / "README.md")]),
+        (convert_checkpoint.main, [*export, "--program", program]),
+        (verify, [program, *flags, "--dp", "1"]),
+    ]
+    said, statuses = list[str](), list[int]()
+    for main, argv in calls:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            statuses.append(main(argv))
+        said.append(out.getvalue() + err.getvalue())
+    return said, statuses
+
+
+def test_tools_take_the_program_that_trained(tmp_path: Path) -> None:
+    write_files(PAGES["attention"], tmp_path)
+    ((said, statuses),) = run_distributed(of_tools, 1, str(tmp_path), init=False)
+    assert statuses == [0, 0, 0, 2, 2, 0], said
+    without, nats = (json.loads(text)["nats"] for text in said[:2])
+    assert without != pytest.approx(nats, rel=1e-4), "another model: softmax"
+    assert said[2].startswith("The")
+    assert "README.md is no Python file: give the file that trained the model" in said[3]
+    assert "the two models do not compute the same" in said[4]
+    assert "SigmoidAttention" not in said[5]
+
+
+def refused_attention(rank: int, ranks: int, folder: str, flags: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        in_this_process(rank, ranks, folder, ["pretrain_sigmoid.py", *flags.split()])
+    return str(refused.value)
+
+
+def test_what_an_attention_does_not_support_is_refused_by_name(tmp_path: Path) -> None:
+    write_files(PAGES["attention"], tmp_path)
+    run = "--preset gpt2-tiny --mock-data --train-iters 1 --global-batch-size 8"
+    asked = ["--reproducible", "--recompute selective", "--attention-dropout 0.1", "--position-embedding-type alibi"]
+    flags = " ".join([run, *asked])
+    (said,) = run_distributed(refused_attention, 1, str(tmp_path), flags, init=False)
+    assert [flag for flag in asked if f"{flag}: SigmoidAttention does not have it" not in said] == []
+    (of_cp, _) = run_distributed(refused_attention, 2, str(tmp_path), f"{run} --cp 2 --attention-dropout 0", init=False)
+    assert "--cp 2: SigmoidAttention does not have it: use --cp 1" in of_cp
 
 
 def formulas(rank: int, ranks: int, folder: str) -> None:

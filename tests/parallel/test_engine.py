@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megacore.optim.sgd import SGD
 from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.tensor import VocabParallelEmbedding
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
@@ -90,7 +92,7 @@ def odd_layers() -> list[Layer]:
     ]
 
 
-def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
+def engine_of(layers: nn.Module | list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
     parallel = ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-4, **changes.pop("parallel", {}))
     optimizer = OptimizerConfig(lr=1e-2, lr_decay_style="constant")
     settings: dict[str, Any] = {
@@ -115,6 +117,43 @@ def test_the_settings_choose_the_optimizer() -> None:
     assert engine.update.optimizer.settings == SGDConfig(sgd_momentum=0.8)
 
 
+def sequential() -> nn.Sequential:
+    """A model that is built before the engine, with dropout that does nothing and a matrix that is used twice."""
+    first, again = nn.Linear(6, 6), nn.Linear(6, 6)
+    again.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), again, nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.0)), nn.Linear(6, 6))
+
+
+def train_sequential(rank: int, ranks: int, pp: int, *, by_hand: bool = False) -> dict[str, Tensor]:
+    """The weights after three steps of AdamW; every rank builds another model, of which the first one's counts."""
+    torch.manual_seed(rank)
+    model, make = sequential(), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    if by_hand:
+        optimizer = make(model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(model(batch(step)[0]), batch(step)[1]).backward()
+            optimizer.step()
+        return model.state_dict()
+    engine = engine_of(model, pp=pp, dp=ranks // pp, optimizer=make)
+    for step in range(3):
+        engine.train_batch(engine.split(*batch(step)))
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_sequential_model_trains_as_in_torch(pp: int) -> None:
+    expected = train_sequential(0, 1, 1, by_hand=True)
+    state, *_ = run_distributed(train_sequential, 2, pp)
+    model = sequential()
+    again = {"2.weight": state["0.weight"]}  # a tied weight is there once
+    model.load_state_dict(state | again)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6)
+
+
 class Quick(AdamWConfig):
     """Settings that no optimizer is registered for."""
 
@@ -128,6 +167,11 @@ class Quick(AdamWConfig):
             "optimizer sgd and optimizer_settings AdamWConfig, which is of adamw, exclude each other: use SGDConfig",
         ),
         ({"logging": LoggingConfig(trace=True, trace_steps=1)}, "trace True is GPT's"),
+        ({"optimizer": torch.optim.RMSprop}, "optimizer RMSprop is not in megacore: use AdamW or SGD"),
+        ({"optimizer": "adamw"}, "optimizer is a str: use torch.optim.AdamW, Adam or SGD, partial"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "a SGD, which holds parameters that the engine"),
+        ({"optimizer": partial(torch.optim.AdamW, **{"rate": 1.0})}, "rate.*: use torch.optim.AdamW, Adam or SGD"),
+        ({"optimizer": nn.Linear}, "optimizer Linear cannot be made"),
         ({"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
     ],
 )
@@ -291,11 +335,13 @@ def linear(name: str, size: int = 6) -> Layer:
         ([Layer("a", nn.ReLU)], "the model has no parameter that learns"),
         ([Layer("a", nn.LazyLinear, 6), linear("b")], "a.weight gets its shape from its first input"),
         ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], "a.weight is torch.float64"),
+        ([nn.Linear(6, 6), int], "layer 1 is a type: give a Layer or a torch.nn.Module"),
+        (nn.Sequential(VocabParallelEmbedding(8, 6)), r"module '0' has a VocabParallelEmbedding.*Layer\(\"0\", Voc"),
         ([Layer("a", dict)], "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
+def test_a_wrong_model_is_refused(layers: nn.Module | list[Layer], said: str) -> None:
     with pytest.raises(UserError, match=said):
         engine_of(layers)
 

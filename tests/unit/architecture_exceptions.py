@@ -6,6 +6,10 @@ from __future__ import annotations
 START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
 LATE_IMPORTS = {
     ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
+    ("megacore/commands/pretrain_gpt.py", "megacore.models.gpt"): START_UP,
+    ("megacore/commands/pretrain_gpt.py", "megacore.parallel.products"): START_UP,
+    ("megacore/commands/pretrain_gpt.py", "megacore.train.gpt_task"): START_UP,
+    ("megacore/commands/pretrain_gpt.py", "megacore.train.trainer"): START_UP,
     ("megacore/commands/plan.py", "megacore.commands.dry_run"): "loads torch, which only --dry-run=full needs",
     ("megacore/commands/plan.py", "megacore.commands.plan_calibration"): "only --calibrate needs it",
     ("megacore/commands/plan.py", "megacore.convert.start"): "slow to load, and only --init-from-hf needs it",

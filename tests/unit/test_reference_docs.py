@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import megacore
 from megacore.commands.plan import plan_tool
 from megacore.data.indexed.writer import IndexedWriter
 from megacore.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 from tools import tool_reference
 
@@ -44,6 +49,40 @@ def test_every_name_of_the_api_imports_and_is_documented() -> None:
     for name, _ in names:
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, name
+    assert {name for name, _ in names} >= {f"megacore.{name}" for name in megacore.__all__}
+    assert set(megacore.__all__) <= set(dir(megacore))
+    fresh = "import sys, megacore; sys.exit('torch' in sys.modules or hasattr(megacore, 'trainer'))"
+    subprocess.run([sys.executable, "-c", fresh], cwd=ROOT, check=True)
+
+
+def trained_from_python(rank: int, ranks: int, folder: str) -> list[float]:
+    page = (REFERENCE / "api.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- tested: python -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert text.count("\n") <= 12, "ten lines, and two empty ones"
+    os.chdir(folder)  # of a process of the test
+    defined: dict[str, Any] = {}
+    exec(compile(text, "api.md", "exec"), defined)
+    losses: list[float] = defined["run"].losses
+    return losses
+
+
+def test_a_gpt_trains_from_python_on_one_process_and_two(tmp_path: Path) -> None:
+    (alone,) = run_distributed(trained_from_python, 1, str(tmp_path), init=False)
+    assert len(alone) == 10
+    assert alone[-1] < alone[0]
+    for losses in run_distributed(trained_from_python, 2, str(tmp_path), init=False):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_wrong_keywords_are_refused_together_as_flags_are(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="did you mean --num-layers") as refused:
+        megacore.pretrain_gpt(num_layerz=2, hidden_size=65, num_attention_heads=4, mock_data=True, vocab_size=8)
+    assert "--hidden-size 65 must be a multiple of --num-attention-heads 4: use" in str(refused.value)
+    assert "--train-iters is missing" in str(refused.value)
+    with pytest.raises(ValueError, match=r"dry_run is not for Python.*\n.*lr is a dict: give a number"):
+        megacore.pretrain_gpt(dry_run=True, lr={})  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def snippet(name: str) -> dict[str, Any]:

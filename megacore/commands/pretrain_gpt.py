@@ -1,0 +1,81 @@
+"""GPT pretraining, from words to a trained model: what `pretrain_gpt.py` and `megacore.pretrain_gpt` share.
+
+torch is imported inside the functions, on purpose: see pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import parse_config
+from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fields, shape_from_hf
+from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
+from megacore.pipeline.schedule_file import check_schedule
+from megacore.plan.fit import check_memory, computes_on_cpu
+
+if TYPE_CHECKING:
+    from megacore.models.spec import DescribesLayers
+    from megacore.parallel.mesh import Mesh
+    from megacore.parallel.products import Products
+    from megacore.train.callbacks import Callback
+    from megacore.train.trainer import Trainer
+
+
+def read_config(argv: Sequence[str], *, prog: str, exits: bool = True) -> ResolvedConfig:
+    """The configuration of a run, checked with all its inputs.
+
+    Args:
+        argv: the words of the command line.
+        prog: the name of the program, for messages.
+        exits: as for `parse_config`, which also has the errors.
+    """
+    return parse_config(
+        argv,
+        prog=prog,
+        description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
+        kind=Config,
+        shape=shape_from_hf,
+        continued=settings_to_continue,
+        vocabulary=vocabulary_size,
+        checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
+        computes_on_cpu=computes_on_cpu,
+        exits=exits,
+    )
+
+
+def train(
+    config: ResolvedConfig,
+    mesh: Mesh,
+    *,
+    callbacks: Sequence[Callback] = (),
+    products: Products | None = None,
+    layers: DescribesLayers | None = None,
+) -> Trainer:
+    """Supply what GPT pretraining consists of, a task and data, and run it on this rank of the mesh.
+
+    Args:
+        config: resolved.
+        mesh: this rank's groups and device.
+        callbacks: of one's own.
+        products: computes the matrix products of linear layers; None: torch does.
+        layers: describes the model; None: `gpt_layers` does.
+
+    Returns:
+        What trained, after the last step.
+    """
+    from megacore.models.gpt import gpt_layers
+    from megacore.parallel.products import TORCH
+    from megacore.train.gpt_task import GPTTask
+    from megacore.train.trainer import Trainer
+
+    source, ignored = config.checkpoint.init_from_hf, ignored_fields(config.checkpoint.ignore_config_field)
+    weights = None if source is None else WeightsFromHF(Path(source), ignored)
+    task = GPTTask(config, mesh, weights=weights, products=products or TORCH, layers=layers or gpt_layers)
+    train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
+    trainer = Trainer(config, mesh, task, train_data, valid_data, callbacks=callbacks)
+    trainer.run()
+    return trainer
