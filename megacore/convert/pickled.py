@@ -11,11 +11,12 @@ bytes can describe a value that is walked for ever, or that is nested too deep f
 
 from __future__ import annotations
 
+import argparse
 import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +32,7 @@ _DEEPEST = 100  # containers within containers; checkpoints of other trainers ha
 _MOST_PER_BYTE = 8  # values that are read again or copied, for each byte; checkpoints have fewer than one
 _FEW = 4096  # of them are always allowed
 _MOST_WAITING = 50_000  # values that nothing holds yet: the longest tuple, nearly
+_MOST_VIEWS = 4  # of each byte: tied weights are in the file once, and in its tables twice
 _TEXT = 16  # characters or bytes that count as one value
 _PICKLES_OF_OLD_FILES = 5  # one after the other: of torch.save before version 1.6
 _NEVER_WRITTEN = ("DUP", "LONG4", "EXT1", "EXT2", "EXT4")  # commands that no checkpoint needs
@@ -78,7 +80,9 @@ def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = (
     known: list[Any] = [*allowed, *((Inert, name) for name in unneeded)]
     try:
         with torch.serialization.safe_globals(known):
-            return _read(path)
+            value = _read(path)
+            _require_plain(list(_tensors_in(value)), path.stat().st_size)
+            return value
     except Exception as error:  # damaged bytes raise whatever the loader stumbles over
         reason = str(error).replace("Please use", "torch would let you use").strip().splitlines()
         # torch advises to execute the file.
@@ -99,6 +103,26 @@ def _read(path: Path) -> Any:
             for _ in range(_PICKLES_OF_OLD_FILES):
                 _require_modest(file)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | argparse.Namespace):
+        held = vars(value) if isinstance(value, argparse.Namespace) else value
+        for inner in held.values() if isinstance(held, Mapping) else held:
+            yield from _tensors_in(inner)
+
+
+def _require_plain(tensors: list[Tensor], size: int) -> None:
+    """Refuse tensors whose numbers are not in the file, each once or a few times."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            form = "no numbers" if tensor.is_meta else f"the layout {tensor.layout} or quantized numbers"
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} has {form}, which megacore does not read")
+    held = sum(tensor.nbytes for tensor in tensors)
+    if held > _MOST_VIEWS * size:  # views of few stored numbers, which a copy would spread out
+        raise ValueError(f"it has {size:,} bytes, but its tensors would take {held:,}")
 
 
 def _require_stored(file: BinaryIO, size: int) -> None:
@@ -169,7 +193,7 @@ def _require_modest(file: BinaryIO) -> None:
         elif command.stack_before:
             again += _apply(command, stack, marks)
         elif command.stack_after:
-            text = len(argument) // _TEXT if type(argument) in (str, bytes) else 0
+            text = len(argument) // _TEXT if isinstance(argument, str | bytes) else 0
             stack.append(single if not text and argument is not None else _Size(1 + text, is_open=argument is None))
         if again > _MOST_PER_BYTE * length + _FEW:
             raise ValueError(f"its first {length:,} bytes repeat or copy {again:,} values")

@@ -352,7 +352,7 @@ def shared(depth: int) -> dict[str, Any]:
         (nested(300), "nested too deep"),
         (shared(4), "one is there twice"),
         (shared(20), "repeat or copy"),
-        ({"wide": torch.ones(1).expand(1 << 20)}, "but its tensors would take 4,194,304"),
+        ({"wide": torch.ones(1).expand(1 << 20)}, "but its tensors would take 4,194,320"),
     ],
     ids=["nested", "shared", "much shared", "expanded"],
 )
