@@ -7,7 +7,6 @@ transformers turns the halves of a head.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.tensor_file import read_tensor
+from megacore.checkpoint.tensor_file import NAMES, read_tensor
 from megacore.checkpoint.tensor_header import read_header
 from megacore.convert.checkpoint_tensors import write_shards
 from megacore.convert.dcp_files import open_dcp, write_dcp
-from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, inside
+from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, inside, read_config
 from megacore.convert.hf_experts import Read, Source, experts_apart, experts_stacked
 from megacore.errors import CheckpointError
 
@@ -63,13 +62,18 @@ def write_hf(target: Path, tensors: Source, like: Path, where: str) -> None:
     Raises:
         CheckpointError: `like` has no config.json, or the names fit no model.
     """
-    config = json.loads(inside(like, CONFIG).read_bytes())
+    config = read_config(like)
     target.mkdir()
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
         if (like / name).is_file():
             shutil.copyfile(inside(like, name), target / name)
     named = _named_as_hf(tensors, config, where)
     types = {name: (dtype, shape) for name, (dtype, shape, _) in named.items()}
+    if strange := [name for name, (dtype, _) in types.items() if dtype not in NAMES]:
+        raise CheckpointError(
+            f"{where}: {strange[0][:120]} is of {types[strange[0]][0]}, which megacore does not read: "
+            "save the weights in bf16, fp16 or fp32"
+        )
     write_shards(target, "model", types, ((name, read()) for name, (_, _, read) in named.items()), most_bytes=_MOST)
 
 
@@ -93,6 +97,11 @@ def _named_as_hf(tensors: Source, config: Mapping[str, Any], where: str) -> Sour
         if ours is None:
             raise CheckpointError(f"{where} has {name[:120]}, which torchtitan's Llama has not")
         if heads := _heads(ours, config):
+            if type(heads) is not int or len(shape) != 2 or heads < 1 or shape[0] % (2 * heads):
+                raise CheckpointError(
+                    f"{where}: {name[:120]} of shape {list(shape)} does not divide into the {str(heads)[:20]} heads of "
+                    f"{CONFIG} (num_attention_heads, num_key_value_heads)"
+                )
             read = partial(_read_turned, read, heads)
         named[ours] = (dtype, shape, read)
     return named
@@ -146,7 +155,7 @@ def export_dcp(source: Path, target: Path, names: str) -> None:
     Raises:
         CheckpointError: the model is no Llama as torchtitan has it.
     """
-    config = json.loads((source / CONFIG).read_bytes())
+    config = read_config(source)
     if names == "torchtitan":
         _require_titan(config)
         tensors = dict(_titan_tensors(source, config))

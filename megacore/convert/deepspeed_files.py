@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _POINTER = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,4})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,4})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{2,4})(?:-model_(\d{2,4}))?-model_states\.pt")
+_MOST_RANKS = 1 << 20
 _UNNEEDED = (
     *UNNEEDED,
     *(
@@ -236,6 +237,7 @@ def _loaded(path: Path) -> Mapping[str, Any]:
     state = load(path, unneeded=_UNNEEDED, allowed=(argparse.Namespace,))
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no table")
+    _require_fields(state, path)
     return state
 
 
@@ -243,7 +245,52 @@ def _state(path: Path) -> Mapping[str, Any]:
     state = _loaded(path).get("optimizer_state_dict")
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has no optimizer_state_dict")
+    _require_fields(state, path)
     return state
+
+
+def _require_fields(state: Mapping[str, Any], path: Path) -> None:
+    """Refuse a field that is there, and is not of the kind that DeepSpeed writes."""
+    for name, (fits, kind) in _FIELDS.items():
+        if (value := state.get(name)) is not None and not fits(value):
+            raise CheckpointError(f"{path}: its {name} is not {kind}: it is damaged")
+
+
+def _is_table(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) and fits(value[name]) for name in value)
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(fits, value))
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_shapes(value: Any) -> bool:
+    return _is_table(value, lambda shape: _is_list(shape, lambda size: type(size) is int and size >= 0))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value <= _MOST_RANKS
+
+
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "module": (lambda value: isinstance(value, Mapping), "a table"),
+    "buffer_names": (lambda value: _is_list(value, _is_name), "a list of names"),
+    "shared_params": (
+        lambda value: not isinstance(value, Mapping) or _is_table(value, _is_name),
+        "a table of names",
+    ),
+    "param_shapes": (lambda value: _is_shapes(value) or _is_list(value, _is_shapes), "tables of shapes"),
+    "frozen_param_shapes": (_is_shapes, "a table of shapes"),
+    "frozen_param_fragments": (
+        lambda value: _is_table(value, lambda part: isinstance(part, Tensor)),
+        "a table of tensors",
+    ),
+    "partition_count": (lambda value: _is_count(value) or (_is_list(value, _is_count) and value), "numbers of ranks"),
+}
 
 
 def _tensors(value: Any, path: Path) -> list[Tensor]:
@@ -251,12 +298,6 @@ def _tensors(value: Any, path: Path) -> list[Tensor]:
     if not values or not all(isinstance(tensor, Tensor) and tensor.dim() == 1 for tensor in values):
         raise CheckpointError(f"{path} has no flat fp32 weights: the optimizer is not of ZeRO")
     return values
-
-
-def _numel(shape: Any, name: str, path: Path) -> int:
-    if not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
-        raise CheckpointError(f"{path}: the shape of {str(name)[:80]} is {str(shape)[:40]}")
-    return math.prod(shape)
 
 
 def _of_stage_2(
@@ -269,9 +310,9 @@ def _of_stage_2(
         whole = torch.cat([part[number] for part in parts])
         offset = 0
         for name, shape in group.items():
-            size = _numel(shape, name, path)
+            size = math.prod(shape)
             if offset + size > whole.numel():
-                raise CheckpointError(f"{path}: the flat weights end before {str(name)[:120]}")
+                raise CheckpointError(f"{path}: the flat weights end before {name[:120]}")
             yield name, whole[offset : offset + size].view(tuple(shape))
             offset += size
         most = 2 * len(parts) * max(2, len(parts)) + 2 * len(parts)
@@ -289,10 +330,10 @@ def _of_stage_3(
     ranks, offset = [torch.cat(list(part)) for part in parts], 0
     for group in groups:
         for name, shape in group.items():
-            size = _numel(shape, name, path)
+            size = math.prod(shape)
             share = math.ceil(size / len(ranks))
             if any(offset + share > rank.numel() for rank in ranks):
-                raise CheckpointError(f"{path}: the flat weights end before {str(name)[:120]}")
+                raise CheckpointError(f"{path}: the flat weights end before {name[:120]}")
             whole = torch.cat([rank[offset : offset + share] for rank in ranks])
             yield name, whole[:size].view(tuple(shape))
             offset += share
@@ -300,12 +341,13 @@ def _of_stage_3(
 
 def _frozen(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Parameters that did not learn, which ZeRO-3 divides too."""
-    shapes = ranks[0].get("frozen_param_shapes") or {}
     frozen = {}
-    for name, shape in shapes.items() if isinstance(shapes, Mapping) else ():
-        parts = [rank.get("frozen_param_fragments", {}).get(name) for rank in ranks]
-        if not all(isinstance(part, Tensor) for part in parts):
-            raise CheckpointError(f"the frozen parameter {str(name)[:120]} is not on every rank")
+    for name, shape in (ranks[0].get("frozen_param_shapes") or {}).items():
+        parts = [part for rank in ranks if (part := (rank.get("frozen_param_fragments") or {}).get(name)) is not None]
+        if len(parts) != len(ranks):
+            raise CheckpointError(f"the frozen parameter {name[:120]} is not on every rank")
         whole = torch.cat([part.reshape(-1) for part in parts])
+        if whole.numel() < math.prod(shape):
+            raise CheckpointError(f"the frozen parameter {name[:120]} has fewer numbers than its shape says")
         frozen[name] = whole[: math.prod(shape)].view(tuple(shape))
     return frozen

@@ -180,7 +180,8 @@ def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None
         _require_alike(stage, first)
         for rank in stage:
             _take(rank, files, merged, copies)
-    padded = sum(part.shape[0] for part in merged["embedding.tokens.weight"].parts) if merged else 0
+    words = merged.get("embedding.tokens.weight")
+    padded = sum(part.shape[0] for part in words.parts if part.dim()) if words else 0
     config = model_of(first.args, padded, vocab_size, str(path))
     if first.version < 2.0 and config.query_groups != config.num_attention_heads:
         raise CheckpointError(f"{path}: checkpoint_version {first.version:g} knows no grouped queries")

@@ -4,16 +4,22 @@
 everything else. `unpickle` is for the index of torch.distributed.checkpoint, which is a plain pickle: it makes only
 what it is told to. In both an inert class replaces each name that such files mention and nobody here needs (random
 states, enumerations, settings), so that none of their code runs.
+
+Before anything is built, the commands of a pickle are followed with sizes in place of values (`_require_modest`): a few
+bytes can describe a value that is walked for ever, or that is nested too deep for the interpreter's stack.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import pickle
+import pickletools
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,6 +28,17 @@ from megacore.errors import CheckpointError
 from megacore.files import read_bounded
 
 _MOST_INDEX = 1 << 30
+_DEEPEST = 100  # containers within containers; checkpoints of other trainers have about ten
+_MOST_PER_BYTE = 8  # values that are read again or copied, for each byte; checkpoints have fewer than one
+_FEW = 4096  # of them are always allowed
+_MOST_WAITING = 50_000  # values that nothing holds yet: the longest tuple, nearly
+_MOST_VIEWS = 4  # of each byte: tied weights are in the file once, and in its tables twice
+_TEXT = 16  # characters or bytes that count as one value
+_PICKLES_OF_OLD_FILES = 5  # one after the other: of torch.save before version 1.6
+_NEVER_WRITTEN = ("DUP", "LONG4", "EXT1", "EXT2", "EXT4")  # commands that no checkpoint needs
+_PUTS, _GETS = ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"), ("BINGET", "LONG_BINGET", "GET")
+_FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+_CALLING = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "INST", "OBJ", "BUILD")
 
 
 class Inert:
@@ -63,7 +80,9 @@ def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = (
     known: list[Any] = [*allowed, *((Inert, name) for name in unneeded)]
     try:
         with torch.serialization.safe_globals(known):
-            return _read(path)
+            value = _read(path)
+            _require_plain(list(_tensors_in(value)), path.stat().st_size)
+            return value
     except Exception as error:  # damaged bytes raise whatever the loader stumbles over
         reason = str(error).replace("Please use", "torch would let you use").strip().splitlines()
         # torch advises to execute the file.
@@ -77,18 +96,130 @@ def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = (
 def _read(path: Path) -> Any:
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\x03\x04"
-    if zipped:
-        with zipfile.ZipFile(path) as archive:
-            _require_stored(archive, path.stat().st_size)
+        file.seek(0)
+        if zipped:
+            _require_stored(file, path.stat().st_size)
+        else:
+            for _ in range(_PICKLES_OF_OLD_FILES):
+                _require_modest(file)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
 
 
-def _require_stored(archive: zipfile.ZipFile, size: int) -> None:
-    entries = archive.infolist()
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | argparse.Namespace):
+        held = vars(value) if isinstance(value, argparse.Namespace) else value
+        for inner in held.values() if isinstance(held, Mapping) else held:
+            yield from _tensors_in(inner)
+
+
+def _require_plain(tensors: list[Tensor], size: int) -> None:
+    """Refuse tensors whose numbers are not in the file, each once or a few times."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            form = "no numbers" if tensor.is_meta else f"the layout {tensor.layout} or quantized numbers"
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} has {form}, which megacore does not read")
+    held = sum(tensor.nbytes for tensor in tensors)
+    if held > _MOST_VIEWS * size:  # views of few stored numbers, which a copy would spread out
+        raise ValueError(f"it has {size:,} bytes, but its tensors would take {held:,}")
+
+
+def _require_stored(file: BinaryIO, size: int) -> None:
+    """Refuse an archive of torch.save's that takes much more than its own size to read."""
+    entries = zipfile.ZipFile(file).infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ValueError("its archive is compressed, which torch.save does not do")
     if sum(entry.file_size for entry in entries) > size:
         raise ValueError("the parts of its archive are larger than the file")
+    file.seek(0)
+    reader = torch._C.PyTorchFileReader(file)  # the reader of torch.load: another may find another pickle
+    if reader.get_record_size("data.pkl") > _MOST_INDEX:
+        raise ValueError(f"its pickle has more than {_MOST_INDEX:,} bytes")
+    _require_modest(io.BytesIO(reader.get_record("data.pkl")))
+
+
+@dataclass(slots=True)
+class _Size:
+    """Of a value that a pickle describes.
+
+    Attributes:
+        values: in it, itself included; what is there several times counts as often.
+        depth: of containers within each other.
+        is_open: whether it may still grow: nothing holds it yet.
+    """
+
+    values: int
+    depth: int = 0
+    is_open: bool = False
+
+    def hold(self, inner: list[_Size]) -> None:
+        for value in inner:
+            self.values += value.values
+            self.depth = max(self.depth, value.depth + 1)
+            value.is_open = False
+        if self.depth > _DEEPEST:
+            raise ValueError(f"its containers are nested too deep: more than {_DEEPEST}")
+
+
+def _require_modest(file: BinaryIO) -> None:
+    """Refuse a pickle that takes much more than its own size to build, to hash or to walk through.
+
+    Args:
+        file: at the pickle's beginning; afterwards at its end.
+
+    Raises:
+        ValueError: it would, or it is damaged.
+    """
+    stack, marks, memo = list[_Size](), list[int](), dict[int, _Size]()
+    single, again, start = _Size(1), 0, file.tell()
+    for command, argument, place in pickletools.genops(file):
+        name, length = command.name, (place or 0) - start
+        if name in _PUTS:
+            number = len(memo) if argument is None else argument
+            if number > length:  # the unpickler would make room for as many
+                raise ValueError(f"it numbers a value {number:,} within {length:,} bytes")
+            memo[number] = stack[-1]
+        elif name in _GETS:
+            if argument not in memo:
+                raise ValueError(f"it is damaged: it has no value number {argument}")
+            stack.append(memo[argument])
+            stack[-1].is_open = False
+            again += stack[-1].values
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in _NEVER_WRITTEN or argument == "builtins bytearray":  # of any size, from a number
+            raise ValueError(f"it has {argument if name == 'GLOBAL' else name}, which no checkpoint needs")
+        elif command.stack_before:
+            again += _apply(command, stack, marks)
+        elif command.stack_after:
+            text = len(argument) // _TEXT if isinstance(argument, str | bytes) else 0
+            stack.append(single if not text and argument is not None else _Size(1 + text, is_open=argument is None))
+        if again > _MOST_PER_BYTE * length + _FEW:
+            raise ValueError(f"its first {length:,} bytes repeat or copy {again:,} values")
+        if len(stack) > _MOST_WAITING:
+            raise ValueError(f"more than {_MOST_WAITING:,} of its values wait for a container")
+
+
+def _apply(command: pickletools.OpcodeInfo, stack: list[_Size], marks: list[int]) -> int:
+    """Do to the stack of sizes what a command does to the stack of values; returns how many values a call is given."""
+    before, name = command.stack_before, command.name
+    first = len(stack) - len(before)
+    if pickletools.stackslice in before:
+        first = marks.pop() - before.index(pickletools.markobject)
+    if first < (marks[-1] if marks else 0):
+        raise ValueError(f"it is damaged: there is nothing for its command {name}")
+    taken = stack[first:]
+    del stack[first:]
+    if not command.stack_after:
+        return 0
+    made = taken.pop(0) if name in _FILLING else _Size(1, is_open=True)
+    if not made.is_open:
+        raise ValueError("it changes a value that is complete")
+    given = sum(value.values for value in taken) if name in _CALLING else 0
+    made.hold(taken)
+    stack.append(made)
+    return given
 
 
 def save(path: Path, value: Any) -> None:
@@ -108,8 +239,7 @@ def load_tensor(data: bytes, where: str) -> Tensor:
         CheckpointError: it is anything else.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            _require_stored(archive, len(data))
+        _require_stored(io.BytesIO(data), len(data))
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{where} is damaged, or no tensor: {str(error).splitlines()[0][:200]}") from None
@@ -139,6 +269,7 @@ def unpickle(path: Path, known: Mapping[str, Any]) -> Any:
             return known[full]
 
     try:
+        _require_modest(io.BytesIO(data))
         return Restricted(io.BytesIO(data)).load()
     except Exception as error:  # damaged bytes raise whatever the loader stumbles over
         raise CheckpointError(f"{path} was not loaded: {str(error)[:200]}") from None

@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import struct
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import whole_config
 from megacore.errors import CheckpointError
 from tests.e2e.launching import words
+from tests.patience import patience
 from tests.unit.megatron_files import (
     GPT,
     GROUPED,
@@ -281,6 +283,54 @@ def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path, capsys: pytes
     assert "mp_rank_00/model_optim_rng.pt" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
 
 
+def get(number: int) -> bytes:
+    """The command that takes a value from a pickle's memo."""
+    return b"h" + bytes([number])
+
+
+def put(number: int) -> bytes:
+    """The command that keeps a value in a pickle's memo."""
+    return b"q" + bytes([number])
+
+
+BOMBS = {
+    # Each tuple has the one before twice, and the last is a key: 2**60 steps to its hash.
+    b"}(K\x01" + put(0) + b"".join(get(i) + b"\x86" + put(i + 1) for i in range(60)) + b"K\x01u.": "repeat or copy",
+    b"})" + b"\x85" * 1_000_000 + b"K\x01s.": "nested too deep",
+    b"]" * 1_000_000 + b"a" * 999_999 + b".": "wait for a container",
+    b"]r\xff\xff\xff\x7f.": "numbers a value 2,147,483,647",
+    b"cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.": "builtins bytearray",
+    # A text of a million characters, copied a thousand times.
+    b"](c_codecs\nencode\nq\0X@B\x0f\0" + b"a" * 10**6 + put(1) + b"X\5\0\0\0ascii" + put(2)
+    + (get(0) + get(1) + get(2) + b"\x86R") * 1000 + b"e.": "repeat or copy",
+    b"]q\0h\0a.": "changes a value that is complete",
+    b"\x8b\0\0\x10\0" + b"\1" * (1 << 20) + b".": "LONG4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["zip", "old", "index"])
+@pytest.mark.parametrize("bomb", BOMBS, ids=list(range(len(BOMBS))))
+def test_a_pickle_that_takes_much_more_than_its_size_is_refused_before_it_is_built(
+    bomb: bytes, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, path = b"\x80\2" + bomb, tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    if form == "zip":
+        writer = torch._C.PyTorchFileWriter(str(path))
+        writer.write_record("data.pkl", data, len(data))
+        writer.write_end_of_file()
+    elif form == "old":
+        torch.save({}, path, _use_new_zipfile_serialization=False)
+        path.write_bytes(path.read_bytes().replace(pickle.dumps({}, 2), data))
+    else:
+        (tmp_path / "in" / ".metadata").write_bytes(data)
+    started = time.monotonic()
+    flags = words(input=tmp_path / "in", output=tmp_path / "out")
+    assert convert([*flags, "--from", "dcp" if form == "index" else "megatron", "--to", "megacore"]) == 2
+    assert BOMBS[bomb] in capsys.readouterr().err
+    assert time.monotonic() - started < patience(2)
+
+
 def nested(depth: int) -> dict[str, Any]:
     table: dict[str, Any] = {"weight": torch.ones(2)}
     for _ in range(depth):
@@ -300,10 +350,11 @@ def shared(depth: int) -> dict[str, Any]:
     ("model", "problem"),
     [
         (nested(300), "nested too deep"),
-        (shared(20), "one is there twice"),
-        ({"wide": torch.ones(1).expand(1 << 20)}, "but its tensors would take 4,194,304"),
+        (shared(4), "one is there twice"),
+        (shared(20), "repeat or copy"),
+        ({"wide": torch.ones(1).expand(1 << 20)}, "but its tensors would take 4,194,320"),
     ],
-    ids=["nested", "shared", "expanded"],
+    ids=["nested", "shared", "much shared", "expanded"],
 )
 def test_what_would_outgrow_the_file_is_refused(
     model: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
