@@ -278,6 +278,10 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = {
 """Names of values in Megatron-LM and Megatron-DeepSpeed, by field."""
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "moe_router_load_balancing_type": {
+        "sinkhorn": "use seq_aux_loss with --moe-aux-loss-coeff, which balances experts otherwise, so that training "
+        "differs",
+    },
     "position_embedding_type": {
         "mrope": "positions of images have several dimensions, and those of text have one: rope is another model",
         "relative": "megacore has no relative positions as in T5",

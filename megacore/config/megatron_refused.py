@@ -91,7 +91,6 @@ REPLACED: Mapping[str, str] = by_flag(
         ),
     ),
     ("--standalone-embedding-stage", "use --pipeline-layout with E alone as the first stage, the embedding"),
-    ("--test-mode", "leave it out; --replay-interval repeats steps and compares"),
     (
         "--tiktoken-special-tokens --tokenizer-special-tokens",
         "leave it out: the file of --tokenizer PATH has them",
@@ -103,10 +102,6 @@ REPLACED: Mapping[str, str] = by_flag(
     (
         "--trust-remote-code",
         "leave it out, and use a --tokenizer with a tokenizer.json: megacore does not run code from model directories",
-    ),
-    (
-        "--use-checkpoint-lr-scheduler --use-checkpoint-opt-param-scheduler",
-        "leave it out, and give the schedule flags of the run: the flags decide",
     ),
     ("--use-layer-wise-distributed-optimizer", "use --zero-stage 1, which shards the state of every optimizer"),
     ("--use-mp-args-from-checkpoint-args", "give --tp and --pp: a checkpoint is loaded on any layout"),

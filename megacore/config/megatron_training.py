@@ -114,11 +114,13 @@ def _train_samples(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"train_iters": BatchSizes(batch, shape.ramp).steps(samples)})
 
 
-def _in_steps(name: str, ours: str) -> ForeignFlag:
+def _in_steps(name: str, ours: str, *, least: int = 1) -> ForeignFlag:
     """A flag that counts samples where megacore counts steps."""
 
     def steps(flag: str, text: str, shape: Shape) -> Translation:
-        samples, batch = whole_number(flag, text), shape.global_batch_size
+        samples, batch = whole_number(flag, text, least=least), shape.global_batch_size
+        if samples == 0:
+            return Translation(implied={name: 0})
         if batch is None:
             raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}")
         return Translation({name: nearest(Fraction(samples, batch))})
@@ -448,7 +450,7 @@ TRAINING: Mapping[str, ForeignFlag] = {
         "--zero-stage: no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3", ("zero_stage",), _sharding
     ),
     "--ddp-bucket-size": ForeignFlag("--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _bucket),
-    "--deterministic-mode": switch("--reproducible", reproducible=True),
+    "--deterministic-mode": switch("--deterministic", deterministic=True),
     "--distribute-checkpointed-activations": switch(
         "--distribute-saved-activations", distribute_saved_activations=True
     ),
@@ -487,7 +489,7 @@ TRAINING: Mapping[str, ForeignFlag] = {
             is_last=True,
         ),
     ),
-    "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
+    "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters", least=0),
     "--lr-wsd-decay-samples": _in_steps("lr_wsd_decay_iters", "--lr-wsd-decay-iters"),
     "--moe-expert-parallel-size": ForeignFlag(
         "--ep", ("ep",), lambda flag, text, shape: Translation({"ep": whole_number(flag, text)})
@@ -572,6 +574,10 @@ TRAINING: Mapping[str, ForeignFlag] = {
     "--torch-fsdp2-no-reshard-after-forward": switch("--zero-stage 2", zero_stage=2),
     "--train-samples": ForeignFlag(
         "--train-iters: the number of steps that its value suffices for", ("train_iters",), _train_samples
+    ),
+    **dict.fromkeys(
+        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        switch("--same-schedule", same_schedule=True),
     ),
     "--use-distributed-optimizer": ForeignFlag(
         "--zero-stage 1, where nothing else is given", ("zero_stage",), _distributed_optimizer, is_switch=True

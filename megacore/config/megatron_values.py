@@ -26,11 +26,13 @@ class Translation:
         values: what the flag says, by field.
         implied: values that follow from it, by field, where nothing else sets them.
         dropped: fields whose values on the command line mean nothing beside the flag.
+        note: what to tell the user.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,16 @@ def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shap
     return foreign.translate(flag, words[0], shape)
 
 
-def whole_number(flag: str, text: str) -> int:
+def whole_number(flag: str, text: str, *, least: int = 1) -> int:
     """The value of a flag that counts.
 
     Raises:
-        ValueError: it is not a whole number of 1 or more.
+        ValueError: it is not a whole number of `least` or more.
     """
     with contextlib.suppress(ValueError):
-        if (number := parse_int(text)) >= 1:
+        if (number := parse_int(text)) >= least:
             return number
-    raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 2")
+    raise ValueError(f"{flag} '{text}' is not a whole number of {least} or more: use, for example, 2")
 
 
 def is_number(text: str) -> bool:

@@ -35,6 +35,7 @@ from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import (
     Mesh,
     build_mesh,
+    compute_deterministically,
     compute_reproducibly,
     has_fast_bf16,
     join_job,
@@ -86,6 +87,8 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         torch.set_num_threads(1)
     if config.training.reproducible:
         compute_reproducibly()
+    elif config.training.deterministic:
+        compute_deterministically()
     begin_watch(config)
     on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
     watch: PeerWatch | None = None

@@ -123,7 +123,9 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
         (["--grad-reduce-in-bf16"], ["--grad-reduce-dtype", "bf16"]),
         (["--use-distributed-optimizer"], ["--zero-stage", "1"]),
         (["--optimizer-cpu-offload"], ["--offload-optimizer"]),
-        (["--deterministic-mode"], ["--reproducible"]),
+        (["--deterministic-mode"], ["--deterministic"]),
+        (["--use-checkpoint-opt_param-scheduler"], ["--same-schedule"]),
+        (["--test-mode", "--lr-warmup-samples", "0", "--global-batch-size", "4"], ["--global-batch-size", "4"]),
         (["--checkpoint-activations"], ["--recompute", "full"]),
         (["--recompute-activations"], ["--recompute", "selective"]),
         (
