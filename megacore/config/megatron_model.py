@@ -238,6 +238,11 @@ MODEL: Mapping[str, ForeignFlag] = {
         {"vanilla": "attention's softmax has no offset"},
         "attention's softmax has no offset here, so that the model would be another one",
     ),
+    "--spec": only(
+        {"local": "its layers compute what the others of Megatron-LM do"},
+        "leave it out if it names Megatron-LM's default layers; others are not supported",
+        is_list=True,
+    ),
     "--squared-relu": switch("--activation relu2", activation="relu2"),
     "--swiglu": ForeignFlag(
         "--activation swiglu, and --ffn-hidden-size 8/3 of --hidden-size in multiples of 64 where it is not given",

@@ -324,7 +324,6 @@ NOT_YET: Mapping[str, str] = by_flag(
         "--rotary-base-per-layer",
         "without it, all blocks have the same rotary base; --window-rotary-base sets it for blocks with a window",
     ),
-    ("--spec", "leave it out if it names Megatron-LM's default layers; others are not supported"),
     (
         "--step-batch-size-schedule",
         "without it, every step has --global-batch-size; --rampup-batch-size starts with a smaller batch",

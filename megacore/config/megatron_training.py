@@ -163,6 +163,7 @@ WITHOUT_FEATURE = {
     "--outer-dp-sharding-strategy": ("no_shard", "use --zero-shard-size, the ranks that one copy is divided over"),
     "--vocab-extra-ids": ("0", "use a --tokenizer that has the further tokens"),
     "--main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
+    "--megatron-fsdp-main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
 }
 """Flags of features that megacore does not have: the value at which each changes nothing, and the way out of others."""
 
@@ -336,7 +337,7 @@ _HEAVY = ("mlp", "moe", "shared_experts")
 
 
 def _modules(flag: str, text: str, shape: Shape) -> Translation:
-    words = text.split()
+    words = text.strip("[]").split()
     if unknown := [word for word in words if word not in (*_LIGHT, *_HEAVY)]:
         raise ValueError(f"{flag} {unknown[0]} has no counterpart: use --recompute selective, or full")
     return Translation(implied={"recompute": "full"} if set(words) & set(_HEAVY) else {})
@@ -419,8 +420,9 @@ TRAINING: Mapping[str, ForeignFlag] = {
             _moment,
         ),
     ),
-    "--main-grads-dtype": ForeignFlag(
-        "--grad-reduce-dtype bf16 of bf16; nothing of fp32", ("grad_reduce_dtype",), _gradients
+    **dict.fromkeys(
+        ("--main-grads-dtype", "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"),
+        ForeignFlag("--grad-reduce-dtype bf16 of bf16; nothing of fp32", ("grad_reduce_dtype",), _gradients),
     ),
     _METHOD_OF_VERSION_2: ForeignFlag(
         "--recompute full, where nothing else is given; block is for those of --recompute-num-layers, the first of "
@@ -565,7 +567,11 @@ TRAINING: Mapping[str, ForeignFlag] = {
         is_last=True,
     ),
     "--rerun-mode": only(
-        {"disabled": "no step is repeated"}, "use --replay-interval N, which repeats every Nth step and compares"
+        {
+            "disabled": "no step is repeated",
+            "validate_results": "a step that is not finite is always diagnosed; --replay-interval N compares more",
+        },
+        "use --replay-interval N, which repeats every Nth step and compares",
     ),
     "--sample-rate": only(dict.fromkeys(("1", "1.0"), "all samples are used"), "every sample is used: leave it out"),
     "--save-retain-interval": ForeignFlag(

@@ -175,12 +175,13 @@ def switch(becomes: str, **values: Any) -> ForeignFlag:
     return ForeignFlag(becomes, tuple(values), lambda flag, text, shape: Translation(values), is_switch=True)
 
 
-def only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
+def only(accepted: Mapping[str, str], way_out: str, *, is_list: bool = False) -> ForeignFlag:
     """A flag that changes nothing at some of its values.
 
     Args:
         accepted: those values, each with the reason.
         way_out: what to do with another one.
+        is_list: it takes any number of values.
     """
 
     def check(flag: str, text: str, shape: Shape) -> Translation:
@@ -189,7 +190,7 @@ def only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
         return Translation()
 
     becomes = "; ".join(f"{value}: {why}" for value, why in accepted.items())
-    return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True)
+    return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True, is_list=is_list)
 
 
 def idle(why: str, *, is_switch: bool = False, is_list: bool = False) -> ForeignFlag:

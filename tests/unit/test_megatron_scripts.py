@@ -62,7 +62,7 @@ EXPERTS = words("--num-experts 8 --disable-bias-linear")
             "recompute",
             "selective",
         ),
-        ("--recompute-granularity selective --recompute-modules mlp", "training", "recompute", "full"),
+        ("--recompute-granularity selective --recompute-modules [core_attn mlp]", "training", "recompute", "full"),
         ("--position-embedding-type rope --no-rope-freq 4", "model", "attention_kinds", "fffn"),
         ("--position-embedding-type rope --no-rope-freq ([1]+[0])*2", "model", "attention_kinds", "nfnf"),
         ("--eval-only True", "training", "skip_train", True),

@@ -59,7 +59,11 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--window-size", "7,0", "--window-attn-skip-freq", "[1,1,0]*7 + [1]*2+[0]"],
             ["--window-size", "8", "--attention-pattern", "2*w,f"],
         ),
-        (["--softmax-type", "vanilla", "--rerun-mode", "disabled"], []),
+        (["--softmax-type", "vanilla", "--rerun-mode", "validate_results", "--spec", "local"], []),
+        (
+            ["--megatron-fsdp-main-params-dtype", "fp32", "--megatron-fsdp-grad-comm-dtype", "bf16"],
+            ["--grad-reduce-dtype", "bf16"],
+        ),
     ],
 )
 def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
