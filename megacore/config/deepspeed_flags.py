@@ -97,10 +97,10 @@ def _end(flag: str, text: str, shape: Shape) -> Translation:
         return Translation({"train_iters": steps})
     if given <= steps:
         return Translation(note=f"--train-iters {given} ends the run first")
-    decays = shape.settings.get("lr_decay_style") != "constant"
+    is_decided = "lr_decay_iters" in shape.settings or "--lr-decay-tokens" in shape.others
+    keeps = not is_decided and shape.settings.get("lr_decay_style") != "constant"
     return Translation(
-        {"train_iters": steps},
-        {"lr_decay_iters": given} if decays else {},
+        {"train_iters": steps} | ({"lr_decay_iters": given} if keeps else {}),
         dropped=("train_iters",),
         note=f"it ends the run before --train-iters {given}",
     )
