@@ -36,6 +36,7 @@ _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),
     *("adam_beta2", "weight_decay", "min_lr", "eval_iters"),
 )
+_OF_SCHEDULE = ("--lr", "--min-lr", "--decoupled-", "--weight-decay", "--start-weight-decay", "--end-weight-decay")
 _RESETS = ("reset_position_ids", "reset_attention_mask")
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
@@ -166,6 +167,12 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
     ):
         raise CheckpointError(
             f"{load}: {directory} is at step {manifest.step} already: use --train-iters {manifest.step + 1} or more"
+        )
+    of_schedule = [change for change in changed_settings(config, manifest) if change.startswith(_OF_SCHEDULE)]
+    if config.checkpoint.same_schedule and has_state and loads_state and of_schedule:
+        raise CheckpointError(
+            f"--same-schedule: the schedule of {directory} and of the flags differ (there -> here): "
+            f"{', '.join(of_schedule)}: use the values of the checkpoint, or leave --same-schedule out"
         )
 
 

@@ -416,7 +416,7 @@ def _with_defaults(
         flags = [*flags, *_usual_flags(args, given)]
     if args.is_dry_run or "config" in args.unread:
         return flags
-    named = given.keys() | args.unread | args.of_file
+    named = given.keys() | args.unread | args.of_file | args.foreign
     defaults = [] if named & _DATA_FIELDS else ["--mock-data"]
     defaults += [] if "train_iters" in named else ["--train-iters", "1000"]
     if "--mock-data" in defaults and not named & _SOURCES_OF_VOCABULARY:

@@ -159,11 +159,9 @@ def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type
         kind: of the configuration whose flags the trainer knows.
     """
     known = [*flags, *flags_by_name(kind)]
-    for flag in [word.split("=")[0] for word in args.flags if word.startswith("--")]:
-        near = nearest_name(flag, known)
-        if near in flags and any(
-            said.startswith(f"{flag} is not a flag") for said in read_flags([flag], kind).problems
-        ):
+    refused = (said.partition(" is not a flag") for said in read_flags(args.flags, kind).problems)
+    for flag in [first for first, is_unknown, _ in refused if is_unknown]:
+        if (near := nearest_name(flag, known)) in flags:
             args.problems.append(f"{flag} is not a flag: did you mean {near}?")
             args.misspelled.add(near)
             args.flags = _without(args.flags, flag)
@@ -174,7 +172,7 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
     kept, is_kept = list[str](), True
     for word in words:
         if word.startswith("--"):
-            is_kept = word.split("=")[0] != flag
+            is_kept = dashed(word).partition("=")[0] != flag
         if is_kept:
             kept.append(word)
     return kept

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -44,7 +43,7 @@ from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.search_start import Searched
 from megacore.config.toml import read_toml, save_toml
-from megacore.config.validation import Validation, degrees_product, validate
+from megacore.config.validation import Validation, degrees_product
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed, replace_bytes
 from megacore.remote import is_url
@@ -318,12 +317,6 @@ def _read(
         ).of_start()
         config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
         found = validation.messages()
-        for name, values in flags.contradictions.items():
-            kept = [build({**given, name: value}) for value in values]
-            sizes = [degrees_product(one) if process.follows_degrees else process.world_size for one in kept]
-            found += _wrong_whichever_is_kept(
-                list(zip(kept, sizes, strict=True)), unread - {name}, found, on_cpu=on_cpu
-            )
         problems = problems + found
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
@@ -338,22 +331,11 @@ def _read(
     if not problems and not local_problems:
         notes += kept_although_derived(build_alone, flags, file, path)
         usual = build_alone({**shape_values, **given})
-        notes += flags.translation_notes()
+        notes += flags.notes + flags.translation_notes()
         notes += defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += kept_from_checkpoint(former, config, usual)
     source = None if path is None or file.unread.issuperset(all_fields(kind)) else path
     return _Reading(config, process.world_size, problems, local_problems, notes, source, flags.translated, given, typed)
-
-
-def _wrong_whichever_is_kept(
-    kept: Sequence[tuple[Config, int]], unread: frozenset[str], known: Sequence[str], *, on_cpu: bool | None
-) -> list[str]:
-    """What is wrong with each value of a flag that is given twice, as configurations with their number of processes;
-    nothing where one of them is right."""
-    said = {problem.partition(": ")[0] for problem in known}
-    every = [validate(config, world_size, unread=unread, on_cpu=on_cpu) for config, world_size in kept]
-    found = [[problem for problem in one if problem.partition(": ")[0] not in said] for one in every]
-    return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
 
 
 def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed_values import of_saved_inputs
-from megacore.config.megatron_values import ForeignFlag, Shape, Translation, nearest
+from megacore.config.megatron_values import ForeignFlag, Shape, Translation, nearest, whole_number
+from megacore.config.rampup import BatchSizes
 
 MIB = 1 << 20
 BYTES_OF_GRADIENT = 4
@@ -36,7 +38,7 @@ def _idle(why: str, *, takes_value: bool = False) -> ForeignFlag:
 def _remote_device(flag: str, text: str, shape: Shape) -> Translation:
     if text not in ("none", "cpu"):
         raise ValueError(f"{flag} '{text}': parameters are kept on the devices or in host memory: use none or cpu")
-    return Translation({"offload_params": True} if text == "cpu" else {})
+    return Translation({"offload_params": True}, {"offload_optimizer": True}) if text == "cpu" else Translation()
 
 
 def _ulysses(flag: str, text: str, shape: Shape) -> Translation:
@@ -69,31 +71,39 @@ def _in_steps(name: str, ours: str) -> ForeignFlag:
     """A flag that counts tokens where megacore counts steps."""
 
     def steps(flag: str, text: str, shape: Shape) -> Translation:
-        return Translation({name: max(1, nearest(_steps_of(flag, text, shape)))})
+        batch, samples = _batch_and_samples(flag, text, shape)
+        return Translation({name: max(1, nearest(samples / batch))})
 
     becomes = f"{ours}: its value / (--global-batch-size x --seq-length), rounded to the nearest step"
     return ForeignFlag(becomes, (name,), steps, is_last=True)
 
 
-def _steps_of(flag: str, text: str, shape: Shape) -> float:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 300000000000")
+def _batch_and_samples(flag: str, text: str, shape: Shape) -> tuple[int, Fraction]:
+    """The global batch size, and the samples that have so many tokens."""
+    tokens = whole_number(flag, text)
     if shape.global_batch_size is None:
         raise ValueError(f"{flag} {text} counts tokens: give --global-batch-size too, or count steps")
     length = shape.settings.get("seq_length", DataConfig.seq_length)
-    return int(text) / (shape.global_batch_size * max(length, 1))
+    return shape.global_batch_size, Fraction(tokens, max(length, 1))
 
 
 def _end(flag: str, text: str, shape: Shape) -> Translation:
     """The number of steps after which so many tokens are used; a run ends there or at --train-iters, whichever is
-    first."""
-    steps = max(1, math.ceil(_steps_of(flag, text, shape)))
+    first, and the latter remains the length of the learning rate's schedule."""
+    batch, samples = _batch_and_samples(flag, text, shape)
+    steps = BatchSizes(batch, shape.ramp).steps(math.ceil(samples) - 1) + 1
     given = shape.settings.get("train_iters")
     if given is None:
         return Translation({"train_iters": steps})
-    if given > steps:
-        raise ValueError(f"{flag} {text} ends the run after {steps} steps, before --train-iters {given}: keep one")
-    return Translation()
+    if given <= steps:
+        return Translation(note=f"--train-iters {given} ends the run first")
+    is_decided = "lr_decay_iters" in shape.settings or "--lr-decay-tokens" in shape.others
+    keeps = not is_decided and shape.settings.get("lr_decay_style") != "constant"
+    return Translation(
+        {"train_iters": steps} | ({"lr_decay_iters": given} if keeps else {}),
+        dropped=("train_iters",),
+        note=f"it ends the run before --train-iters {given}",
+    )
 
 
 def _without_pipeline(flag: str, shape: Shape) -> Translation:
@@ -130,9 +140,9 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
         is_last=True,
     ),
     "--train-tokens": ForeignFlag(
-        "--train-iters: its value / (--global-batch-size x --seq-length), rounded up, where steps are not given; "
-        "nothing where those end the run first",
-        ("train_iters",),
+        "--train-iters: its value / (--global-batch-size x --seq-length), rounded up; of it and given steps the "
+        "smaller number, and the given one stays --lr-decay-iters",
+        ("train_iters", "lr_decay_iters"),
         _end,
         is_last=True,
     ),
@@ -146,7 +156,11 @@ DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
         "--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _buckets
     ),
     "--zero-allgather-bucket-size": _idle("--bucket-size-mb holds for both directions", takes_value=True),
-    "--remote-device": ForeignFlag("--offload-params with cpu; nvme is refused", ("offload_params",), _remote_device),
+    "--remote-device": ForeignFlag(
+        "--offload-params with cpu, and --offload-optimizer; nvme is refused",
+        ("offload_params", "offload_optimizer"),
+        _remote_device,
+    ),
     "--use-pin-memory": _idle("what is copied to or from a device is always pinned"),
     "--scattered-embeddings": _idle("the embedding is always divided over --tp ranks"),
     "--split-transformers": _idle("the layers of a stage always exchange gradients one by one"),

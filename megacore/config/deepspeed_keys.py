@@ -22,6 +22,7 @@ from megacore.config.deepspeed_values import (
     checked,
     custom,
     idle,
+    if_true,
     real,
     sets,
     shown,
@@ -32,6 +33,8 @@ from megacore.config.deepspeed_values import (
 )
 from megacore.config.deepspeed_zero import zero_keys
 from megacore.config.megatron_values import Translation
+from megacore.config.messages import number
+from megacore.config.training import TrainingConfig
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
@@ -57,6 +60,8 @@ def _total(value: Value) -> Translation:
 def _accumulation(value: Value) -> Translation:
     steps, replicas = whole(value, low=1), value.shape.replicas
     micro, total = value.shape.micro_batch_size, value.other(TOTAL)
+    if micro is None and total is None and value_at(value.document, _MICRO) == "auto":
+        micro = TrainingConfig.micro_batch_size
     if replicas is None or micro is None:
         if total is None and micro is None:
             raise ValueError(f"{value} needs the size of a microbatch: give {_MICRO}, or --micro-batch-size")
@@ -72,16 +77,20 @@ def _accumulation(value: Value) -> Translation:
 # ---- precision -------------------------------------------------------------------------------------------------------
 
 
-def _enabled(precision: str) -> Callable[[Value], Translation]:
-    def translate(value: Value) -> Translation:
-        return Translation({"precision": precision} if switch(value) else {})
-
-    return translate
-
-
 def _without_fp16(value: Value) -> bool:
     """Whether "auto" leaves the format to the flags, which choose another one than fp16."""
     return value_at(value.document, "fp16.enabled") == "auto" and value.shape.settings.get("precision") != "fp16"
+
+
+def _enabled_fp16(value: Value) -> Translation:
+    """fp16, whose loss scale the file decides, as in DeepSpeed: it is dynamic where the file does not fix it."""
+    if not switch(value):
+        return Translation()
+    scale, given = value_at(value.document, "fp16.loss_scale"), value.shape.settings.get("loss_scale")
+    if given is None or scale not in (None, 0):
+        return Translation({"precision": "fp16"})
+    note = f"its loss scale is dynamic (fp16.loss_scale 0), and --loss-scale {number(given)} has no effect beside it"
+    return Translation({"precision": "fp16"}, dropped=("loss_scale",), note=note)
 
 
 def _loss_scale(value: Value) -> Translation:
@@ -128,6 +137,7 @@ _SEARCH_INSTEAD = (
 _TUNED = "limits of --search are flags of tools/plan.py: --max-micro-batch-size, --max-zero-stage and so on"
 _SAMPLES = "every sample of the data is used alike"
 _REMOVED = "DeepSpeed 0.19 has removed it"
+_FORMER = "a key of an earlier DeepSpeed"
 
 
 def _removed(name: str) -> Key:
@@ -168,17 +178,23 @@ KEYS: Mapping[str, Key] = {
     "zero_force_ds_cpu_optimizer": idle(CHOSEN),
     "disable_python_gc": idle("the interpreter collects garbage by itself"),
     "dataloader_drop_last": idle("samples follow one another from epoch to epoch, and no batch is incomplete"),
+    "cuda_visible_devices": idle(f"{_FORMER}: the launcher chooses the devices"),
+    "fp32_allreduce": idle(f"{_FORMER}: gradients are summed in --grad-reduce-dtype, fp32 where it is not given"),
     "vocabulary_size": idle("--tokenizer or --vocab-size says it"),
     "data_types.grad_accum_dtype": custom("--grad-reduce-dtype: fp32 or bf16", ("grad_reduce_dtype",), _sum_format),
     "data_types.param_dtype": some((None,), "--precision decides", "leave it out, and use fp16 or bf16"),
     "data_types.buffer_dtype": some((None,), "buffers have the format of the parameters", "leave it out"),
     "data_types.keep_in_fp32_modules": some(("auto", []), "all layers have one format", "leave it out"),
-    "bf16.enabled": custom("--precision bf16", ("precision",), _enabled("bf16")),
+    "bf16.enabled": if_true("--precision bf16", precision="bf16"),
     "bf16.immediate_grad_update": idle("gradients are added up as they come"),
     "bf16.check_grad_overflow": idle("a step that is not finite is always skipped"),
     "bf16.bf16_master_weights_and_grads": some((False,), "master weights are fp32", "use data_types for gradients"),
     "bf16.bf16_optimizer_states": some((False,), "moments are fp32", "leave it out"),
-    "fp16.enabled": custom("--precision fp16", ("precision",), _enabled("fp16")),
+    "fp16.enabled": custom(
+        "--precision fp16; the file decides about the loss scale, whatever --loss-scale says",
+        ("precision", "loss_scale"),
+        _enabled_fp16,
+    ),
     "fp16.auto_cast": idle("inputs always have the format of the parameters"),
     "fp16.loss_scale": custom("--loss-scale; nothing with 0, the dynamic scale", ("loss_scale",), _loss_scale),
     "fp16.initial_scale_power": custom(

@@ -187,9 +187,8 @@ def some(accepted: tuple[Any, ...], why: str, instead: str) -> Key:
             raise ValueError(f"{value}: {why}: {instead}")
         return Translation()
 
-    return Key(
-        kind="some", becomes=f"{one_of([shown(one) for one in accepted])}; {why}: {instead}", translate=translate
-    )
+    values = one_of(list(dict.fromkeys(shown(one) for one in accepted)))  # 0 and 0.0 are shown alike
+    return Key(kind="some", becomes=f"{values}; {why}: {instead}", translate=translate)
 
 
 def checked(becomes: str, read: Callable[[Value], object]) -> Key:

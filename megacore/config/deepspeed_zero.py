@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megacore.config.deepspeed_flags import bucket_mib
 from megacore.config.deepspeed_values import (
@@ -37,13 +37,13 @@ def _overlap(value: Value) -> Translation:
     return Translation({"overlap_grad_reduce": given, "overlap_param_gather": given})
 
 
-def _offload(name: str, what: str) -> Callable[[Value], Translation]:
+def _offload(what: str, values: Mapping[str, bool], implied: Mapping[str, bool]) -> Callable[[Value], Translation]:
     def translate(value: Value) -> Translation:
         if value.value == "nvme":
             raise ValueError(f"{value}: {what} kept in host memory, not on disks: use cpu, or more --dp ranks")
         if value.value not in ("none", "cpu"):
             raise ValueError(f"{value} is not known: use none or cpu")
-        return Translation({name: True} if value.value == "cpu" else {})
+        return Translation(values, implied) if value.value == "cpu" else Translation()
 
     return translate
 
@@ -75,15 +75,15 @@ def zero_keys() -> dict[str, Key]:
         ),
         "elastic_checkpoint": idle("every checkpoint is loaded on any layout"),
         "offload_param.device": custom(
-            "--offload-params for cpu; nvme is refused",
-            ("offload_params",),
-            _offload("offload_params", "parameters are"),
+            "--offload-params for cpu, with --offload-optimizer; nvme is refused",
+            ("offload_params", "offload_optimizer"),
+            _offload("parameters are", {"offload_params": True}, {"offload_optimizer": True}),
         ),
         "offload_param.pin_memory": idle("what is copied to or from a device is always pinned"),
         "offload_optimizer.device": custom(
             "--offload-optimizer for cpu; nvme is refused",
             ("offload_optimizer",),
-            _offload("offload_optimizer", "optimizer state is"),
+            _offload("optimizer state is", {"offload_optimizer": True}, {}),
         ),
         "offload_optimizer.pin_memory": idle("what is copied to or from a device is always pinned"),
         "offload_optimizer.ratio": some((1, 1.0), "the whole optimizer state is offloaded", "use 1.0"),
@@ -92,7 +92,9 @@ def zero_keys() -> dict[str, Key]:
         "zenflow": some((None,), "all gradients are used in every step", "leave it out"),
         "sub_group_size": idle("the optimizer updates a bucket at a time"),
         "cpu_offload": if_true("--offload-optimizer", offload_optimizer=True),
-        "cpu_offload_param": if_true("--offload-params", offload_params=True),
+        "cpu_offload_param": if_true(
+            "--offload-params, with --offload-optimizer", offload_params=True, offload_optimizer=True
+        ),
         "cpu_offload_use_pin_memory": idle("what is copied to or from a device is always pinned"),
         "memory_efficient_linear": idle(_BY_LAYER),
         "pipeline_loading_checkpoint": idle("each rank reads its own part of a checkpoint"),

@@ -1,14 +1,15 @@
 """From the words of a command line to values of fields, and every problem with them.
 
-argparse stops at the first word that it cannot read, and takes the last value of a flag that is given twice. Here
-unknown flags, values that belong to no flag, contradictions and unreadable values are all collected, so that one
-message can name them together. Underscores count as dashes, and aliases as the flag itself.
+argparse stops at the first word that it cannot read. Here unknown flags, values that belong to no flag and unreadable
+values are all collected, so that one message can name them together. Of a flag that is given twice the last value
+counts, as in argparse, because scripts end in "$@"; a note says so. Underscores count as dashes, and aliases as the
+flag itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import nearest_ints, parse_float, parse_int
 from megacore.config.schema import Config, sections_of
 
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
 
 
@@ -42,7 +44,7 @@ class Given:
         refused: other trainers' flags that are not accepted, by what to use instead.
         translated: settings of other trainers and the flags that they became, by where they come from.
         idle: settings that change nothing here, by where they come from.
-        contradictions: fields that the source sets twice, with both values.
+        notes: what to tell the user about the source.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class Given:
     refused: dict[str, list[str]] = field(default_factory=dict)
     translated: dict[str, dict[str, str]] = field(default_factory=dict)
     idle: dict[str, list[str]] = field(default_factory=dict)
-    contradictions: dict[str, list[Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def translation_notes(self) -> list[str]:
         """A note with the settings of each other trainer that were translated, and one with those that change
@@ -116,14 +118,14 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
         info = flags.get(word.flag)
         given.names.append(word.flag)
         if (foreign := _foreign_flag(word)) is not None:
-            setting = _foreign(word, foreign)
-            if all(other.source != setting.source for other in given.foreign):
-                given.foreign.append(setting)
+            given.foreign = [other for other in given.foreign if other.source.partition(" ")[0] != word.flag]
+            given.foreign.append(_foreign(word, foreign))
+            _note_repeated(words.get(word.flag), word, given)
+            words[word.flag] = word
         elif info is None:
             _refuse_unknown(word, flags, given)
-        elif info.name in words:
-            _refuse_contradiction(words[info.name], word, info, given)
         else:
+            _note_repeated(words.get(info.name), word, given)
             words[info.name] = word
             _read_value(word, info, given)
     for text, names in given.refused.items():
@@ -190,6 +192,10 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, w
                 given.problems.append(problem)
             given.unread.update(setting.fields)
             continue
+        for name in translation.dropped:
+            given.values.pop(name, None)
+            sources.pop(name, None)
+        given.notes += [f"{setting.where}{source}: {translation.note}"] if translation.note else []
         for name, value in translation.values.items():
             if name in sources and {**values, **given.values}[name] != value:
                 given.problems.append(
@@ -199,8 +205,6 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, w
                 given.unread.add(name)
                 continue
             given.values[name], sources[name] = value, f"{setting.where}{source}"
-        for name in translation.dropped:
-            given.values.pop(name, None)
         implied |= translation.implied
         if setting.is_idle:
             given.idle.setdefault(setting.origin, []).append(source)
@@ -266,6 +270,12 @@ def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:
             given.problems.append(f"'{text}' belongs to no flag: every value follows its flag, as in --train-iters 100")
     if word is not None:
         yield word
+
+
+def _note_repeated(first: _Word | None, last: _Word, given: Given) -> None:
+    if first is not None and (first.values or first.flag) != (last.values or last.flag):
+        one, other = (" ".join([word.flag, *(value or "''" for value in word.values)]) for word in (first, last))
+        given.notes.append(f"{one} is followed by {other}, which counts")
 
 
 def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
@@ -348,6 +358,8 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
     if text := megatron_flags.advice(word.flag):
         if word.flag not in (names := given.refused.setdefault(text, [])):
             names.append(word.flag)
+        instead = (flags[name].name for name in _FLAG.findall(text) if name in flags)
+        given.unread.update(instead)  # what the flag would have set is not missing
         return
     if word.flag in DRY_RUN_FLAGS:
         given.problems.append(f"{word.flag} has no effect without --dry-run: add --dry-run, or leave it out")
@@ -358,26 +370,6 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
         return
     given.problems.append(f"{word.flag} is not a flag: did you mean {near}?")
     given.unread.add(flags[near].name)
-
-
-def _refuse_contradiction(first: _Word, second: _Word, info: FieldInfo, given: Given) -> None:
-    if _meaning(first, info) == _meaning(second, info):
-        return
-    both = " and as ".join(" ".join([w.flag, *(v or "''" for v in w.values)]) for w in (first, second))
-    way_out = "give all of its values after one flag" if info.kind is tuple else "keep one of them"
-    given.values.pop(info.name, None)
-    if info.name not in FILES:
-        with contextlib.suppress(ValueError):  # one that cannot be read is not tried
-            given.contradictions[info.name] = [_value(first, info), _value(second, info)]
-    given.problems.append(f"{info.flag} is given twice, as {both}: {way_out}")
-    given.unread.add(info.name)
-
-
-def _meaning(word: _Word, info: FieldInfo) -> Any:
-    try:
-        return _value(word, info)
-    except ValueError:
-        return (word.flag, *word.values)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

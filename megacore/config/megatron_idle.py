@@ -243,6 +243,7 @@ IDLE_SWITCHES: Mapping[str, str] = by_flag(
     ("--use-checkpoint-args", "without a preset, the checkpoint of --load gives the shape of the model"),
     ("--use-custom-fsdp --use-megatron-fsdp", "--zero-stage sets what is sharded"),
     ("--use-legacy-models --use-mcore-models", "megacore has one implementation of models"),
+    ("--test-mode", "it tests and computes nothing else; --replay-interval repeats steps and compares"),
     ("--use-tp-pp-dp-mapping", "the order of ranks does not change results"),
 )
 """Switches."""

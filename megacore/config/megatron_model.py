@@ -238,6 +238,11 @@ MODEL: Mapping[str, ForeignFlag] = {
         {"vanilla": "attention's softmax has no offset"},
         "attention's softmax has no offset here, so that the model would be another one",
     ),
+    "--spec": only(
+        {"local": "its layers compute what the others of Megatron-LM do"},
+        "leave it out if it names Megatron-LM's default layers; others are not supported",
+        is_list=True,
+    ),
     "--squared-relu": switch("--activation relu2", activation="relu2"),
     "--swiglu": ForeignFlag(
         "--activation swiglu, and --ffn-hidden-size 8/3 of --hidden-size in multiples of 64 where it is not given",
@@ -278,6 +283,10 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = {
 """Names of values in Megatron-LM and Megatron-DeepSpeed, by field."""
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "moe_router_load_balancing_type": {
+        "sinkhorn": "use seq_aux_loss with --moe-aux-loss-coeff, which balances experts otherwise, so that training "
+        "differs",
+    },
     "position_embedding_type": {
         "mrope": "positions of images have several dimensions, and those of text have one: rope is another model",
         "relative": "megacore has no relative positions as in T5",

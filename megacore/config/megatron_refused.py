@@ -91,7 +91,6 @@ REPLACED: Mapping[str, str] = by_flag(
         ),
     ),
     ("--standalone-embedding-stage", "use --pipeline-layout with E alone as the first stage, the embedding"),
-    ("--test-mode", "leave it out; --replay-interval repeats steps and compares"),
     (
         "--tiktoken-special-tokens --tokenizer-special-tokens",
         "leave it out: the file of --tokenizer PATH has them",
@@ -103,10 +102,6 @@ REPLACED: Mapping[str, str] = by_flag(
     (
         "--trust-remote-code",
         "leave it out, and use a --tokenizer with a tokenizer.json: megacore does not run code from model directories",
-    ),
-    (
-        "--use-checkpoint-lr-scheduler --use-checkpoint-opt-param-scheduler",
-        "leave it out, and give the schedule flags of the run: the flags decide",
     ),
     ("--use-layer-wise-distributed-optimizer", "use --zero-stage 1, which shards the state of every optimizer"),
     ("--use-mp-args-from-checkpoint-args", "give --tp and --pp: a checkpoint is loaded on any layout"),
@@ -329,7 +324,6 @@ NOT_YET: Mapping[str, str] = by_flag(
         "--rotary-base-per-layer",
         "without it, all blocks have the same rotary base; --window-rotary-base sets it for blocks with a window",
     ),
-    ("--spec", "leave it out if it names Megatron-LM's default layers; others are not supported"),
     (
         "--step-batch-size-schedule",
         "without it, every step has --global-batch-size; --rampup-batch-size starts with a smaller batch",

@@ -133,6 +133,9 @@ def leave_out_unread(flags: Given, config: Config) -> None:
         if name in _UNREAD_BESIDE:
             state = getattr(config.model, cause)
             _leave_out(flags, name, f"with {flag_and_value(cause, state)}" if state else f"without {flag(cause)}")
+    if config.experts.num_experts is None:
+        for name in ("etp", *field_infos(ExpertsConfig)):
+            _leave_out(flags, name, "a model without experts")
     if config.optimizer.lr_warmup_iters == 0 and config.optimizer.lr_decay_style != "1cycle":
         _leave_out(flags, "lr_warmup_init", "without a warm-up")
 

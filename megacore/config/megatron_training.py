@@ -114,11 +114,13 @@ def _train_samples(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"train_iters": BatchSizes(batch, shape.ramp).steps(samples)})
 
 
-def _in_steps(name: str, ours: str) -> ForeignFlag:
+def _in_steps(name: str, ours: str, *, least: int = 1) -> ForeignFlag:
     """A flag that counts samples where megacore counts steps."""
 
     def steps(flag: str, text: str, shape: Shape) -> Translation:
-        samples, batch = whole_number(flag, text), shape.global_batch_size
+        samples, batch = whole_number(flag, text, least=least), shape.global_batch_size
+        if samples == 0:
+            return Translation(implied={name: 0})
         if batch is None:
             raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}")
         return Translation({name: nearest(Fraction(samples, batch))})
@@ -161,6 +163,7 @@ WITHOUT_FEATURE = {
     "--outer-dp-sharding-strategy": ("no_shard", "use --zero-shard-size, the ranks that one copy is divided over"),
     "--vocab-extra-ids": ("0", "use a --tokenizer that has the further tokens"),
     "--main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
+    "--megatron-fsdp-main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
 }
 """Flags of features that megacore does not have: the value at which each changes nothing, and the way out of others."""
 
@@ -334,7 +337,7 @@ _HEAVY = ("mlp", "moe", "shared_experts")
 
 
 def _modules(flag: str, text: str, shape: Shape) -> Translation:
-    words = text.split()
+    words = text.strip("[]").split()
     if unknown := [word for word in words if word not in (*_LIGHT, *_HEAVY)]:
         raise ValueError(f"{flag} {unknown[0]} has no counterpart: use --recompute selective, or full")
     return Translation(implied={"recompute": "full"} if set(words) & set(_HEAVY) else {})
@@ -417,8 +420,9 @@ TRAINING: Mapping[str, ForeignFlag] = {
             _moment,
         ),
     ),
-    "--main-grads-dtype": ForeignFlag(
-        "--grad-reduce-dtype bf16 of bf16; nothing of fp32", ("grad_reduce_dtype",), _gradients
+    **dict.fromkeys(
+        ("--main-grads-dtype", "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"),
+        ForeignFlag("--grad-reduce-dtype bf16 of bf16; nothing of fp32", ("grad_reduce_dtype",), _gradients),
     ),
     _METHOD_OF_VERSION_2: ForeignFlag(
         "--recompute full, where nothing else is given; block is for those of --recompute-num-layers, the first of "
@@ -448,7 +452,7 @@ TRAINING: Mapping[str, ForeignFlag] = {
         "--zero-stage: no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3", ("zero_stage",), _sharding
     ),
     "--ddp-bucket-size": ForeignFlag("--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _bucket),
-    "--deterministic-mode": switch("--reproducible", reproducible=True),
+    "--deterministic-mode": switch("--deterministic", deterministic=True),
     "--distribute-checkpointed-activations": switch(
         "--distribute-saved-activations", distribute_saved_activations=True
     ),
@@ -487,7 +491,7 @@ TRAINING: Mapping[str, ForeignFlag] = {
             is_last=True,
         ),
     ),
-    "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
+    "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters", least=0),
     "--lr-wsd-decay-samples": _in_steps("lr_wsd_decay_iters", "--lr-wsd-decay-iters"),
     "--moe-expert-parallel-size": ForeignFlag(
         "--ep", ("ep",), lambda flag, text, shape: Translation({"ep": whole_number(flag, text)})
@@ -563,7 +567,11 @@ TRAINING: Mapping[str, ForeignFlag] = {
         is_last=True,
     ),
     "--rerun-mode": only(
-        {"disabled": "no step is repeated"}, "use --replay-interval N, which repeats every Nth step and compares"
+        {
+            "disabled": "no step is repeated",
+            "validate_results": "a step that is not finite is always diagnosed; --replay-interval N compares more",
+        },
+        "use --replay-interval N, which repeats every Nth step and compares",
     ),
     "--sample-rate": only(dict.fromkeys(("1", "1.0"), "all samples are used"), "every sample is used: leave it out"),
     "--save-retain-interval": ForeignFlag(
@@ -572,6 +580,10 @@ TRAINING: Mapping[str, ForeignFlag] = {
     "--torch-fsdp2-no-reshard-after-forward": switch("--zero-stage 2", zero_stage=2),
     "--train-samples": ForeignFlag(
         "--train-iters: the number of steps that its value suffices for", ("train_iters",), _train_samples
+    ),
+    **dict.fromkeys(
+        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        switch("--same-schedule", same_schedule=True),
     ),
     "--use-distributed-optimizer": ForeignFlag(
         "--zero-stage 1, where nothing else is given", ("zero_stage",), _distributed_optimizer, is_switch=True

@@ -26,11 +26,13 @@ class Translation:
         values: what the flag says, by field.
         implied: values that follow from it, by field, where nothing else sets them.
         dropped: fields whose values on the command line mean nothing beside the flag.
+        note: what to tell the user.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,16 @@ def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shap
     return foreign.translate(flag, words[0], shape)
 
 
-def whole_number(flag: str, text: str) -> int:
+def whole_number(flag: str, text: str, *, least: int = 1) -> int:
     """The value of a flag that counts.
 
     Raises:
-        ValueError: it is not a whole number of 1 or more.
+        ValueError: it is not a whole number of `least` or more.
     """
     with contextlib.suppress(ValueError):
-        if (number := parse_int(text)) >= 1:
+        if (number := parse_int(text)) >= least:
             return number
-    raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 2")
+    raise ValueError(f"{flag} '{text}' is not a whole number of {least} or more: use, for example, 2")
 
 
 def is_number(text: str) -> bool:
@@ -173,12 +175,13 @@ def switch(becomes: str, **values: Any) -> ForeignFlag:
     return ForeignFlag(becomes, tuple(values), lambda flag, text, shape: Translation(values), is_switch=True)
 
 
-def only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
+def only(accepted: Mapping[str, str], way_out: str, *, is_list: bool = False) -> ForeignFlag:
     """A flag that changes nothing at some of its values.
 
     Args:
         accepted: those values, each with the reason.
         way_out: what to do with another one.
+        is_list: it takes any number of values.
     """
 
     def check(flag: str, text: str, shape: Shape) -> Translation:
@@ -187,7 +190,7 @@ def only(accepted: Mapping[str, str], way_out: str) -> ForeignFlag:
         return Translation()
 
     becomes = "; ".join(f"{value}: {why}" for value, why in accepted.items())
-    return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True)
+    return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True, is_list=is_list)
 
 
 def idle(why: str, *, is_switch: bool = False, is_list: bool = False) -> ForeignFlag:

@@ -25,7 +25,10 @@ class TrainingConfig(Section):
     """Number of training steps, counted from the start of the run, before any resume."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
     """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
-    CPUs; on cuda only with --reproducible."""
+    CPUs; on cuda only with --deterministic or --reproducible."""
+    deterministic: bool = False
+    """Chooses operators that add in the same order each time: two runs with the same seed and layout are bitwise equal
+    on cuda too. Without effect on CPUs, where they always are. --reproducible includes it."""
     reproducible: bool = False
     """Makes losses and weights bitwise equal for every --tp, --cp, --pp, --dp, --ep, --zero-stage and schedule, with
     the same --micro-batch-size. Slower; a gradient takes 8 bytes during accumulation (docs/explain/numerics.md)."""

@@ -228,14 +228,19 @@ def has_fast_bf16(device: torch.device) -> bool:
     return supports is not None and bool(supports())
 
 
+def compute_deterministically() -> None:
+    """Make every operator give the same bits for the same input; to be called before the accelerator is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may choose another algorithm each time
+    torch.use_deterministic_algorithms(True)
+
+
 def compute_reproducibly() -> None:
-    """Make every operator give the same bits for the same input; to be called before the accelerator is first used.
+    """As `compute_deterministically`, on any layout.
 
     How many threads share an operator's work may show in what it rounds, so there is one, as the ranks of a parallel
     layout have anyway.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may choose another algorithm each time
-    torch.use_deterministic_algorithms(True)
+    compute_deterministically()
     torch.set_num_threads(1)
 
 

@@ -35,6 +35,7 @@ from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import (
     Mesh,
     build_mesh,
+    compute_deterministically,
     compute_reproducibly,
     has_fast_bf16,
     join_job,
@@ -94,6 +95,8 @@ class Job:
             torch.set_num_threads(1)
         if config.training.reproducible:
             compute_reproducibly()
+        elif config.training.deterministic:
+            compute_deterministically()
         begin_watch(config)
         on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
         device, world = join_job(config.parallel)

@@ -48,11 +48,11 @@ class Replay:
     def __init__(self, model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> None:
         self._model, self._mesh, self._interval = model, mesh, config.watch.replay_interval
         training, given = config.training, f"--replay-interval {self._interval}"
-        if mesh.device.type != "cpu" and not training.reproducible:
+        if mesh.device.type != "cpu" and not (training.reproducible or training.deterministic):
             raise ConfigError(
                 [
                     f"{given} compares bits, but operators of {mesh.device.type} may add in another order each time: "
-                    "add --reproducible, or leave --replay-interval out"
+                    "add --deterministic, or leave --replay-interval out"
                 ]
             )
         count = training.global_batch_size // training.micro_batch_size // mesh.batch.size

@@ -164,6 +164,7 @@ linear-value-head-dim lion-beta1 lion-beta2 load load-tag load-teacher local-ran
 log-level-replica log-memory-interval log-path logging-level loss-scale loss-scale-window lr lr-decay-iters
 lr-decay-samples lr-decay-style lr-decay-tokens lr-warmup-fraction lr-warmup-init lr-warmup-iters lr-warmup-samples
 lr-warmup-tokens lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style main-grads-dtype main-params-dtype
+megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype megatron-fsdp-main-params-dtype
 make-vocab-size-divisible-by mamba-head-dim mamba-num-groups mamba-num-heads mamba-state-dim manual-gc-interval
 mask-factor mask-prob mask-type max-position-embeddings max-seqlen-per-dp-cp-rank max-tokens-to-oom
 memory-snapshot-path merge-file mhc-init-gating-factor mhc-recompute-layer-num mhc-sinkhorn-iterations

@@ -13,10 +13,19 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.check import changed_settings
+from megacore.checkpoint.check import changed_settings, check_settings
 from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest, sealed
-from megacore.config import AdamWConfig, Config, DataConfig, ModelConfig, PrecisionConfig, TrainingConfig
+from megacore.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megacore.errors import CheckpointError
 from megacore.optim.update import LossScaler
 
@@ -52,6 +61,19 @@ def test_settings_of_optimizers_are_read_wherever_they_stand(settings: dict[str,
         model=ModelConfig(vocab_size=8), adamw=AdamWConfig(adam_beta2=0.999), training=TrainingConfig(train_iters=1)
     ).resolve(1)
     assert "--adam-beta2 0.95 -> 0.999" in changed_settings(config, manifest)
+
+
+@pytest.mark.parametrize(("min_lr", "given"), [(0.1, True), (0.2, False), (0.2, True)])
+def test_another_schedule_is_refused_where_it_must_be_the_same(min_lr: float, given: bool) -> None:
+    model, optimizer = ModelConfig(vocab_size=8), OptimizerConfig(lr=1.0, min_lr=min_lr)
+    checkpoint = CheckpointConfig(load="run", same_schedule=given)
+    training = TrainingConfig(train_iters=9)
+    config = Config(model=model, optimizer=optimizer, training=training, checkpoint=checkpoint).resolve(1)
+    settings = dataclasses.asdict(config)
+    settings["optimizer"]["min_lr"] = 0.1
+    differs = pytest.raises(CheckpointError, match=r"differ \(there -> here\): --min-lr 0.1 -> 0.2: use the values")
+    with differs if given and min_lr != 0.1 else contextlib.nullcontext():
+        check_settings(config, Path("step_3"), dataclasses.replace(WRITTEN, config=settings))
 
 
 def test_what_follows_from_the_packing_is_no_change() -> None:

@@ -90,5 +90,5 @@ def _reads_its_value(name: str) -> bool:
             "--muon-tp-mode",
             "--rerun-mode",
         ),
-        *("--rope-type", "--softmax-type"),
+        *("--rope-type", "--softmax-type", "--spec"),
     }

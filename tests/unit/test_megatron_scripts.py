@@ -62,10 +62,12 @@ EXPERTS = words("--num-experts 8 --disable-bias-linear")
             "recompute",
             "selective",
         ),
-        ("--recompute-granularity selective --recompute-modules mlp", "training", "recompute", "full"),
+        ("--recompute-granularity selective --recompute-modules [core_attn mlp]", "training", "recompute", "full"),
         ("--position-embedding-type rope --no-rope-freq 4", "model", "attention_kinds", "fffn"),
         ("--position-embedding-type rope --no-rope-freq ([1]+[0])*2", "model", "attention_kinds", "nfnf"),
         ("--eval-only True", "training", "skip_train", True),
+        ("--expert-tensor-parallel-size 1", "parallel", "etp", None),
+        ("--lr-warmup-samples 0 --lr-warmup-fraction 0.1 --global-batch-size 1", "optimizer", "lr_warmup_iters", 10),
     ],
 )
 def test_a_script_has_the_meaning_that_it_has_there(given: str, section: str, name: str, value: Any) -> None:
@@ -120,6 +122,10 @@ def test_a_script_for_bert_has_the_activation_of_megatron() -> None:
             "--num-experts 8 --disable-bias-linear --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
             "--micro-batch-size 2",
             "use --micro-batch-size 1, or --moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
+        ),
+        (
+            "--num-experts 8 --disable-bias-linear --moe-router-load-balancing-type sinkhorn",
+            "balances experts otherwise, so that training differs",
         ),
         ("--glu-activation reglu", "use geglu or swiglu, or --activation"),
         ("--cp-comm-type p2p mail", "--cp-comm-type p2p mail has no counterpart"),

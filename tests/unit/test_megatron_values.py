@@ -59,7 +59,11 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--window-size", "7,0", "--window-attn-skip-freq", "[1,1,0]*7 + [1]*2+[0]"],
             ["--window-size", "8", "--attention-pattern", "2*w,f"],
         ),
-        (["--softmax-type", "vanilla", "--rerun-mode", "disabled"], []),
+        (["--softmax-type", "vanilla", "--rerun-mode", "validate_results", "--spec", "local"], []),
+        (
+            ["--megatron-fsdp-main-params-dtype", "fp32", "--megatron-fsdp-grad-comm-dtype", "bf16"],
+            ["--grad-reduce-dtype", "bf16"],
+        ),
     ],
 )
 def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
@@ -123,7 +127,9 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
         (["--grad-reduce-in-bf16"], ["--grad-reduce-dtype", "bf16"]),
         (["--use-distributed-optimizer"], ["--zero-stage", "1"]),
         (["--optimizer-cpu-offload"], ["--offload-optimizer"]),
-        (["--deterministic-mode"], ["--reproducible"]),
+        (["--deterministic-mode"], ["--deterministic"]),
+        (["--use-checkpoint-opt_param-scheduler"], ["--same-schedule"]),
+        (["--test-mode", "--lr-warmup-samples", "0", "--global-batch-size", "4"], ["--global-batch-size", "4"]),
         (["--checkpoint-activations"], ["--recompute", "full"]),
         (["--recompute-activations"], ["--recompute", "selective"]),
         (

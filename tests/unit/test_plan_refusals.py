@@ -419,8 +419,6 @@ def test_empty_values_are_refused_together(capsys: pytest.CaptureFixture[str]) -
     said = refused(capsys, words)
     assert "3 problems" in said and "--schedule is empty: use auto, 1f1b, " in said
     assert "1 problem\n  - --calibrate is empty: " in refused(capsys, ["--calibrate", ""])
-    twice = refused(capsys, ["pretrain_gpt.py", "--cluster", "h100", "--preset", "gpt2-small", "--preset="])
-    assert "and as --preset '': keep one of them" in twice
 
 
 def test_a_directory_is_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

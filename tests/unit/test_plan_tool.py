@@ -60,6 +60,7 @@ def test_ranges_of_parts_that_do_not_add_up_are_explained(
         ("", None),
         ("--optimizer lion --offload-activations", "--optimizer lion --offload-activations"),
         ("--dp 2 --zero-stage 1 --offload-optimizer", "--offload-optimizer"),
+        ("--train-samples 64000 --lr-warmup-samples 0", None),
         ("--grad-reduce-dtype bf16 --window-size 256 --lr 1e-4", "--window-size 256 --grad-reduce-dtype bf16"),
         ("--pp 2 --pipeline-layout E,6*t|6*t,H", "--pipeline-layout E,6*t|6*t,H"),
     ],
