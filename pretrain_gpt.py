@@ -26,6 +26,7 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory, computes_on_cpu
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
+from megacore.verify.rehearse import is_rehearsal, rehearse
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
         program: what each rank does instead of `train`, for a program of one's own (docs/extend/extending.md).
         prog: the name of the program, for messages.
     """
+    if is_rehearsal(argv):
+        return rehearse(argv, "pretrain_gpt.py")
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = parse_config(

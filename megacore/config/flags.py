@@ -17,7 +17,7 @@ from typing import Any
 from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
-from megacore.config.dry_run_flags import DRY_RUN_FLAGS
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
 from megacore.config.megatron_flags import FOREIGN
 from megacore.config.megatron_model import ELSEWHERE, LISTS, NOTATIONS, SYNONYMS
@@ -348,6 +348,9 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
     if text := megatron_flags.advice(word.flag):
         if word.flag not in (names := given.refused.setdefault(text, [])):
             names.append(word.flag)
+        return
+    if word.flag == REHEARSE:
+        given.problems.append(f"{REHEARSE} starts a run, and nothing is started here: leave it out")
         return
     if word.flag in DRY_RUN_FLAGS:
         given.problems.append(f"{word.flag} has no effect without --dry-run: add --dry-run, or leave it out")
