@@ -10,6 +10,7 @@ import pytest
 from megacore.config import megatron_flags, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.megatron_flags import FOREIGN
 from megacore.config.megatron_model import LISTS
 from tools import flag_reference
