@@ -23,6 +23,7 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory, computes_on_cpu
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
+from megacore.verify.rehearse import is_rehearsal, rehearse
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
+    if is_rehearsal(argv):
+        return rehearse(argv, "pretrain_bert.py")
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_bert.py")
     config = parse_config(

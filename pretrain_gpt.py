@@ -21,6 +21,7 @@ from megacore.commands.pretrain_gpt import read_config, train
 from megacore.config import ResolvedConfig
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
+from megacore.verify.rehearse import is_rehearsal, rehearse
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
         program: what each rank does instead of `train`, for a program of one's own (docs/extend/extending.md).
         prog: the name of the program, for messages.
     """
+    if is_rehearsal(argv):
+        return rehearse(argv, "pretrain_gpt.py")
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = read_config(argv, prog=prog)

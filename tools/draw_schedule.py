@@ -142,14 +142,14 @@ def _planned(args: argparse.Namespace) -> Panel:
         title = TITLES[args.schedule]
     costs = _per_stage(args.costs or _RankTimes(), args.transfer or 0.0, schedule)
     timeline = simulate(schedule, costs)
-    bubble = f"bubble {timeline.bubble:.1%} of the ideal time"
+    bubble = f"bubble {timeline.idle_share:.1%} of the ranks' time"
     form = closed_form(schedule, costs) if args.schedule is not None else None
     if form is not None:
-        exact = math.isclose(timeline.bubble, form.value, abs_tol=1e-9)
+        exact = math.isclose(timeline.idle_share, form.value, abs_tol=1e-9)
         bubble += f" = {form.formula}" if exact else f" ({form.formula} without transfers: {form.value:.1%})"
     return Panel(
         title=f"{title}: {describe_counts(schedule)}",
-        bubble=f"{bubble}; {timeline.idle_share:.1%} of the ranks' time",
+        bubble=bubble,
         timeline=timeline,
         virtual_stages=schedule.virtual_stages,
     )

@@ -32,7 +32,7 @@ BEGIN = "<!-- tools: begin (written by tools/tool_reference.py) -->"
 END = "<!-- tools: end -->"
 PARTS = {
     "Data": ("train_tokenizer", "preprocess_data", "merge_datasets"),
-    "Before a run": ("plan", "verify", "draw_schedule", "draw_lr"),
+    "Before a run": ("rehearse", "plan", "verify", "draw_schedule", "draw_lr"),
     "After a run": ("generate", "fill_mask", "perplexity", "inspect_checkpoint", "convert_checkpoint", "report"),
     "Of developers": ("where", "roofline", "mup_check", "flag_reference", "tool_reference"),
 }

@@ -82,6 +82,7 @@ def parse_config(
     vocabulary: Callable[[Config], int] | None = None,
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
+    files_elsewhere: bool = False,
     world_size: int | None = None,
     searched: Searched | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
@@ -105,6 +106,7 @@ def parse_config(
             even if `vocabulary` or another check fails, so that all problems are reported together; the vocabulary is
             then `UNKNOWN_VOCAB_SIZE`.
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
+        files_elsewhere: input files that this machine lacks are no problem.
         world_size: of a planned run, the number of its processes, where it is given.
         searched: what a search chooses that begins from the run: flags that need other values of that than the run
             has are not refused, and the run gets these values.
@@ -130,6 +132,7 @@ def parse_config(
         shape,
         continued,
         is_planned=planned,
+        files_elsewhere=files_elsewhere,
         searched=searched,
         computes_on_cpu=computes_on_cpu,
     )
@@ -263,6 +266,7 @@ def _read(
     continued: Shape | None = None,
     *,
     is_planned: bool = False,
+    files_elsewhere: bool = False,
     searched: Searched | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
 ) -> _Reading[C]:
@@ -319,7 +323,7 @@ def _read(
         found = validation.messages()
         problems = problems + found
     # The first rank of a machine looks at its disk for all of them.
-    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
+    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
     meeting = _unknown_address(process)
     local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
     notes += overridden_preset(kind, flags, file, path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+REHEARSE = "--rehearse"
+
 
 class DryRunFlag(NamedTuple):
     """A flag that is no setting of a run: it asks for a dry run, or describes the job of one.
@@ -32,6 +34,12 @@ DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
         "NAME",
         "Cluster that --dry-run plans for: its name, or a FILE.toml (docs/guides/planner.md). Default: laptop; h100 "
         "with --dry-run=full.",
+    ),
+    REHEARSE: DryRunFlag(
+        "[=N]",
+        "Cuts the run to at most N processes of this machine and takes a few steps of it: the same features with small "
+        "sizes, and mock data where the data is not here. The variable MEGACORE_REHEARSE=N does the same, and "
+        "tools/rehearse.py for whole scripts (docs/guides/coming-from-megatron.md). Default: off; N = 8.",
     ),
 }
 """The flags that `megacore.commands.plan` reads, which are fields of no section; it shows these texts too."""

@@ -18,7 +18,7 @@ from typing import Any
 from megacore.config import megatron_flags
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
-from megacore.config.dry_run_flags import DRY_RUN_FLAGS
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
 from megacore.config.megatron_flags import FOREIGN
 from megacore.config.megatron_model import ELSEWHERE, LISTS, NOTATIONS, SYNONYMS
@@ -360,6 +360,9 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
             names.append(word.flag)
         instead = (flags[name].name for name in _FLAG.findall(text) if name in flags)
         given.unread.update(instead)  # what the flag would have set is not missing
+        return
+    if word.flag == REHEARSE:
+        given.problems.append(f"{REHEARSE} starts a run, and nothing is started here: leave it out")
         return
     if word.flag in DRY_RUN_FLAGS:
         given.problems.append(f"{word.flag} has no effect without --dry-run: add --dry-run, or leave it out")

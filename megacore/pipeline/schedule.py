@@ -3,7 +3,7 @@
 Nothing here touches a tensor. These functions write the lists, `validation.py` proves them, the simulator
 (megacore/plan/simulator.py) times them, and `runtime.py` executes them.
 
-| schedule | source | bubble, of the ideal time | in flight |
+| schedule | source | waiting, by computing time | in flight |
 |---|---|---|---|
 | gpipe | Huang et al. 2019, arXiv 1811.06965 | (p - 1) / m | m |
 | 1f1b | Narayanan et al. 2021, arXiv 2104.04473, section 2.2 | (p - 1) / m | p - r |
@@ -13,7 +13,7 @@ Nothing here touches a tensor. These functions write the lists, `validation.py` 
 p ranks, m microbatches, v stages per rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. In
 flight are the microbatches between a forward and its input gradient. What weight gradients need is kept until they are
 computed: with zero-bubble for up to p microbatches on every rank, with the others for those in flight. The last two
-bubbles hold from m = p on; with fewer microbatches they are larger, by as much as the simulator tells.
+shares hold from m = p on; with fewer microbatches they are larger, by as much as the simulator tells.
 
 A schedule orders computations; `with_transfers` adds the sends and receives, the same way for all. Every transfer is
 one event in a global order that is consistent with the order of computations, and each rank's list is the part of that

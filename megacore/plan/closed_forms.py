@@ -13,7 +13,7 @@ from megacore.plan.simulator import Costs
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A formula for the time beyond that of a rank's computations, as a share of it, and its value."""
+    """A formula for the share of the ranks' time in which they do not compute, and its value."""
 
     formula: str
     value: float
@@ -32,9 +32,10 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
     p, m, v = schedule.ranks, schedule.microbatches, schedule.virtual_stages
     f, b, w = costs.forward[0], costs.input_grad[0], costs.weight_grad[0]
     if schedule.name in ("1f1b", "gpipe"):
-        return ClosedForm("(p − 1) / m", (p - 1) / m)
+        return ClosedForm("(p − 1) / (m + p − 1)", (p - 1) / (m + p - 1))
     if schedule.name == "interleaved" and m >= p:
-        return ClosedForm("(p − 1) / (v m)", (p - 1) / (v * m))
+        return ClosedForm("(p − 1) / (v m + p − 1)", (p - 1) / (v * m + p - 1))
     if schedule.name == "zero-bubble" and m >= p and w <= min(f, b):
-        return ClosedForm("(p − 1)(f + b − w) / (m (f + b + w))", (p - 1) * (f + b - w) / (m * (f + b + w)))
+        waits, works = (p - 1) * (f + b - w), m * (f + b + w)
+        return ClosedForm("(p − 1)(f + b − w) / (m (f + b + w) + (p − 1)(f + b − w))", waits / (works + waits))
     return None

@@ -100,13 +100,8 @@ class Timeline:
         return [sum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
-    def bubble(self) -> float:
-        """Time beyond that of the busiest rank's computations, as a share of it: (p - 1) / m for uniform 1F1B."""
-        return self.end / max(self.busy) - 1.0 if self.end else 0.0
-
-    @property
     def idle_share(self) -> float:
-        """Share of the ranks' total time in which they do not compute: (p - 1) / (m + p - 1) for uniform 1F1B."""
+        """The bubble: share of the ranks' time in which they do not compute, (p - 1) / (m + p - 1) for uniform 1F1B."""
         return 1.0 - sum(self.busy) / (len(self.spans) * self.end) if self.end else 0.0
 
 

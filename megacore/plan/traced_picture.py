@@ -27,11 +27,10 @@ def traced_panels(path: Path, step: int | None = None) -> list[Panel]:
     schedule = measured.schedule
 
     def panel(what: str, timeline: Timeline, note: str = "") -> Panel:
-        shares = f"bubble {timeline.bubble:.1%} of the ideal time; {timeline.idle_share:.1%} of the ranks' time"
         title = TITLES.get(schedule.name, schedule.name)
         return Panel(
             title=f"{what}: {title}, {describe_counts(schedule)}, {timeline.end:.4g} ms",
-            bubble=shares + note,
+            bubble=f"bubble {timeline.idle_share:.1%} of the ranks' time{note}",
             timeline=timeline,
             virtual_stages=schedule.virtual_stages,
         )

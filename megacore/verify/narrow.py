@@ -89,8 +89,12 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         "data": replace(
             config.data.without_fill_in(),
             data_path=(),
+            train_data_path=(),
+            valid_data_path=(),
+            valid_sets=(),
             mock_data=True,
             tokenizer=None,
+            merge_file=None,
             eod_mask_loss=False,
             num_workers=0,
             seq_length=seq_length,

@@ -1,37 +1,31 @@
-"""Launch scripts of Megatron-LM and its descendants, unedited: parsed and planned here; two steps in the slow set."""
+"""Launch scripts of Megatron-LM and its descendants, unedited: parsed, planned and rehearsed."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megacore.commands.plan import dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
+from megacore.verify.rehearse import cut
 from tests.e2e import rehearsal
+from tests.patience import patience
 from tests.unit import data_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in rehearsal.SCRIPTS.glob("*.sh"))
 Start = Callable[[str], rehearsal.Launch]
-
-
-DEGREES = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-)
 
 
 @pytest.fixture(scope="module")
@@ -102,31 +96,54 @@ def test_a_small_script_has_a_plan(script: str, start: Start, capsys: pytest.Cap
     assert "parameters" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_small_script_trains(script: str, start: Start, tmp_path: Path) -> None:
-    """Two steps on CPUs, with each degree 2 where the script's is larger, and one block a stage."""
+def test_a_rehearsed_script_is_small_and_keeps_its_features(script: str, start: Start) -> None:
     launch = start(script)
-    given = dict(pairwise(launch.flags))
-    degrees = {flag: "2" for flag in DEGREES if int(given.get(flag, "1")) > 1}
-    processes = 2 ** len(degrees)
-    if any(flag.replace("_", "-") == "--deepspeed-config" for flag in launch.flags):
-        processes = launch.processes  # the file's batch size holds for these
-    batch = 2 * int(given["--global-batch-size"])
-    samples = {"--train-samples": str(batch), "--lr-decay-samples": str(batch), "--lr-warmup-samples": str(batch // 2)}
-    few = {"--num-layers": "4", "--eval-iters": "1", "--log-interval": "1"}
-    if "--rampup-batch-size" in given:
-        samples["--train-samples"] = str(2 * int(given["--rampup-batch-size"].replace("_", "")))
-    flags = launch.shrunk({**degrees, **few, **samples})
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    before = parsed(launch, launch.flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(launch.processes))
+        after = cut(launch.flags, launch.program, 8).cut
+    assert after.parallel.ranks <= 8 and after.training.train_iters <= 4
+    assert after.model.hidden_size <= 64 and after.model.num_layers <= 8
+    for name in ("schedule", "zero_stage", "optimizer", "precision", "recompute", "activation", "moe_router_topk"):
+        assert after.value(name) == before.value(name), name
+    for name in ("tp", "pp", "ep"):
+        assert (after.value(name) > 1) == (before.value(name) > 1), name
+
+
+@pytest.mark.parametrize("script", ["gpt3_175b.sh", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS)])
+def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: str, tmp_path: Path) -> None:
+    absent = [f"/nowhere/{name}" for name in ("save", "board", "vocab.json", "merges", "data", "tokenizer", "v", "d")]
     done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={max(processes, 2)}", launch.program, *flags],
+        [sys.executable, "tools/rehearse.py", "--processes", "4", "bash", str(rehearsal.SCRIPTS / script), *absent],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
+    assert "not on this machine: " in done.stdout and "step 4/4" in done.stdout
+    assert re.search(r"rehearsed: pretrain_\w+\.py accepts the whole command line on \d+ processes", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "variable, flags, said",
+    [
+        ("x", "", "'x' is not a whole number: use 1 or more"),
+        ("8", "--tp 2 --nun-layers 2", "--nun-layers is not a flag: did you mean --num-layers?"),
+        (
+            "8",
+            "--mock-data --vocab-size 64 --train-iters 9 --init-from-hf /nowhere",
+            "--init-from-hf /nowhere is not a",
+        ),
+        ("", "--rehearse --dry-run", "--rehearse runs and --dry-run plans: leave one of them out"),
+        ("", "--rehearse=0", "0 must be at least 1: use 1 or more"),
+    ],
+)
+def test_a_rehearsal_that_cannot_be_is_refused(
+    variable: str, flags: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGACORE_REHEARSE", variable)
+    assert pretrain_gpt.main(flags.split()) == 2
+    assert said in capfd.readouterr().err

@@ -1,0 +1,343 @@
+"""`--rehearse`: a command line of many processes, cut to this machine and run: same features, small sizes, few steps.
+
+The whole command line is checked first, for the number of processes that its launcher or its degrees name. Then the
+largest layout with the same kinds of parallelism that fits into the processes of this machine is chosen, the model is
+narrowed for it (narrow.py), and a launcher of its own starts it. Under another launcher, rank 0 does so and the other
+ranks end at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megacore.checkpoint.check import settings_to_continue
+from megacore.commands.plan import is_dry_run
+from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.config import Config, ResolvedConfig
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config
+from megacore.config.dimensions import ranks_of_role
+from megacore.config.dry_run_flags import REHEARSE
+from megacore.config.fields import flag, flag_and_value
+from megacore.config.flags import all_fields
+from megacore.config.messages import counted
+from megacore.config.missing_files import missing_files
+from megacore.config.optimizer import ResolvedOptimizer
+from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
+from megacore.config.precision import ResolvedPrecision
+from megacore.config.rampup import Ramp, RampupConfig
+from megacore.config.starting import StartConfig
+from megacore.config.toml import save_toml
+from megacore.config.validation import violations
+from megacore.convert.start import shape_from_hf
+from megacore.data.gpt.build import vocabulary_size
+from megacore.errors import ConfigError, UserError
+from megacore.plan.fit import computes_on_cpu
+from megacore.verify.narrow import narrow
+
+VARIABLE = "MEGACORE_REHEARSE"
+PROCESSES = 8
+"""At most, where no number is given."""
+_STEPS = 4
+_INTERVAL = 2  # steps between evaluations, and between checkpoints
+_LOSS_SCALE = 1024.0
+_GPT2_VOCABULARY = 50257
+_WIDTH = 110
+_DEGREES = ("pp", "tp", "dp", "cp", "ep")  # where processes do not suffice for all, the first are kept
+_INPUTS = ("--data-path", "--valid-sets", "--tokenizer", "--merge-file")
+_SIZES = (
+    *(*_DEGREES, "etp", "virtual_stages", "zero_shard_size", "num_layers", "hidden_size", "ffn_hidden_size"),
+    *("num_attention_heads", "num_query_groups", "num_experts", "moe_router_topk", "vocab_size", "seq_length"),
+    *("micro_batch_size", "global_batch_size", "train_iters"),
+)
+_FEATURES = (
+    *("schedule", "zero_stage", "sequence_parallel", "offload_optimizer", "recompute", "optimizer", "precision"),
+    *("attention", "normalization", "activation", "position_embedding_type", "lr_decay_style"),
+)
+_DROPPED = (
+    *("pipeline_layout", "schedule_csv", "load", "init_from_hf", "pretrained_checkpoint", "fim_rate", "eod_mask_loss"),
+    *("mup_base_width", "tensorboard_dir", "wandb_project", "whole_word_masking", "compile"),
+)
+"""Settings that a cut run may be without, which the conclusion then names."""
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", VARIABLE)
+"""What the variables of a launcher begin with: the cut run has a launcher of its own."""
+
+
+def is_rehearsal(argv: Sequence[str]) -> bool:
+    """Whether `--rehearse` is among the flags of an entry point, or its variable is set and no plan is asked for."""
+    is_flag = any(word.split("=")[0] == REHEARSE for word in argv)
+    return is_flag or (bool(os.environ.get(VARIABLE)) and not is_dry_run(argv))
+
+
+def rehearse(argv: Sequence[str], entry: str) -> int:
+    """Cut the run and start it; the exit status: that of the cut run, or 2 where the command line is refused.
+
+    Args:
+        argv: the words of the command line.
+        entry: the name of the entry point.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    own, words = ([word for word in argv if (word.split("=")[0] == REHEARSE) == is_own] for is_own in (True, False))
+    parser = ToolParser(prog=f"{entry} {REHEARSE}" if own else VARIABLE, add_help=False)
+    parser.add_argument(REHEARSE, nargs="?", type=positive, const=PROCESSES)
+    status = 0
+
+    def run(given: argparse.Namespace) -> None:
+        nonlocal status
+        if is_dry_run(words):
+            raise UserError(f"{REHEARSE} runs and --dry-run plans: leave one of them out")
+        status = _run(cut(words, entry, given.rehearse), entry)
+
+    return run_tool(parser, own or [f"{REHEARSE}={os.environ[VARIABLE]}"], run) or status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A run that is cut to this machine.
+
+    Attributes:
+        full: the run as it is given, resolved.
+        cut: the run that is started, resolved.
+        lacking: what is wrong with the files that this machine lacks.
+        left_out: what of the run the cut one cannot have.
+    """
+
+    full: ResolvedConfig
+    cut: ResolvedConfig
+    lacking: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
+    """A run cut to this machine.
+
+    Args:
+        words: of its command line.
+        entry: the name of its entry point.
+        most: processes.
+
+    Raises:
+        ConfigError: a file that the shape of the model or the schedule is in is missing.
+        UserError: no layout of so few processes has all other features.
+    """
+    processes = os.environ.get("WORLD_SIZE")
+    is_bert = entry == "pretrain_bert.py"
+    full: ResolvedConfig = parse_config(
+        words,
+        prog=entry,
+        description="",
+        kind=BertConfig if is_bert else Config,
+        shape=None if is_bert else shape_from_hf,
+        continued=settings_to_continue,
+        vocabulary=_vocabulary,
+        planned=True,
+        files_elsewhere=True,
+        world_size=int(processes) if processes else None,
+    )
+    lacking = tuple(problem for problem in missing_files(full) if not problem.startswith("--output-dir"))
+    if needed := [problem for problem in lacking if problem.startswith(("--init-from-hf", "--schedule-csv"))]:
+        raise ConfigError(needed)
+    problems: list[str] = []
+    for parallel in _layouts(full.parallel, most):
+        small = _small(full, parallel, lacking)
+        without_ramp = replace(small, rampup=RampupConfig())
+        for candidate, lost in ((small, ()), (without_ramp, ("--rampup-batch-size",))):
+            if not (found := violations(candidate, parallel.ranks)):
+                left_out = (*_left_out(full, candidate), *lost)
+                return Rehearsal(full=full, cut=candidate, lacking=lacking, left_out=left_out)
+            problems = problems or found
+    raise UserError(
+        f"no cut of this run to at most {counted(most, 'process', 'processes')} is valid: {problems[0]}; "
+        f"allow more, as in {VARIABLE}={2 * most}"
+    )
+
+
+def _vocabulary(config: Config) -> int:
+    """The size of the vocabulary; without a tokenizer's file, that of GPT-2."""
+    try:
+        return vocabulary_size(config)
+    except UserError:
+        return _GPT2_VOCABULARY
+
+
+def _layouts(parallel: ResolvedParallel, most: int) -> Iterator[ResolvedParallel]:
+    """Layouts of at most so many ranks, those with the most kinds of parallelism first, and of these the smallest."""
+    degrees = {name: getattr(parallel, name) for name in _DEGREES}
+    first = ("dp", *_DEGREES) if parallel.zero_stage else _DEGREES
+    options = [sorted({1, min(degree, 2), min(degree, 4)}) for degree in degrees.values()]
+    found = []
+    for chosen in itertools.product(*options):
+        cut = dict(zip(degrees, chosen, strict=True))
+        ranks = math.prod(cut[name] for name in _DEGREES if name != "ep")
+        lost = [degrees[name] > 1 and cut[name] == 1 for name in first]
+        if ranks <= most:
+            found.append((sum(lost), lost, ranks, max(chosen), chosen, cut))
+    for *_, cut in sorted(found, key=lambda one: one[:-1]):
+        yield _layout(parallel, cut)
+
+
+def _layout(parallel: ResolvedParallel, degrees: Mapping[str, int]) -> ResolvedParallel:
+    """The section with other degrees, without what has no meaning for them."""
+    pp, tp = degrees["pp"], degrees["tp"]
+    virtual = min(parallel.virtual_stages, 2) if pp > 1 else 1
+    same_stages = pp * virtual == parallel.pp * parallel.virtual_stages
+    changes: dict[str, Any] = dict(degrees)
+    changes |= {} if same_stages else {"pipeline_layout": None, "schedule_csv": None}
+    if pp == 1 and parallel.schedule == "interleaved":
+        changes["schedule"] = AUTO_SCHEDULE
+    if degrees["cp"] == 1:
+        changes["cp_comm"] = "auto"
+    if tp == 1 and parallel.sequence_parallel:
+        changes["sequence_parallel"] = False
+    return replace(
+        parallel,
+        **changes,
+        etp=None if parallel.etp in (None, parallel.tp) else min(parallel.etp, tp),
+        virtual_stages=virtual,
+        zero_shard_size=None if parallel.zero_shard_size is None else 2,
+    )
+
+
+def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[str]) -> ResolvedConfig:
+    """The run on a layout, with small sizes and few steps. What is no size, degree or duration stays as it is."""
+    small = narrow(replace(full, parallel=parallel)).config
+    training, optimizer, checkpoint, logging = full.training, full.optimizer, full.checkpoint, full.logging
+    unit = small.training.micro_batch_size * ranks_of_role("batch", parallel)
+    if parallel.schedule == "interleaved":
+        unit *= parallel.pp
+    batch = small.training.global_batch_size
+    ramp = Ramp(unit, unit, 2 * unit).words if full.rampup.rampup_batch_size else ()
+    data, vocabulary = small.data, small.model.vocab_size
+    if not any(problem.startswith(_INPUTS) for problem in lacking) and not full.data.mock_data:
+        data, vocabulary = replace(full.data, seq_length=data.seq_length), full.model.vocab_size
+    evaluates = training.eval_interval > 0 and full.eval_iters > 0
+    return replace(
+        small,
+        model=replace(small.model, vocab_size=vocabulary, init_method_std=full.model.init_method_std),
+        parallel=replace(small.parallel, device=_device(parallel), bucket_size_mb=parallel.bucket_size_mb),
+        precision=_precision(full.precision),
+        data=data,
+        optimizer=_few_steps(optimizer),
+        training=replace(
+            small.training,
+            global_batch_size=2 * unit if ramp else batch,
+            train_iters=_STEPS,
+            eval_interval=_INTERVAL if evaluates else 0,
+            eval_iters=int(evaluates),
+            kernels=training.kernels,
+        ),
+        rampup=RampupConfig(rampup_batch_size=ramp),
+        checkpoint=replace(
+            checkpoint,
+            load=None,
+            save=None,
+            init_from_hf=None,
+            save_interval=checkpoint.save_interval and _INTERVAL,
+            exit_interval=None,
+            exit_duration_minutes=None,
+        ),
+        start=StartConfig(),
+        logging=replace(logging, log_interval=1, tensorboard_dir=None, wandb_project=None, profile_steps=None),
+        watch=replace(
+            full.watch,
+            check_replicas_interval=min(full.watch.check_replicas_interval, _STEPS),
+            replay_interval=min(full.watch.replay_interval, _STEPS),
+        ),
+        spikes=full.spikes,
+        average=full.average,
+    )
+
+
+def _device(parallel: ResolvedParallel) -> str:
+    """The device, or the CPU where this machine has too few of it."""
+    if computes_on_cpu(parallel.device):
+        return "cpu"
+    import torch
+
+    return parallel.device if torch.accelerator.device_count() >= parallel.ranks else "cpu"
+
+
+def _precision(precision: ResolvedPrecision) -> ResolvedPrecision:
+    """The same, with a loss scale that does not skip all of the few steps."""
+    scale = precision.initial_loss_scale
+    return precision if scale is None else replace(precision, initial_loss_scale=min(scale, _LOSS_SCALE))
+
+
+def _few_steps(optimizer: ResolvedOptimizer) -> ResolvedOptimizer:
+    """The same schedules in few steps."""
+    most = {"lr_decay_iters": _STEPS, "lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "lr_restart_iters": 2}
+    values = {name: getattr(optimizer, name) for name in most}
+    return replace(optimizer, **{name: min(values[name], few) for name, few in most.items() if values[name]})
+
+
+def _left_out(full: ResolvedConfig, cut: ResolvedConfig) -> Iterator[str]:
+    """What of the run the cut one does not have."""
+    for name in (*_DEGREES, "virtual_stages"):
+        if (degree := getattr(full.parallel, name)) > 1 and getattr(cut.parallel, name) == 1:
+            yield flag_and_value(name, degree)
+    for name in (name for name in _DROPPED if name in all_fields(type(full))):
+        if full.value(name) and not cut.value(name):
+            yield flag_and_value(name, full.value(name))
+
+
+# ---- running and saying ----------------------------------------------------------------------------------------------
+
+
+def _run(rehearsal: Rehearsal, entry: str) -> int:
+    """Start the cut run in a folder of its own, which goes with it; returns its exit status."""
+    cut = rehearsal.cut
+    print("\n".join(_table(rehearsal)), flush=True)
+    ranks = cut.parallel.ranks
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        save_toml(replace(cut, training=replace(cut.training, output_dir=f"{folder}/run")), f"{folder}/cut.toml")
+        command = [sys.executable, *launcher, sys.argv[0], "--config", f"{folder}/cut.toml"]
+        status = subprocess.run(command, env=environment, check=False).returncode
+    said = _conclusion(rehearsal, entry) if status == 0 else f"rehearsal: the cut run ended with status {status}"
+    print(textwrap.fill(said, _WIDTH, break_on_hyphens=False), flush=True)
+    return status
+
+
+def _table(rehearsal: Rehearsal) -> Iterator[str]:
+    """What is cut, what is kept, and what is missing here."""
+    full, cut = rehearsal.full, rehearsal.cut
+    yield "rehearsal: yours -> rehearsed"
+    rows = [("processes", str(full.parallel.ranks), str(cut.parallel.ranks))]
+    for name in _SIZES:
+        if (before := full.value(name)) != (after := cut.value(name)):
+            rows.append((flag(name), str(before), "left out" if after is None else str(after)))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, old, new in rows:
+        yield f"  {name:{widths[0]}}  {old:>{widths[1]}} -> {new}"
+    kept = [flag_and_value(name, full.value(name)) for name in _FEATURES if full.value(name) not in (None, False)]
+    yield textwrap.fill(f"kept: {' '.join(kept)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    for problem in rehearsal.lacking:
+        instead = "; mock data instead" if problem.startswith(_INPUTS) else ""
+        yield f"not on this machine: {problem.partition(': use')[0]}{instead}"
+
+
+def _conclusion(rehearsal: Rehearsal, entry: str) -> str:
+    full, cut = rehearsal.full, rehearsal.cut
+    done = [f"trained {_STEPS} steps", *(["evaluated"] if cut.training.eval_interval else [])]
+    done += ["saved a checkpoint"] if cut.checkpoint.save_interval else []
+    unchecked = ["memory and time at full size (--dry-run)", "other machines and their network"]
+    unchecked += ["accelerators"] if computes_on_cpu(cut.parallel.device) else []
+    unchecked += ["your data and tokenizer"] if cut.data.mock_data and not full.data.mock_data else []
+    return (
+        f"rehearsed: {entry} accepts the whole command line on {counted(full.parallel.ranks, 'process', 'processes')}, "
+        f"and cut to {cut.parallel.ranks} it {', '.join(done[:-1])}{' and ' * (len(done) > 1)}{done[-1]}; not checked: "
+        f"{', '.join([*unchecked, *rehearsal.left_out])}"
+    )
