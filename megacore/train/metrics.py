@@ -136,7 +136,7 @@ class StepMetrics:
     def _format(self) -> Format:
         """What matrix products multiply."""
         precision = self._config.precision.precision
-        return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
+        return "tf32" if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else precision
 
     def _predict_bubble(self) -> float:
         layers, config = self._task.layers, self._config
