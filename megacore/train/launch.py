@@ -178,6 +178,7 @@ def _end(text: str, status: int, watch: PeerWatch | None) -> int:
         if watch is None:
             time.sleep(_SECONDS_FOR_A_PEER_TO_SPEAK)
         else:
+            watch.stop()  # it would report the end of the one that has spoken, and of the store in which that is known
             watch.dead(_SECONDS_FOR_A_PEER_TO_SPEAK)
     elif serves_store():
         time.sleep(_SECONDS_FOR_PEERS_TO_ASK)  # who speaks; without the store each of them would

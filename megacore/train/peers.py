@@ -64,7 +64,9 @@ class PeerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: other ranks may end from now on."""
+        """Stop watching, unless it is stopped already: other ranks may end from now on."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         for number in self._handled:
             # Unless another handler has replaced it. SIGUSR1 asks for a save: too late, but no reason to fail.
