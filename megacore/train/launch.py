@@ -51,6 +51,7 @@ from megacore.plan.fastest_schedule import (
     with_stages_that_fit,
 )
 from megacore.plan.outline import outline
+from megacore.starting import announce_stage
 from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.memory_check import all_have_room
@@ -90,6 +91,8 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
     watch: PeerWatch | None = None
     try:
+        if world_size() > 1:
+            announce_stage(f"joining {world_size()} ranks and comparing them")
         device, world = join_job(config.parallel)
         config = _for_device(config, device)
         refuse_different_ranks(config, world)
@@ -100,6 +103,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
             keep_what_is_freed()
         watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
+        announce_stage("preparing data and model")
         with output_directory(config, mesh) as run_config:
             body(run_config, mesh)
         with section(Phase.EXIT):
