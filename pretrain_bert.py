@@ -13,6 +13,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from megacore.starting import announce, announce_stage
+
+if __name__ == "__main__":
+    announce()
+
 from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
 from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config.bert import BertConfig, ResolvedBertConfig
@@ -49,6 +54,7 @@ def main(argv: list[str]) -> int:
     )
     begin_watch(config)
     set_torch_defaults()
+    announce_stage("loading torch")
     from megacore.train.launch import launch
 
     return launch(config, train)
@@ -65,6 +71,7 @@ def train(config: ResolvedBertConfig, mesh: Mesh) -> None:
 
 def run() -> NoReturn:
     """Train as the words of the command line say, and end the process."""
+    announce()
     prepare_signals()
     status = main(sys.argv[1:])
     from megacore.train.launch import exit_with

@@ -6,7 +6,7 @@
 The path of a batch: data/gpt -> data/loading -> train/trainer -> pipeline/runtime -> models/gpt -> layers/block.
 
 torch is imported inside the functions, on purpose: loading it takes seconds per rank, and a wrong flag or a broken
-input file is refused before that.
+input file is refused before that. The first line of the log comes before all imports that take time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from megacore.starting import announce, announce_stage
+
+if __name__ == "__main__":
+    announce()
 
 from megacore.commands.plan import dry_run, is_dry_run
 from megacore.commands.pretrain_gpt import read_config, train
@@ -47,6 +52,7 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
     config = read_config(argv, prog=prog)
     begin_watch(config)
     set_torch_defaults()
+    announce_stage("loading torch")
     from megacore.train.launch import launch
 
     return launch(config, program or train)
@@ -58,6 +64,7 @@ def run(program: Program | None = None) -> NoReturn:
     Args:
         program: what each rank does instead of `train`.
     """
+    announce()
     prepare_signals()
     name = Path(sys.argv[0]).name  # of a program of one's own; the console script has another one
     status = main(sys.argv[1:], program=program, prog=name if name.endswith(".py") else "pretrain_gpt.py")

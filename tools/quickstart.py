@@ -12,6 +12,7 @@ Everything is written under quickstart/. Without a GPU the model trains on 8 CPU
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -25,9 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-
-import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.prose import docstrings, paragraphs
@@ -271,7 +269,8 @@ def main(argv: Sequence[str]) -> int:
     """The whole quick start, or with `corpus` or `sources` a corpus alone; returns the exit status."""
     library = Path(sysconfig.get_paths()["stdlib"])
     if argv == ["corpus"]:
-        packages = [Path(str(package.__file__)).parent for package in (np, torch)]
+        specs = [importlib.util.find_spec(name) for name in ("numpy", "torch")]
+        packages = [Path(str(spec.origin)).parent for spec in specs if spec is not None]
         return _report(CORPUS, *write_corpus([library, *packages], topics, ROOT / CORPUS))
     if argv == ["sources"]:
         return _report(SOURCES, *write_sources(library, ROOT / SOURCES))
@@ -281,6 +280,9 @@ def main(argv: Sequence[str]) -> int:
     if argv:
         print(f"quickstart.py takes no arguments, `corpus` or `sources`; not {' '.join(argv)}", file=sys.stderr)
         return 2
+    print("quick start: looking for GPUs", flush=True)
+    import torch  # takes seconds
+
     return run_all(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
 
 

@@ -215,6 +215,11 @@ def select_device(wanted: str) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
+def multiplies_in_tf32() -> bool:
+    """Whether products of fp32 matrices are in TF32. torch's older getter fails where the newer setting is used."""
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+
+
 def has_fast_bf16(device: torch.device) -> bool:
     """Whether the device multiplies matrices faster in bf16 than in fp32, so that `--precision auto` chooses bf16.
 

@@ -91,12 +91,12 @@ def _of_matrices(
 def _updated(
     config: ResolvedConfig, chunk: Sequence[PlannedLayer], sizes: Sequence[int], *, on_cpu: bool
 ) -> Iterator[Updated]:
-    """What the rank updates of each bucket of a stage with layers of `sizes` parameters. A run has parameters without a
-    vector between them."""
+    """What the rank updates of each bucket of a stage with layers of `sizes` parameters, of equal buckets once. A run
+    has parameters without a vector between them."""
     stage = zero_stage(config)
     ranks = {True: expert_copies(config.parallel), False: shard_ranks(config.parallel)} if stage else {}
     is_copied, counts_tables = _is_copied(config), any(layer.name == "embedding" for layer in chunk)
-    for members in _members(config, chunk, sizes, on_cpu=on_cpu):
+    for members in dict.fromkeys(map(tuple, _members(config, chunk, sizes, on_cpu=on_cpu))):
         shards = ranks.get(members[0].kind == "experts", 1)
         elements = sum(piece.size for piece in members) / shards
         parts = [min(_largest_part(config, chunk, piece), elements) for piece in members]

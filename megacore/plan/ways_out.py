@@ -31,6 +31,9 @@ _MOST_CUT = 4  # times, of sequences that come before larger changes
 _MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
 _SMALLER_MODEL = ", a smaller model"
 _MOST_TP = 8  # neighbours with fast links, in most machines
+# Work for one refusal, of 30 to 50 microseconds: a check plans every layer, and does as much besides as for some more.
+_MOST_WORK = 30_000
+_WORK_BESIDE_LAYERS = 60
 _KINDS_OF_RECOMPUTE = ("none", "selective", "light", "full")
 # What saves memory, by what it costs in time: nothing more is sent, then a little is computed again, then much moves.
 _PRICES: Mapping[tuple[str, Any], int] = {
@@ -78,6 +81,9 @@ class WayOut:
 def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     """Three ways out, those that change least first: flags that fit, and where too few do, larger machines.
 
+    The deeper the model, the fewer candidates of each kind are checked. Work is counted and not timed, so that the same
+    run has the same ways out everywhere.
+
     Args:
         config: a resolved configuration that does not fit.
         limits: what there is.
@@ -87,9 +93,12 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     fitting: list[ChangedRun] = []
     ways: list[WayOut] = []
     smaller: list[int] = []  # parameters of the smaller models among them; more than twice as many are another way out
+    checks = _MOST_WORK // (config.model.num_layers + _WORK_BESIDE_LAYERS)
 
     def add(candidates: Iterator[ChangedRun], note: str = "") -> None:
-        for change in candidates:
+        nonlocal checks
+        for change in _spread(candidates, max(checks // 2, 1)):
+            checks -= 1
             if any(_contains(change, way) for way in fitting) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
@@ -125,8 +134,16 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     for family, note in further:
         if len(ways) < _WAYS:
             add(family(), note)
-    larger = itertools.chain(_larger_hosts(start, limits), _larger_machines(start, limits))
+    larger = itertools.chain(_larger_hosts(start, limits), _larger_machines(start, limits, max(checks // 4, 1)))
     return [*ways[:_WAYS], *itertools.islice(larger, max(_WAYS - len(ways), 0))]
+
+
+def _spread(candidates: Iterator[ChangedRun], most: int) -> Iterator[ChangedRun]:
+    """The candidates; where they are more than `most`, so many at equal distances, with the last one."""
+    first = list(itertools.islice(candidates, most))
+    rest = list(candidates) if len(first) == most else []
+    every = [*first, *rest]
+    return (every[(n + 1) * len(every) // most - 1] for n in range(most)) if rest else iter(first)
 
 
 def _contains(change: ChangedRun, way: ChangedRun) -> bool:
@@ -400,8 +417,9 @@ def _longest(start: ChangedRun, limits: Limits, *, most_cut: float = math.inf) -
     def is_too_long(units: int) -> bool:
         return not limits.allow(limits.demand(_with_length(start, units * unit).config))
 
-    units = bisect.bisect_left(range(1, length // unit), True, key=is_too_long)
-    if units and length <= most_cut * units * unit:
+    shortest = max(math.ceil(length / (most_cut * unit)), 1)
+    if shortest < length // unit and not is_too_long(shortest):
+        units = bisect.bisect_left(range(1, length // unit), True, lo=shortest, key=is_too_long)
         yield _with_length(start, units * unit)
 
 
@@ -446,10 +464,10 @@ def _larger_hosts(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
         yield WayOut("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
 
 
-def _larger_machines(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
-    """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model,
-    with some saving flags, and on more of them. Left out is what fits on the given machines, and what needs as much as
-    the unchanged run."""
+def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[WayOut]:
+    """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model, and
+    with some saving flags or on more of them, at most so many. Left out is what fits on the given machines, and what
+    needs as much as the unchanged run."""
     machines = "machines" if limits.on_cpu else "devices"
     models = map(_thriftiest, reversed(_much_smaller(start)))
     smallest = next((change for change in models if _is_valid(change, limits)), None)
@@ -458,9 +476,10 @@ def _larger_machines(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
         _more_replicas(start, limits),
         _more_stages(start, limits),
     )
-    candidates = itertools.chain([_thriftiest(start), start], [] if smallest is None else [smallest], further)
+    first = [_thriftiest(start), start, *([] if smallest is None else [smallest])]
+    candidates = itertools.chain(first, itertools.islice(further, most))
     seen = list[Mapping[str, Any]]()
-    most = _tenths(limits.demand(start.config).computing)
+    unchanged = _tenths(limits.demand(start.config).computing)
     for change in map(ChangedRun.with_its_batch, candidates):
         if change.values in seen or not _is_valid(change, limits):
             continue
@@ -469,7 +488,7 @@ def _larger_machines(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
             continue
         demand, number = limits.demand(change.config), _number_of(change, start.config, limits)
         tenths, where = _tenths(demand.computing), f"{number} {machines}" if number else machines
-        if limits.host_allows(demand) and (tenths < most or not change.values):
+        if limits.host_allows(demand) and (tenths < unchanged or not change.values):
             yield WayOut(change.flags, f", on {where} with at least {tenths / 10:,.1f} GiB per rank")
 
 

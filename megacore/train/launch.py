@@ -52,6 +52,7 @@ from megacore.plan.fastest_schedule import (
     with_stages_that_fit,
 )
 from megacore.plan.outline import outline
+from megacore.starting import announce_stage
 from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.memory_check import all_have_room
@@ -99,6 +100,8 @@ class Job:
             compute_deterministically()
         begin_watch(config)
         on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
+        if world_size() > 1:
+            announce_stage(f"joining {world_size()} ranks and comparing them")
         device, world = join_job(config.parallel)
         config = _for_device(config, device)
         refuse_different_ranks(config, world)
@@ -109,6 +112,7 @@ class Job:
             keep_what_is_freed()
         self.watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
+        announce_stage("preparing data and model")
         with output_directory(config, mesh) as run_config:
             made = body(run_config, mesh)
         with section(Phase.EXIT):
@@ -204,6 +208,7 @@ def _end(text: str, status: int, watch: PeerWatch | None) -> int:
         if watch is None:
             time.sleep(_SECONDS_FOR_A_PEER_TO_SPEAK)
         else:
+            watch.stop()  # it would report the end of the one that has spoken, and of the store in which that is known
             watch.dead(_SECONDS_FOR_A_PEER_TO_SPEAK)
     elif serves_store():
         time.sleep(_SECONDS_FOR_PEERS_TO_ASK)  # who speaks; without the store each of them would

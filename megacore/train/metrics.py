@@ -14,7 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import pipeline_dimension
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import rows_of_ranks
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import Mesh, multiplies_in_tf32
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
@@ -136,7 +136,7 @@ class StepMetrics:
     def _format(self) -> Format:
         """What matrix products multiply."""
         precision = self._config.precision.precision
-        return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
+        return "tf32" if precision == "fp32" and multiplies_in_tf32() else precision
 
     def _predict_bubble(self) -> float:
         layers, config = self._task.layers, self._config

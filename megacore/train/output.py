@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,14 +89,17 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
         except OSError as error:
             problem = StorageError(f"{error.filename or run}: {error.strerror}")
     token = None if lock is None else lock.token
-    first: tuple[Exception | None, str | None] = all_gather_objects((problem, token), mesh.world)[0]
-    problem, token = first
+    place = socket.gethostname(), os.path.realpath(run)
+    first: tuple[Exception | None, str | None, tuple[str, str]]
+    first = all_gather_objects((problem, token, place), mesh.world)[0]
+    problem, token, (host, directory) = first
     if problem is not None:
         raise problem
     assert token is not None
     try:
         if config.checkpoint.save is None:
-            _require_one_directory(run, token, mesh.world)
+            is_elsewhere = place[0] == host and place[1] != directory
+            _require_one_directory(run, token, mesh.world, patience=0.0 if is_elsewhere else _PATIENCE_SECONDS)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -102,9 +107,16 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
     return lock
 
 
-def _require_one_directory(run: Path, token: str, world: Group) -> None:
-    """Every rank writes its part of a checkpoint: one that writes elsewhere would fail only at the first save."""
-    missed = None if world.is_first or sees_lock(run, token, patience=_PATIENCE_SECONDS) else str(run)
+def _require_one_directory(run: Path, token: str, world: Group, *, patience: float) -> None:
+    """Every rank writes its part of a checkpoint: one that writes elsewhere would fail only at the first save.
+
+    Args:
+        run: this rank's output directory.
+        token: in the lock of the first rank.
+        world: all ranks.
+        patience: seconds until this rank must see that lock.
+    """
+    missed = None if world.is_first or sees_lock(run, token, patience=patience) else str(run)
     elsewhere = {rank: path for rank, path in enumerate(all_gather_objects(missed, world)) if path is not None}
     if elsewhere:
         raise UserError(

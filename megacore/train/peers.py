@@ -64,7 +64,7 @@ class PeerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: other ranks may end from now on. Once is enough."""
+        """Stop watching, unless it is stopped already: other ranks may end from now on."""
         if self._stopped.is_set():
             return
         self._stopped.set()

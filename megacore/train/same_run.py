@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import sys
 import zlib
@@ -68,6 +69,16 @@ _VARIABLES = (
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE"),
 )
 """Environment variables that change what an operator rounds."""
+_SWITCHES = (
+    *("fp32_precision", "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
+    *("mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision"),
+    *("mkldnn.enabled", "mkldnn.deterministic", "cudnn.enabled", "cudnn.deterministic", "cudnn.benchmark"),
+    *("cuda.matmul.allow_fp16_accumulation", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    *(f"cuda.{kernel}_sdp_enabled" for kernel in ("flash", "mem_efficient", "math", "cudnn")),
+)
+"""Settings in torch.backends that choose an operator or what it rounds. Those of fp32 hold what
+`torch.set_float32_matmul_precision` sets too, whose getter fails once one of them has been set."""
 _READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
 _SAMPLE = 1 << 16  # bytes
 _SAMPLES = 64  # evenly spaced, the first and the last at the ends of the file
@@ -181,7 +192,10 @@ def _versions() -> Facts:
 def _numerics() -> Facts:
     """What changes the numbers of a run and is no flag: variables of the environment, and switches of torch."""
     result = {f"environment variable {name}": os.environ.get(name, "not set") for name in _VARIABLES}
-    result["torch's precision of fp32 products"] = torch.get_float32_matmul_precision()
+    for name in _SWITCHES:
+        value = operator.attrgetter(name)(torch.backends)
+        text = str(value() if callable(value) else value)
+        result[f"torch.backends.{name}"] = "ieee" if text == "none" else text  # not set, which is the same
     result["torch's default dtype"] = str(torch.get_default_dtype())
     result["torch's deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     if not torch.accelerator.is_available():  # the order of sums depends on it

@@ -31,6 +31,8 @@ from tests.warm import Started, start
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
 BERT_PROGRAM = ROOT / "pretrain_bert.py"
+STARTING = "starting 1 process: reading flags and files\n"
+"""All that a refused program prints to stdout."""
 TORCHRUN = Path(__file__).with_name("warm_torchrun.py")
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds processes in /proc")

@@ -55,13 +55,26 @@ def in_environment(**variables: str) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
+def switched(owner: Any, name: str, value: object) -> Iterator[None]:
+    """As mock.patch.object, which deletes what it does not find in the object itself."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def in_tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def without_flash() -> Iterator[None]:
+    torch.backends.cuda.enable_flash_sdp(False)
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
 
 
 @contextlib.contextmanager
@@ -80,7 +93,13 @@ SURROUNDINGS: list[tuple[Callable[[], Any], str]] = [
     (another_source, "megacore's ops/adamw.py 0000000000000000, {others}: "),
     (in_environment(NVIDIA_TF32_OVERRIDE="0"), "environment variable NVIDIA_TF32_OVERRIDE 0, {others}: not set"),
     (in_environment(NCCL_ALGO="Tree"), "environment variable NCCL_ALGO Tree, {others}: not set"),
-    (in_tf32, "torch's precision of fp32 products high, {others}: highest"),
+    (in_tf32, "torch.backends.cuda.matmul.fp32_precision tf32, {others}: ieee"),
+    (lambda: switched(torch.backends.mkldnn, "enabled", False), "torch.backends.mkldnn.enabled False, {others}: True"),
+    (without_flash, "torch.backends.cuda.flash_sdp_enabled False, {others}: True"),
+    (
+        lambda: switched(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "torch.backends.cuda.matmul.fp32_precision tf32, {others}: ieee",
+    ),
 ]
 
 

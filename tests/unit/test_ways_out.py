@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from megacore.plan.change import ChangedRun
+from tests.patience import patience
 from tests.unit.planning import planned, resolved
 from tools.plan import main
 
@@ -81,6 +83,15 @@ def test_the_same_devices_come_before_many_more(tmp_path: Path, capsys: pytest.C
     assert first.startswith("--recompute full: ")
     assert second.startswith("--schedule 1f1b --micro-batch-size 2 --global-batch-size 64: ")
     assert "on 64 devices" in third
+
+
+@pytest.mark.parametrize("layers", [126, 3000])
+def test_a_deep_model_has_its_ways_out_soon(layers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"pretrain_gpt.py --num-layers {layers} --hidden-size 16384 --num-attention-heads 128 --vocab-size 128256"
+    started = time.monotonic()
+    ways = planned(capsys, f"{run} --cluster laptop")["ways_out"]
+    assert time.monotonic() - started < patience(2)
+    assert ways[-1].startswith("--num-layers 1 ") and len(ways) >= 2
 
 
 @pytest.mark.parametrize("memory", [40.0, 44.0])

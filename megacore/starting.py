@@ -1,0 +1,49 @@
+"""What the first rank says between Enter and the log, line by line: most of that time goes into imports.
+
+An entry point calls `announce` before its own imports, so this module imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import ClassVar
+
+_SILENT = {"help", "h", "version", "dry-run"}  # flags that ask for a text, which nothing else may precede
+
+
+class _Begun:
+    """When this process said that the run starts; None: it has not, as in a program that calls a part of the trainer.
+
+    Attributes:
+        at: of `time.monotonic`.
+    """
+
+    at: ClassVar[float | None] = None
+
+
+def announce() -> None:
+    """Say once that the run starts, on rank 0, unless its command line asks for a text."""
+    flags = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("-")}
+    if _Begun.at is not None or flags & _SILENT or os.environ.get("RANK", "0") != "0":
+        return
+    _Begun.at = time.monotonic()
+    processes = os.environ.get("WORLD_SIZE", "1")
+    _say(f"starting {processes} {'process' if processes == '1' else 'processes'}: reading flags and files")
+
+
+def announce_stage(stage: str) -> None:
+    """Say what the start has come to, where it was announced.
+
+    Args:
+        stage: what is done from now on.
+    """
+    if _Begun.at is not None:
+        _say(f"starting {time.monotonic() - _Begun.at:6.1f} s | {stage}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it; the log finds out
+        print(line, flush=True)
