@@ -75,6 +75,8 @@ def check_load(config: ResolvedConfig) -> None:
             verified_tokenizer(directory, manifest.files)
         except CheckpointError:
             continue
+        if manifest.is_in_doubt:
+            continue
         check_settings(config, directory, manifest)
         return
 
@@ -117,7 +119,9 @@ def _newest(run: Any) -> Manifest | None:
     with contextlib.suppress(CheckpointError, OSError, ValueError, ImportError):
         for directory in [path] if (path / MANIFEST_NAME).is_file() else checkpoints_of(path):
             with contextlib.suppress(CheckpointError):
-                return read_manifest(directory)
+                manifest = read_manifest(directory)
+                if directory == path or not manifest.is_in_doubt:
+                    return manifest
     return None
 
 

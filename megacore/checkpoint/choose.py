@@ -12,7 +12,7 @@ from megacore.checkpoint.check import check_settings
 from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import read_together, verified_together
-from megacore.checkpoint.manifest import checkpoints_of, read_manifest, way_to_a_checkpoint
+from megacore.checkpoint.manifest import IN_DOUBT, checkpoints_of, read_manifest, way_to_a_checkpoint
 from megacore.config import ResolvedConfig
 from megacore.config.checkpoint import AUTO
 from megacore.errors import CheckpointError
@@ -55,8 +55,11 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     names, missed = _candidates(run, world)
     for directory in (run / name for name in names):
         if (problem := whole(directory, world)) is None:
-            check_settings(config, *read_together(directory, world))
-            return Choice(directory=directory, refused=(*missed, *refused))
+            found, manifest = read_together(directory, world)
+            if not manifest.is_in_doubt:
+                check_settings(config, found, manifest)
+                return Choice(directory=directory, refused=(*missed, *refused))
+            problem = f"{directory}, {IN_DOUBT} (--load {directory} takes it nevertheless)"
         refused.append(problem)
     if load == AUTO and not names:
         return Choice(directory=None, refused=missed)
@@ -64,7 +67,7 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
         raise CheckpointError(f"--load {load} holds no checkpoint: {way_to_a_checkpoint(run)}")
     listed = "; ".join(refused)
     raise CheckpointError(
-        f"--load {load}: none of the {len(refused)} checkpoints of {run} is whole: {listed}: "
+        f"--load {load}: none of the {len(refused)} checkpoints of {run} can be continued: {listed}: "
         "bring one back from a copy, or leave --load out to start afresh"
     )
 

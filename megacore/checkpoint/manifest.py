@@ -95,7 +95,8 @@ class Manifest:
         schema: version of this format: 2, or 3 where a tensor is cut in several dimensions.
         step: updates done.
         consumed_samples: position in the data, all of it: every other property of the order is in `config`.
-        counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step.
+        counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step, whether the
+            weights are in doubt.
         series: lists of numbers of the trainer by name: what the spike guard and adaptive clipping know, rollbacks.
         topology: ranks along each dimension of the mesh that wrote it, by name; a reader's may differ.
         random: what there is to say of random numbers.
@@ -119,6 +120,11 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
     manifest_sha256: str = field(default="", compare=False)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether its weights may be of no use: it is taken only by its own name."""
+        return self.counters.get("in_doubt", 0) > 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -152,6 +158,9 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
 _OF_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000", "common.pt")
 
 
+IN_DOUBT = "whose weights may be of no use: they were saved while steps were skipped, or are too large"
+
+
 def way_to_a_checkpoint(path: Location) -> str:
     """What to do where a directory that is given as a checkpoint holds none: it may be another trainer's."""
     if any((path / name).exists() for name in _OF_MEGATRON):
@@ -163,7 +172,8 @@ def way_to_a_checkpoint(path: Location) -> str:
 
 
 def find_checkpoint(path: L) -> L:
-    """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory.
+    """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory
+    and is not in doubt.
 
     Its manifest decides which was last, not its step: a later run in the same directory may have ended at an earlier
     one. Whether it is whole is not looked at.
@@ -177,7 +187,17 @@ def find_checkpoint(path: L) -> L:
     if not checkpoints:
         lost = f" (its {MANIFEST_NAME} is missing)" if step_of(path) is not None else ""
         raise CheckpointError(f"{path} holds no checkpoint{lost}: {way_to_a_checkpoint(path)}")
-    return checkpoints[0]
+    for directory in checkpoints:
+        if not _is_in_doubt(directory):
+            return directory
+    raise CheckpointError(f"{path} holds only checkpoints {IN_DOUBT}: give {checkpoints[0]} to use it nevertheless")
+
+
+def _is_in_doubt(directory: Location) -> bool:
+    try:
+        return read_manifest(directory).is_in_doubt
+    except CheckpointError:  # who opens it says what is wrong
+        return False
 
 
 def checkpoints_of(run: L) -> list[L]:

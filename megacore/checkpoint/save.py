@@ -20,7 +20,7 @@ from torch import Tensor
 from megacore.checkpoint import storage
 from megacore.checkpoint.directory import expired, next_serial, pointed_to
 from megacore.checkpoint.files import FileEntry
-from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of, sections_as_dicts
+from megacore.checkpoint.manifest import IN_DOUBT, Manifest, Piece, TensorEntry, schema_of, sections_as_dicts
 from megacore.checkpoint.runs import run_at
 from megacore.checkpoint.state import MODEL, TrainingState
 from megacore.checkpoint.storage import write_tensors
@@ -248,6 +248,10 @@ class CheckpointSaver:
         )
         self._run.publish(job.temporary, job.final, manifest.to_json())
         notes = []
+        if manifest.is_in_doubt:  # nothing is deleted for it
+            directory = self._run.path / job.final
+            notes.append(f"--load auto passes over {directory}, {IN_DOUBT}; --load {directory} takes it")
+            return tuple(notes)
         try:
             self._run.point_to(job.final)
             self._retire(self._run.path / job.final)

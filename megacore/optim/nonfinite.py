@@ -23,6 +23,8 @@ from megacore.zero.data_parallel import DataParallel, NonFiniteGradient
 from megacore.zero.local_segments import LocalSegment
 
 WEIGHT = "weight"
+IMPLAUSIBLE_WEIGHT = 1e12
+"""No useful weight is that large, and products of such weights are near an overflow."""
 ROUNDED = "rounded weight"
 """The weight in the 16-bit format of training, where the fp32 weight itself is finite."""
 
@@ -148,6 +150,28 @@ def _counts(tensors: Sequence[Tensor]) -> list[int]:
     return counts
 
 
+class LargestWeight(NamedTuple):
+    """The weight of the largest magnitude, the first rank that holds it, and its parameter."""
+
+    value: float
+    rank: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"the largest weight is {self.value:.3g}, in {self.name} on rank {self.rank}"
+
+
+@torch.no_grad()
+def largest_weight(data_parallel: DataParallel, mesh: Mesh) -> LargestWeight:
+    """Over all ranks, which call this together; all weights are finite."""
+    own = LargestWeight(0.0, mesh.world.rank, "no parameter")
+    for local in data_parallel.segments:
+        if local.master.numel():
+            value = max(abs(float(end)) for end in torch.aminmax(local.master))  # as fast as a sum
+            own = max(own, LargestWeight(value, mesh.world.rank, local.spec.name))
+    return max(all_gather_objects(own, mesh.world), key=lambda each: (each.value, -each.rank))
+
+
 # ---- gradients
 
 
@@ -185,8 +209,8 @@ class _RankReport(NamedTuple):
 
 
 def non_finite_gradient(data_parallel: DataParallel, mesh: Mesh) -> Culprit | None:
-    """The gradient that was not finite first in the last backward, whose norms are recorded; of all ranks, which call
-    this together.
+    """The gradient that was not finite first in the last backward, which is finished; of all ranks, which call this
+    together.
 
     Args:
         data_parallel: holds the gradients.

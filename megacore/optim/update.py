@@ -22,15 +22,17 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig, ResolvedPrecision
 from megacore.config.messages import counted
-from megacore.errors import TrainingDiverged, TrainingStopped
+from megacore.errors import TrainingDiverged
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.lr_schedules import momentum, weight_decay
 from megacore.optim.nonfinite import (
     Copies,
     Culprit,
+    LargestWeight,
     NonFinite,
     copies_of,
     describe_source,
+    largest_weight,
     non_finite_gradient,
     non_finite_state,
 )
@@ -89,6 +91,7 @@ class WeightUpdate:
         scaler: of the loss.
         updates: done, without skipped steps.
         skipped_steps: so far.
+        skipped_in_a_row: steps since the last update, of this start.
         last_loss: mean loss of the last step whose loss was finite.
         guard: against spikes.
     """
@@ -108,10 +111,10 @@ class WeightUpdate:
         self.average = None if decay is None else WeightAverage(data_parallel, self.optimizer, decay=decay)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
-        self.skipped_steps = 0
+        self.skipped_steps = self.skipped_in_a_row = 0
         self.last_loss = 0.0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
-        self._fp16 = config.precision.precision == "fp16"
+        self._fp16, self._usual_overflows = config.precision.precision == "fp16", config.precision.hysteresis
         self._sequence_parallel = bool(config.parallel.sequence_parallel)
         self._config, self._train_iters = config.optimizer, config.training.train_iters
         self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
@@ -142,8 +145,8 @@ class WeightUpdate:
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
-            TrainingDiverged: too many steps in a row were spikes, which are skipped.
-            TrainingStopped: the fp16 loss scale is at its minimum.
+            TrainingDiverged: too many steps in a row were spikes, which are skipped; or the fp16 loss scale is at its
+                minimum.
         """
         data_parallel, scale = self.data_parallel, self._gradient_scale
         total = self._finish_gradients(loss, step=step, per_count=per_count, votes=votes)
@@ -163,11 +166,11 @@ class WeightUpdate:
         on_host = total.to_host(queue_more)
         norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
-            return dataclasses.replace(self._skip(on_host), loss=total.loss, norm=norm, votes=summed_votes)
+            return dataclasses.replace(self._skip(on_host, step), loss=total.loss, norm=norm, votes=summed_votes)
         self.last_loss = float(on_host.mean)
         spike = limits.exceeded(self.last_loss, float(norm))
         if spike is not None:
-            self._reject(spike)
+            self._reject(spike, step)
             if self.guard.prevents_update:
                 return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=spike, spike=spike)
         else:
@@ -182,7 +185,7 @@ class WeightUpdate:
             with all_threads(self._host_cores) if data_parallel.options.offload else nullcontext():
                 self.average.update()
         self.scaler.good_step()
-        self.updates, self._bad_steps = self.updates + 1, 0
+        self.updates, self._bad_steps, self.skipped_in_a_row = self.updates + 1, 0, 0
         if self._adaptive_clip is not None:
             self._adaptive_clip.observe(norm)
         return Outcome(loss=total.loss, norm=norm, votes=summed_votes, spike=spike, clip_limit=clip_limit)
@@ -234,7 +237,7 @@ class WeightUpdate:
             position = step if self._ramp is None else self._ramp.full_steps(step)  # as the learning rate
             optimizer.momentum = momentum(position, config, usual=usual, train_iters=self._train_iters)
 
-    def _reject(self, spike: str) -> None:
+    def _reject(self, spike: str, step: int) -> None:
         """Count a spike.
 
         Raises:
@@ -243,12 +246,13 @@ class WeightUpdate:
         self.guard.reject()
         if not self.guard.prevents_update:
             return
-        self.skipped_steps += 1
+        self._count_skipped()
         if self.guard.in_a_row >= self._max_bad_steps:
             raise TrainingDiverged(
                 f"{spike}, a spike for {counted(self.guard.in_a_row, 'step')} in a row "
-                f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged: resume from an earlier "
-                "checkpoint with a smaller --lr or --clip-grad-adaptive, or use a larger --spike-threshold"
+                f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged "
+                f"({self.largest_weight()}): use a smaller --lr, --clip-grad-adaptive or a larger --spike-threshold"
+                f"{self._earlier_checkpoint(step)}"
             )
 
     def _factor(self, norm: Tensor, scale: float) -> Tensor:
@@ -323,21 +327,38 @@ class WeightUpdate:
             assert gradient is not None
             local.write_gradient(all_reduce_tied_(gradient, holders))
 
-    def _skip(self, total: Totals) -> Outcome:
+    def _count_skipped(self) -> None:
+        self.skipped_steps, self.skipped_in_a_row = self.skipped_steps + 1, self.skipped_in_a_row + 1
+
+    def _earlier_checkpoint(self, step: int) -> str:
+        """Which checkpoints do not have the weights of a step that was skipped, for the end of a message."""
+        last = step - self.skipped_in_a_row
+        return f", from a checkpoint before step {last}, the last that updated the weights" if last > 0 else ""
+
+    def _skip(self, total: Totals, step: int) -> Outcome:
         """Count a step that is not finite, and lower a dynamic loss scale.
 
         A lower loss scale helps where gradients overflow, but not where the loss or a weight is not finite.
 
         Args:
             total: in host memory.
+            step: its number.
+
+        Raises:
+            TrainingDiverged: the loss scale is at its minimum.
         """
-        self.skipped_steps += 1
+        self._count_skipped()
         loss_is_finite = bool(total.loss.isfinite().all())
         scaled = self.scaler.scale != 1.0
         where = describe_source(self.data_parallel, self.mesh, loss_is_finite=loss_is_finite, scaled=scaled)
         if self.scaler.dynamic and loss_is_finite and total.weights.isfinite():
             before = self.scaler.scale
-            self.scaler.overflow(where)
+            if not self.scaler.overflow():
+                raise TrainingDiverged(
+                    f"{where} overflowed fp16 even at the smallest loss scale, --min-loss-scale {before:g} "
+                    f"({self.largest_weight()}): the run diverges. Use --precision bf16, a smaller --lr or a longer "
+                    f"warm-up{self._earlier_checkpoint(step)}"
+                )
             skipped = f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
             return Outcome(loss=total.loss, norm=total.norm, skipped=skipped)
         self._bad_steps += 1
@@ -349,6 +370,7 @@ class WeightUpdate:
                 f"{where} was not finite for {counted(self._bad_steps, 'step')} in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
                 f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
+                f"{self._earlier_checkpoint(step)}"
             )
         skipped = f"{where} is not finite"
         return Outcome(loss=total.loss, norm=total.norm, skipped=skipped, is_unexpected=True, stop=stop)
@@ -357,15 +379,25 @@ class WeightUpdate:
         """Weights and moments that are not finite, of all ranks, which call this together."""
         return non_finite_state(self.data_parallel, self.optimizer, self.mesh)
 
+    def largest_weight(self) -> LargestWeight:
+        """Of all ranks, which call this together."""
+        return largest_weight(self.data_parallel, self.mesh)
+
+    @property
+    def doubts_weights(self) -> bool:
+        """Whether the weights may be why the last steps were skipped. A dynamic loss scale is found by overflows, many
+        at the beginning and later as many as it takes to lower it."""
+        is_spike = self.guard.prevents_update and self.guard.in_a_row > 0
+        is_search = self.updates == 0 or self.skipped_in_a_row <= self._usual_overflows
+        return self._bad_steps > 0 or is_spike or not is_search
+
     def copies_of(self, entry: NonFinite) -> Copies:
         """The copies of a weight or moment that is not finite on a rank; all ranks call this together."""
         return copies_of(entry, self.data_parallel, self.optimizer, self.mesh)
 
     def non_finite_gradient(self) -> Culprit | None:
-        """The gradient that was not finite first in the backward that has just been computed; of all ranks, which call
-        this together."""
-        self.data_parallel.finish()
-        self.data_parallel.record_norms(self._summed_further)
+        """The gradient that was not finite first in the backward before `apply` or `gradient_norm`; of all ranks, which
+        call this together."""
         return non_finite_gradient(self.data_parallel, self.mesh)
 
 
@@ -543,28 +575,18 @@ class LossScaler:
             self.scale = min(self.scale * 2.0, _LARGEST_SCALE)
             self._allowance = self._config.hysteresis
 
-    def overflow(self, where: str = "a gradient") -> None:
-        """A gradient was not finite, though the loss was finite.
-
-        Args:
-            where: which gradient, for the message.
-
-        Raises:
-            TrainingStopped: the scale is at its minimum already.
-        """
+    def overflow(self) -> bool:
+        """A gradient was not finite, though the loss was finite. False: the scale is at its minimum already."""
         if not self.dynamic:
-            return
+            return True
         self._good_steps = 0
         self._allowance = max(self._allowance - 1, 0)
         if self._allowance > 0:
-            return
+            return True
         if self.scale <= self._config.min_loss_scale:
-            raise TrainingStopped(
-                f"{where} overflowed fp16 even at the smallest loss scale, --min-loss-scale "
-                f"{self._config.min_loss_scale:g}: the run diverges. Use --precision bf16, a smaller --lr or a longer "
-                "warm-up"
-            )
+            return False
         self.scale = max(self.scale / 2.0, self._config.min_loss_scale)
+        return True
 
     def state(self) -> dict[str, float]:
         """The state for a resumed run; empty if the scale is fixed."""

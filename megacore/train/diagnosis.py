@@ -1,12 +1,14 @@
-"""Why a step was not finite: weights, moments, data or overflow; which layer, rank, microbatch and samples.
+"""Why a step was not finite: weights, moments, hardware, data or overflow; which layer, rank, microbatch and samples.
 
 It runs only after such a step, whose weights are as before, and may take the time of a few steps. All ranks take part:
 
 1. Weights and moments are counted. What is not finite there never heals.
-2. The losses of the microbatches say which of them are bad. The first of these runs forward again, and the outputs of
+2. The step is computed again, with the same dropout masks, which belong to the microbatch. If it is finite now,
+   hardware is to blame, and no sample.
+3. The losses of the microbatches say which of them are bad. The first of these runs forward again, and the outputs of
    all layers are looked at, in forward order.
-3. If all losses are finite, a gradient is not: the step is computed again with some of its microbatches in place of the
-   others, by bisection. Dropout masks belong to the microbatch, so they are the same.
+4. If all losses are finite, a gradient is not: the step is computed again with some of its microbatches in place of the
+   others, by bisection.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megacore.config.messages import ranks_in_words
 from megacore.data.gpt.blend import KnowsDocuments
-from megacore.optim.nonfinite import Culprit, NonFinite, describe_non_finite
+from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, Culprit, NonFinite, describe_non_finite
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline.stage import tensors_of
 
@@ -65,10 +67,11 @@ class Diagnosis:
     """The cause of a step that was not finite, equal on every rank.
 
     Attributes:
-        cause: weights, moments, data, overflow or undetermined.
+        cause: weights, moments, hardware, data, overflow or undetermined.
         lines: the evidence, each a sentence.
         is_permanent: whether no further step can be finite.
-        is_corruption: whether copies of a weight or moment on other ranks are finite: no update did that.
+        is_corruption: whether a computer was in error: copies of a weight or moment on other ranks are finite, or the
+            step is, computed again.
     """
 
     cause: str
@@ -114,6 +117,13 @@ class _Output(NamedTuple):
     largest: float
 
 
+class _Again(NamedTuple):
+    """A step that was computed again: whether losses and gradients are finite, and the first gradient that is not."""
+
+    is_finite: bool
+    culprit: Culprit | None
+
+
 def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float) -> Diagnosis:
     """Find the cause; all ranks call this together, after a step that was skipped.
 
@@ -134,10 +144,13 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
             is_permanent=True,
             is_corruption=fault is not None,
         )
-    case, remarks = _Case(steps, microbatches, weight), list[str]()
+    largest, remarks = steps.update.largest_weight(), list[str]()
     if last_loss >= IMPLAUSIBLE_LOSS:
         remarks.append(f"the loss of the last finite step was {last_loss:.3g}: training had diverged already")
-    return case.of_loss(remarks) if case.bad else case.of_gradient(remarks)
+    if largest.value >= IMPLAUSIBLE_WEIGHT:
+        remarks.append("no useful weight is as large as this one: training had diverged already")
+    found = _Case(steps, microbatches, weight).diagnosis(remarks)
+    return replace(found, lines=(*found.lines, str(largest)))
 
 
 def fault_in_words(steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
@@ -171,8 +184,22 @@ class _Case:
         self._steps, self._microbatches, self._weight = steps, list(microbatches), weight
         self._mesh, self._model = steps.mesh, steps.model
         self._replicas: list[int] = all_gather_objects(self._mesh.batch.rank, self._mesh.world)  # of every rank
-        self.everyone = self._losses()
-        self.bad = [each for each in self.everyone if not math.isfinite(each.loss)]
+        self._everyone = self._losses()
+
+    @property
+    def _bad(self) -> list[_Microbatch]:
+        return [each for each in self._everyone if not math.isfinite(each.loss)]
+
+    def diagnosis(self, remarks: Sequence[str]) -> Diagnosis:
+        """The cause; `remarks` show that training had diverged before."""
+        if (broken := next((each for each in self._bad if each.bad_inputs), None)) is not None:
+            text = f"{' and '.join(broken.bad_inputs)} of {self._describe(broken)} has numbers that are not finite"
+            return Diagnosis(cause="data", lines=(text, *remarks))
+        before, again = self._bad, self._backward(range(len(self._microbatches)))
+        if again.is_finite:
+            return self._of_hardware(before, remarks)
+        self._everyone = self._losses()
+        return self._of_loss(remarks) if self._bad else self._of_gradient(again.culprit, remarks)
 
     def _losses(self) -> list[_Microbatch]:
         """Every microbatch of the step, by its number in the run."""
@@ -187,14 +214,32 @@ class _Case:
             whole[each.in_run] = each if held is None else held.with_part(each)
         return sorted(whole.values(), key=lambda each: each.in_run)
 
-    def of_loss(self, remarks: Sequence[str]) -> Diagnosis:
+    def _of_hardware(self, before: Sequence[_Microbatch], remarks: Sequence[str]) -> Diagnosis:
+        """The cause of a step that is finite if it is computed again.
+
+        Args:
+            before: the microbatches whose losses were not finite at first.
+            remarks: as for `diagnosis`.
+        """
+        lines = ["the step is finite if it is computed again, with the same weights and samples"]
+        if before:
+            ranks = [rank for rank, replica in enumerate(self._replicas) if replica == before[0].replica]
+            where = f"microbatch {before[0].number} of replica {before[0].replica} ({ranks_in_words(ranks)})"
+            lines.insert(0, f"the loss of {self._share(before)} was not finite, first that of {where}")
+        if remarks:  # near an overflow, rounding decides, which need not be the same
+            return Diagnosis(cause="overflow", lines=(*lines, *remarks))
+        lines.append(
+            "memory or a processor may be faulty, or a computation not deterministic; the data is not to blame"
+        )
+        return Diagnosis(cause="hardware", lines=tuple(lines), is_corruption=True)
+
+    def _share(self, bad: Sequence[_Microbatch]) -> str:
+        return f"{len(bad)} of {len(self._everyone)} microbatches"
+
+    def _of_loss(self, remarks: Sequence[str]) -> Diagnosis:
         """The cause of losses that are not finite."""
-        broken = next((each for each in self.bad if each.bad_inputs), None)
-        if broken is not None:
-            text = f"{' and '.join(broken.bad_inputs)} of {self._describe(broken)} has numbers that are not finite"
-            return Diagnosis(cause="data", lines=(text, *remarks))
-        first, count = self.bad[0], f"{len(self.bad)} of {len(self.everyone)} microbatches"
-        lines = [f"the loss of {count} is not finite, first that of {self._describe(first)}", *remarks]
+        first = self._bad[0]
+        lines = [f"the loss of {self._share(self._bad)} is not finite, first that of {self._describe(first)}", *remarks]
         outputs = [each for each in self._forward(first.number) if each.replica == first.replica]
         culprit = next((each for each in outputs if not each.is_finite), None)
         before = (each.largest for each in outputs if culprit is None or each.layer < culprit.layer)
@@ -204,29 +249,28 @@ class _Case:
             lines.append(f"first not finite in forward order: {where}, after activations of up to {largest:.3g}")
         if remarks or largest >= _LARGE[self._steps.config.precision.precision]:
             return Diagnosis(cause="overflow", lines=tuple(lines))
-        return self._data_or_not(lines, others_are_finite=len(self.bad) < len(self.everyone))
+        return self._data_or_not(lines, others_are_finite=len(self._bad) < len(self._everyone))
 
-    def of_gradient(self, remarks: Sequence[str]) -> Diagnosis:
-        """The cause of gradients that are not finite, where all losses are finite."""
+    def _of_gradient(self, culprit: Culprit | None, remarks: Sequence[str]) -> Diagnosis:
+        """The cause of gradients that are not finite, where all losses are finite; `culprit` is the first of them."""
         numbers = list(range(len(self._microbatches)))
-        if self._backward(numbers) is None:
-            text = "the gradients of all microbatches are finite if they are computed again: their sum overflowed, or "
-            return Diagnosis(cause="overflow", lines=(text + "the computer was in error", *remarks))
+        if culprit is None:
+            return Diagnosis(cause="overflow", lines=("each gradient is finite: their sum overflowed", *remarks))
         while len(numbers) > 1:
             half = numbers[: len(numbers) // 2]
-            numbers = half if self._backward(half) is not None else numbers[len(numbers) // 2 :]
-        (number,), culprit = numbers, self._backward(numbers)
+            numbers = half if self._backward(half).culprit is not None else numbers[len(numbers) // 2 :]
+        (number,), culprit = numbers, self._backward(numbers).culprit
         if culprit is None:
             text = "the gradient of no microbatch alone is not finite: a sum of them overflowed"
             return Diagnosis(cause="overflow", lines=(text, *remarks))
         replica = self._replicas[culprit.rank]
-        which = next(each for each in self.everyone if (each.replica, each.number) == (replica, number))
+        which = next(each for each in self._everyone if (each.replica, each.number) == (replica, number))
         lines = (f"first in the backward of {self._describe(which)}: the gradient of {culprit}", *remarks)
         if remarks or self._steps.config.precision.precision == "fp16":
             return Diagnosis(cause="overflow", lines=lines)
         others = [each for each in range(len(self._microbatches)) if each != number]
-        is_alone = {self._replicas[rank] for rank in culprit.ranks} == {replica} and len(self.everyone) > 1
-        return self._data_or_not(lines, others_are_finite=is_alone and not (others and self._backward(others)))
+        is_alone = {self._replicas[rank] for rank in culprit.ranks} == {replica} and len(self._everyone) > 1
+        return self._data_or_not(lines, others_are_finite=is_alone and not (others and self._backward(others).culprit))
 
     def _data_or_not(self, lines: Sequence[str], *, others_are_finite: bool) -> Diagnosis:
         if others_are_finite:
@@ -262,16 +306,17 @@ class _Case:
             self._model.runtime.evaluate([self._microbatches[number]])
         return sorted(each for of_rank in all_gather_objects(outputs, mesh.world) for each in of_rank)
 
-    def _backward(self, numbers: Sequence[int]) -> Culprit | None:
-        """Compute the step with only some of its microbatches, each as often as it takes: what is not finite first."""
-        count, model = len(self._microbatches), self._model
+    def _backward(self, numbers: Sequence[int]) -> _Again:
+        """Compute the step with only some of its microbatches, each as often as it takes."""
+        count, model, steps, weight = len(self._microbatches), self._model, self._steps, self._weight
         chosen = [self._microbatches[numbers[position % len(numbers)]] for position in range(count)]
         kept = [(buffer, buffer.clone()) for chunk in model.chunks for buffer in chunk.buffers()]
-        model.data_parallel.begin_step(self._steps.update.scaler.scale, compresses=False)
-        model.runtime.train_step(chosen, self._weight, model.data_parallel)
+        model.data_parallel.begin_step(steps.update.scaler.scale, compresses=False)
+        loss = model.runtime.train_step(chosen, weight, model.data_parallel)
         for buffer, before in kept:
             buffer.copy_(before)
-        return self._steps.update.non_finite_gradient()
+        norm = steps.update.gradient_norm(loss, step=steps.step, per_count=weight.per_count())
+        return _Again(bool(norm.isfinite()), steps.update.non_finite_gradient())
 
 
 def _magnitude(tensor: Tensor) -> Tensor:

@@ -281,7 +281,7 @@ class PipelineEngine:
         Raises:
             UserError: the number of microbatches or of steps is not the one that was announced, or a layer cannot take
                 the microbatches.
-            TrainingStopped: losses or gradients of many steps in a row were not finite.
+            TrainingDiverged: losses or gradients of many steps in a row were not finite.
             SilentCorruption: replicas differ; on every rank.
         """
         if len(microbatches) != self.num_microbatches:
@@ -305,7 +305,7 @@ class PipelineEngine:
         half of a step; all ranks call this together.
 
         Raises:
-            TrainingStopped: losses or gradients of many steps in a row were not finite.
+            TrainingDiverged: losses or gradients of many steps in a row were not finite.
             SilentCorruption: replicas differ; on every rank.
         """
         with self._step():
@@ -462,7 +462,8 @@ class PipelineEngine:
         self.train_steps.require_finite()
         saver = CheckpointSaver(self.config.saving_to(str(directory)), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
-        saver.begin(self.train_steps.state(consumed_samples=samples, buffers=self._buffers()))
+        in_doubt = self.train_steps.doubt() is not None
+        saver.begin(self.train_steps.state(consumed_samples=samples, in_doubt=in_doubt, buffers=self._buffers()))
         saved = saver.finish()
         assert saved is not None
         self._replicas.saved(saved.path)

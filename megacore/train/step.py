@@ -21,9 +21,10 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import OptimizerConfig, ResolvedConfig
+from megacore.config.messages import counted
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
-from megacore.optim.nonfinite import describe_non_finite
+from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, describe_non_finite
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
@@ -216,10 +217,10 @@ class TrainStep:
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
-            SilentCorruption: a weight or a moment is not finite on a rank, and its copies on other ranks are.
-            TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes.
-            TrainingStopped: losses or gradients of many steps in a row were not finite; or ranks took part in an
-                operation with different sizes.
+            SilentCorruption: a weight or a moment is not finite on a rank, and its copies on other ranks are; or the
+                last of many steps in a row that were not finite is finite if it is computed again.
+            TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes or not finite.
+            TrainingStopped: ranks took part in an operation with different sizes.
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
         weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
@@ -248,7 +249,7 @@ class TrainStep:
                     diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
                 self._end_if_hopeless(outcome.stop, diagnosis)
             elif outcome.stop is not None:  # what the caller has computed cannot be computed again
-                raise TrainingStopped(outcome.stop)
+                raise TrainingDiverged(outcome.stop)
         return StepResult(
             step=self.step,
             loss=means.sum(),
@@ -264,11 +265,11 @@ class TrainStep:
         )
 
     def _end_if_hopeless(self, stop: str | None, diagnosis: Diagnosis) -> None:
+        ending = SilentCorruption if diagnosis.is_corruption else TrainingDiverged
         if diagnosis.is_permanent:
-            ending = SilentCorruption if diagnosis.is_corruption else TrainingDiverged
             raise ending(f"step {self.step} is not finite, {diagnosis}. {_way_on(diagnosis.is_corruption)}")
         if stop is not None:
-            raise TrainingStopped(f"{stop} ({diagnosis})")
+            raise ending(f"{stop} ({diagnosis})")
 
     def require_finite(self) -> None:
         """Check weights and moments before they are saved; all ranks call this together.
@@ -285,6 +286,14 @@ class TrainStep:
                 f"{describe_non_finite(non_finite)}{'' if fault is None else f'; {fault}'}. "
                 f"{_way_on(fault is not None)}"
             )
+
+    def doubt(self) -> str | None:
+        """Why the weights may be of no use, in words: `--load auto` passes over a checkpoint of them. None: they are as
+        they should be. All ranks call this together."""
+        if self.update.doubts_weights:
+            return f"the last {counted(self.update.skipped_in_a_row, 'step')} did not change the weights"
+        largest = self.update.largest_weight()
+        return str(largest) if largest.value >= IMPLAUSIBLE_WEIGHT else None
 
     def lr(self) -> float:
         """The learning rate of the last step."""
@@ -324,6 +333,7 @@ class TrainStep:
         self,
         *,
         consumed_samples: int,
+        in_doubt: bool = False,
         series: Mapping[str, list[float]] = MappingProxyType({}),
         buffers: Mapping[str, Tensor] | None = None,
     ) -> TrainingState:
@@ -331,6 +341,7 @@ class TrainStep:
 
         Args:
             consumed_samples: the position in the data.
+            in_doubt: whether there is a `doubt`.
             series: further lists of numbers to keep.
             buffers: tensors by global name that are neither weights nor optimizer state.
         """
@@ -339,7 +350,7 @@ class TrainStep:
             consumed_samples=consumed_samples,
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
-            counters=self.update.counters() | {"learning_rate": self.lr()},
+            counters=self.update.counters() | {"learning_rate": self.lr(), "in_doubt": int(in_doubt)},
             series={**self.update.series(), **({} if self.noise is None else self.noise.series()), **series},
             buffers={**(buffers or {}), **({} if self.balance is None else self.balance.buffers())},
         )

@@ -17,6 +17,7 @@ from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
+from megacore.config.messages import counted
 from megacore.data.gpt.blend import NamedSets, SampleDataset
 from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
@@ -104,6 +105,7 @@ class Trainer:
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self._valid_names = valid_data.names if isinstance(valid_data, NamedSets) else ("",)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
+        self._owes_save = False
         self.clock = StepClock(mesh.device, self.step)
         self.report = Report(
             Path(config.training.output_dir),
@@ -178,9 +180,26 @@ class Trainer:
                     self.evaluate()
             if self.saving.is_busy:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
-            if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
+            if self.step >= training.train_iters:
+                self._require_an_update(result)
+            is_due = self.decision.save or self._is_due(intervals.save_interval or 0)
+            if self.is_done or is_due or (self._owes_save and not self.update.skipped_in_a_row):
                 with self.unclocked():
                     self.save(is_last=self.is_done)
+
+    def _require_an_update(self, last: StepResult) -> None:
+        """Raise TrainingDiverged if every step was skipped: nothing was learned, so nothing is saved."""
+        update = self.update
+        taken = self.step - (0 if self.loaded is None else self.loaded.step)
+        if update.skipped_in_a_row < taken or not (update.updates == 0 or update.doubts_weights):
+            return
+        cause = "" if last.diagnosis is None else f" ({last.diagnosis})"
+        lower = f", --initial-loss-scale {update.scaler.scale:g}" if update.scaler.dynamic else ""
+        raise TrainingDiverged(
+            f"each of {counted(taken, 'step')} was skipped, and the weights are as they were at the start; the last: "
+            f"{last.skipped}{cause}: look at the data, or use more --train-iters{lower}, --precision bf16 or a smaller "
+            "--lr"
+        )
 
     @property
     def is_done(self) -> bool:
@@ -279,14 +298,26 @@ class Trainer:
         return next(iter(record.values()))
 
     def save(self, *, is_last: bool = True) -> None:
-        """Publish a checkpoint of the current step.
+        """Publish a checkpoint of the current step. While steps are skipped it waits for the next update, and weights
+        in doubt are not saved, so that a run that diverges goes on from sound ones; the last is published in any case.
 
         Args:
-            is_last: whether to wait for it, with --async-save too.
+            is_last: whether to wait until it is written, with --async-save too.
         """
+        at = f"step {self.step}/{self.config.training.train_iters}"
+        if not is_last and self.update.skipped_in_a_row:
+            if not self._owes_save:
+                self.report.say(f"{at} | the save waits for a step that updates the weights")
+            self._owes_save = True
+            return
+        self._owes_save = False
         self.callbacks.before_save()
         self.train_steps.require_finite()
-        self.saving.save(self.state(), is_last=is_last)
+        doubt = self.train_steps.doubt()
+        if doubt is not None and not is_last:
+            self.report.say(f"warning: {at} | not saved: {doubt}")
+            return
+        self.saving.save(self.state(in_doubt=doubt is not None), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
@@ -300,9 +331,10 @@ class Trainer:
         """A context whose duration does not count as time of a step."""
         return self.clock.paused()
 
-    def state(self) -> TrainingState:
-        """This rank's view of the run, for a checkpoint."""
-        return self.train_steps.state(consumed_samples=self.consumed_samples, series=self.rollbacks.series())
+    def state(self, *, in_doubt: bool = False) -> TrainingState:
+        """This rank's view of the run, for a checkpoint, which `--load auto` passes over if it is in doubt."""
+        series = self.rollbacks.series()
+        return self.train_steps.state(consumed_samples=self.consumed_samples, in_doubt=in_doubt, series=series)
 
     # ---- its parts
 

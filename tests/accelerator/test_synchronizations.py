@@ -5,7 +5,7 @@ the next batch; whatever the layout, the schedule and the number of microbatches
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from megacore.config import ParallelConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
-from megacore.errors import DataError
+from megacore.errors import DataError, TrainingDiverged
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.pipeline.runtime import ActionTimer
@@ -99,7 +99,8 @@ def steps_of(trainer: Trainer) -> list[Counters]:
                 found.append(stack.enter_context(counting()))
 
         trainer.callbacks.members.append(Counting())
-        trainer.run()
+        with suppress(TrainingDiverged):  # where every step is skipped
+            trainer.run()
     return found[:-1]
 
 

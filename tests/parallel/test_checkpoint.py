@@ -333,7 +333,7 @@ def test_each_rank_loads_from_its_own_path_and_all_the_same_checkpoint(checkpoin
         f"rank 1: {other / name} (step 1, manifest {second}): give every rank the same one"
     )
     assert run_distributed(chosen, 2, [str(run), str(other)]) == [differs] * 2
-    misses = f"none of the 1 checkpoints of {{}} is whole: on rank 1: {lacking / name}"
+    misses = f"none of the 1 checkpoints of {{}} can be continued: on rank 1: {lacking / name}"
     for found, own in zip(run_distributed(chosen, 2, [str(run), str(lacking)]), (run, lacking), strict=True):
         assert misses.format(own) in found
 

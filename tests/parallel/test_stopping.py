@@ -4,8 +4,11 @@ it had not. A save in the background ends no run without a word.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
+import re
 import resource
 import signal
 import threading
@@ -21,12 +24,12 @@ from torch import Tensor
 
 from megacore.checkpoint import save as save_module
 from megacore.checkpoint import storage
-from megacore.checkpoint.choose import whole
+from megacore.checkpoint.choose import choose_checkpoint, whole
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.files import FileEntry
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
-from megacore.errors import DataError, StorageError, TrainingStopped
+from megacore.errors import CheckpointError, DataError, StorageError, TrainingDiverged, TrainingStopped
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.remote import Location
 from megacore.train.metrics import StepTimes
@@ -258,7 +261,67 @@ def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(
     assert [step_of(path) for path in published(tmp_path)] == [2, 1]  # nothing is deleted on a disk like that
 
 
-DIVERGING = {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 1, "async_save": True}
+def in_a_streak(
+    rank: int, world_size: int, layout: tuple[int, int, int], directory: str, bad: range, options: dict[str, Any]
+) -> tuple[str, str | None, list[str]]:
+    """A run that saves every step and whose losses are NaN in some: how it ends, what goes on, and what it says."""
+    options = {"train_iters": 7, "save_interval": 1, "keep_last": 1, "num_layers": layout[1], **options}
+    trainer = make_trainer(config := make_config(layout, directory, **options), build_mesh(config.parallel))
+    sound, said = trainer.task.loss, list[str]()
+    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+
+    def loss(output: Tensor, microbatch: Any) -> Tensor:
+        return sound(output, microbatch) * (math.nan if trainer.step + 1 in bad else 1.0)
+
+    trainer.task.loss = loss  # type: ignore[method-assign]
+    try:
+        trainer.run()
+        ended = "done"
+    except TrainingDiverged as error:
+        ended = str(error)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load="auto"))
+    try:
+        choice = choose_checkpoint(config, trainer.mesh.world).directory
+    except CheckpointError as error:
+        return ended, str(error), said
+    return ended, None if choice is None else choice.name, said
+
+
+FP16 = {"precision": "fp16", "initial_loss_scale": 2.0**30, "hysteresis": 1}
+STREAKS: list[Any] = [
+    # layout, steps that are bad, options, how the run ends, what goes on, what it says
+    ((1, 2, 2), range(4, 9), {"max_bad_steps": 3, "zero_stage": 1}, "for 3 .*before step 3, .* largest weight is 1,",
+     "step_00000003", "step 4/7 | the save waits for a step that updates the weights"),
+    ((2, 1, 2), range(4, 6), {"zero_stage": 3, "async_save": True}, "done", "step_00000007", "saved {}/step_00000006"),
+    ((1, 1, 1), range(6, 8), {}, "done", "step_00000005", "passes over {}/step_00000007"),
+    ((1, 1, 1), range(1, 8), {}, "each of 7 steps was skipped, .* the loss .*is not finite", None, "skipped"),
+    ((1, 1, 1), range(0), FP16 | {"train_iters": 3}, "each of 3 .*initial-loss-scale 1.34218e.08", None, "overflowed"),
+    ((1, 1, 2), range(0), FP16 | {"exit_interval": 3}, "done", "step_00000003", "overflowed"),
+    ((1, 1, 1), range(1, 8), {"exit_interval": 3}, "done", "none of the 1 checkpoints .* nevertheless", "stopped"),
+    ((1, 1, 1), range(0), {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 2}, r"for 2 .*largest weight is 2.6e\+19",
+     None, "not saved: the largest weight is 2.6e+19"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout, bad, options, ending, continued, said", STREAKS)
+def test_what_goes_on_after_skipped_steps_is_sound(
+    layout: tuple[int, int, int],
+    bad: range,
+    options: dict[str, Any],
+    ending: str,
+    continued: str | None,
+    said: str,
+    tmp_path: Path,
+) -> None:
+    results = run_distributed(in_a_streak, math.prod(layout), layout, str(tmp_path), bad, options)
+    for ended, taken, _ in results:
+        assert re.search(ending, ended)
+        assert taken is continued is None or (taken and continued and re.search(continued, taken))
+    assert said.format(tmp_path) in "\n".join(results[0][2])
+
+
+# The second step is not finite; the weights of the first are large, but may be what somebody wants.
+DIVERGING = {"lr": 1e11, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 1, "async_save": True}
 
 
 def slowly(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def cases(rank: int, world_size: int, layout: Layout, directory: str, changes: d
     gradients_are_traced_to_their_microbatch(start(mesh, layout, directory, changes), layout)
     masks_are_looked_at(start(mesh, layout, directory, changes, bad=9), layout)
     large_activations_are_an_overflow(start(mesh, layout, directory, changes))
+    a_fault_that_does_not_come_back_is_hardware(start(mesh, layout, directory, changes))
     weights_are_to_blame(start(mesh, layout, directory, changes))
     moments_are_to_blame(start(mesh, layout, directory, changes))
 
@@ -119,6 +121,31 @@ def gradients_are_traced_to_their_microbatch(trainer: Trainer, layout: Layout) -
     expected = f"samples {target * size} to {target * size + size - 1}:" if size > 1 else f"sample {target}:"
     assert expected in str(found.diagnosis)
     assert found.diagnosis.cause == ("overflow" if trainer.config.precision.precision == "fp16" else "data")
+
+
+def a_fault_that_does_not_come_back_is_hardware(trainer: Trainer) -> None:
+    """In an activation, then in a gradient: no sample is named, and the run ends as one on a faulty machine."""
+    once: list[float] = []
+
+    def spoil(value: Tensor) -> Tensor:
+        return value * (once.pop() if once else 1.0)
+
+    culprit = holder_of(trainer, NAME)
+    if trainer.mesh.world.rank == culprit:
+        chunk = next(chunk for chunk in trainer.model.chunks if "blocks.1" in chunk.names)
+        chunk.layers[chunk.names.index("blocks.1")].register_forward_hook(lambda module, given, output: spoil(output))
+    step(trainer)
+    for evidence in ("the loss of", "the step is finite if"):
+        once.append(math.nan)
+        found = step(trainer)
+        assert found.diagnosis is not None
+        assert str(found.diagnosis).startswith(f"likely cause: hardware: {evidence}")
+        assert "finite if it is computed again" in str(found.diagnosis)
+        assert "document" not in str(found.diagnosis)
+        assert "the largest weight is " in str(found.diagnosis)
+        if trainer.mesh.world.rank == culprit and evidence == "the loss of":
+            chunk.layers[chunk.names.index("blocks.1")]._forward_hooks.clear()
+            trainer.parameters[NAME].register_hook(spoil)
 
 
 def masks_are_looked_at(trainer: Trainer, layout: Layout) -> None:
@@ -232,7 +259,7 @@ def test_a_loss_beyond_reason_is_remarked_on(tmp_path: Path, capsys: pytest.Capt
     """Then the loss overflows, and that is the likely cause."""
     config = make_config((1, 1, 1), tmp_path, num_layers=1, log_interval=1, train_iters=3, max_bad_steps=1)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200))
-    sound, factors = trainer.task.loss, iter([1e11] * 4 + [math.inf] * 4)
+    sound, factors = trainer.task.loss, chain([1e11] * 4, repeat(math.inf))
     trainer.task.loss = lambda output, microbatch: sound(output, microbatch) * next(factors)  # type: ignore[method-assign]
     with pytest.raises(
         TrainingStopped, match=r"likely cause: overflow: .*the loss of the last finite step was \d\.\de?"
