@@ -43,8 +43,8 @@ def layers_of(program: str | Path | None) -> DescribesLayers:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         raise UserError(
-            f"--program {program} cannot be imported: line {(lines or [0])[-1]}: {type(error).__name__}: {error}: mend it, and see "
-            "that python can run it"
+            f"--program {program} cannot be imported: line {(lines or [0])[-1]}: {type(error).__name__}: {error}: mend "
+            "it, and see that python can run it"
         ) from None
     layers: DescribesLayers = getattr(module, "layers", gpt_layers)
     if not callable(layers):
