@@ -27,13 +27,13 @@ def layers_of(program: str | Path | None) -> DescribesLayers:
     """
     if program is None:
         return gpt_layers
-    path = Path(program)
+    path = Path(program).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" and path.is_file() else None
     if spec is None or spec.loader is None:
         raise UserError(f"--program {program} is no Python file: give the file that trained the model, such as my.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.resolve().parent))  # as of the script that Python starts
+    sys.path.insert(0, str(path.parent))  # as of the script that Python starts
     try:
         spec.loader.exec_module(module)
     except SystemExit:
@@ -41,12 +41,10 @@ def layers_of(program: str | Path | None) -> DescribesLayers:
             f'--program {program} ends when it is imported: start the training under if __name__ == "__main__"'
         ) from None
     except Exception as error:
-        line = next(
-            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path)), 0
-        )
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         raise UserError(
-            f"--program {program} cannot be imported: line {line}: {type(error).__name__}: {error}: mend it, and see "
-            "that python can run it"
+            f"--program {program} cannot be imported: line {(lines or [0])[-1]}: {type(error).__name__}: {error}: mend "
+            "it, and see that python can run it"
         ) from None
     layers: DescribesLayers = getattr(module, "layers", gpt_layers)
     if not callable(layers):

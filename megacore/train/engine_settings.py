@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from megacore.models.plain import Layer, describe_call, is_split, undivided
 from megacore.parallel.mesh import world_size
 from megacore.train.deepspeed_settings import of_torch
 
+S = TypeVar("S", OptimizerConfig, OptimizerSettings)
 ChoosesOptimizer = OptimizerConfig | Callable[..., torch.optim.Optimizer]
 """The settings of an optimizer; or a class of torch's, or a `partial` of one."""
 
@@ -158,12 +159,11 @@ def _translated(
         return OptimizerConfig(), None
     values = {"lr_decay_style": "constant", "clip_grad": 0.0, **of_torch(made, problems)}
     own = OPTIMIZERS[values.get("optimizer", "adamw")]
-    sections = [own, *(OPTIMIZERS[name] for name in own.shares)]
-    chosen, *of_kinds = (
-        kind(**{name: values[name] for name in field_infos(kind) if name in values})
-        for kind in (OptimizerConfig, *sections)
-    )
-    return chosen, of_kinds
+
+    def section(kind: type[S]) -> S:
+        return kind(**{name: values[name] for name in field_infos(kind) if name in values})
+
+    return section(OptimizerConfig), [section(own), *(section(OPTIMIZERS[name]) for name in own.shares)]
 
 
 def _optimizer_of(

@@ -180,9 +180,8 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
         near = nearest_name(name, PROGRAMS)
         hint = f"; did you mean {near}?" if near else ""
         given = f"not {program!r}" if program else "and nothing was given"
-        parser.error(
-            f"the first word must be pretrain_gpt.py, pretrain_bert.py or a program of your own, {given}{hint}"
-        )
+        ways = "pretrain_gpt.py, pretrain_bert.py or a file of your own"
+        parser.error(f"the first word must be {ways}, {given}{hint}")
     defects = _defects(parser, args)
     path = None if args.json is None else Path(args.json)
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):

@@ -19,7 +19,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.train.engine import Layer
 from tests.distributed import run_distributed
 
-UNWATCHED = {"watch": WatchConfig(hang_timeout_minutes=0.0)}
+UNWATCHED: dict[str, Any] = {"watch": WatchConfig(hang_timeout_minutes=0.0)}
 MICRO, ACCUMULATION, STEPS = 3, 2, 4
 
 
@@ -264,6 +264,7 @@ def test_train_batch_takes_a_model_that_returns_its_loss() -> None:
 
 def test_training_data_become_a_loader_of_microbatches() -> None:
     engine, _, loader, _ = megacore.initialize(model=Loss(), config=document(), training_data=Numbered(), **UNWATCHED)
+    assert loader is not None
     seen = sorted(int(x) for inputs, _ in loader for x in inputs[:, 0])
     assert seen == list(range(4 * MICRO))
     for _ in range(3):  # more than an epoch

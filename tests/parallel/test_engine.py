@@ -170,7 +170,7 @@ class Quick(AdamWConfig):
         ({"optimizer": torch.optim.RMSprop}, "optimizer RMSprop is not in megacore: use AdamW or SGD"),
         ({"optimizer": "adamw"}, "optimizer is a str: use torch.optim.AdamW, Adam or SGD, partial"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "a SGD, which holds parameters that the engine"),
-        ({"optimizer": partial(torch.optim.AdamW, **{"rate": 1.0})}, "rate.*: use torch.optim.AdamW, Adam or SGD"),
+        ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "AdamW.* cannot be made .*: use torch.optim.AdamW, Adam"),
         ({"optimizer": nn.Linear}, "optimizer Linear cannot be made"),
         ({"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
     ],

@@ -258,7 +258,7 @@ def test_slices_are_put_together_and_copies_that_differ_are_noted() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "the first word must be pretrain_gpt.py or pretrain_bert.py, and nothing was given"),
+        ("", "the first word must be pretrain_gpt.py, pretrain_bert.py or a file of your own, and nothing was given"),
         ("pretrain_gpt --tp 2", "did you mean pretrain_gpt.py?"),
         ("--tp 2 pretrain_gpt.py", "the first word must be pretrain_gpt.py"),
         ("train.py", "not 'train.py'"),
