@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,19 +85,94 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def append_bytes(path: Path, data: bytes) -> None:
-    """Append to a regular file, which is made if it is missing.
+class GrowingFile:
+    """A file that is appended to for as long as a run lasts. If the file or its directory is deleted or renamed
+    meanwhile, it is made again under its path, with all that it had: the open file still has that.
+
+    Args:
+        path: of a regular file, which is made if it is missing.
+        before_restoring: called before the file is made again; an exception prevents it.
 
     Raises:
         OSError: it is no regular file, such as a pipe that would block, is a link, or cannot be written.
     """
+
+    def __init__(self, path: Path, *, before_restoring: Callable[[], None] = lambda: None) -> None:
+        self.path, self._before_restoring = path, before_restoring
+        self._file = _open_to_append(path)
+
+    def append(self, data: bytes) -> str | None:
+        """Append all of `data`, or leave the file as it was; returns and raises what `restore` does."""
+        what = self.restore()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            write_all(self._file.fileno(), data)
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
+        return what
+
+    def restore(self) -> str | None:
+        """Make the file again if its path does not lead to it any more.
+
+        Returns:
+            What became of it, in words; None: it is as it was.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                return None
+        self._before_restoring()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = _open_to_append(self.path)
+        with self._file as old:
+            had, where, there = _all_of(old), _known_as(old), _all_of(new)
+        self._file = new
+        if there == had and there:
+            return None  # a copy, or a file system that counts its files anew
+        what = f"{self.path} was deleted" if where is None else f"{self.path} is {where} now"
+        if not had.startswith(there):
+            return f"{what}: what follows is appended to the file that has its name"
+        write_all(new.fileno(), had[len(there) :])
+        return f"{what}: it is made again, with all that it had" if had else f"{what}: it is made again, empty"
+
+    def sync(self) -> None:
+        """Flush the content to the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Nothing more is appended."""
+        self._file.close()
+
+
+def _open_to_append(path: Path) -> BinaryIO:
     if path.is_symlink():  # what it leads to is no file of the run
         raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(path))
-    flags = os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    with naming(path), open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    flags = os.O_NOFOLLOW | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    with naming(path):
+        descriptor = os.open(path, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        write_all(file.fileno(), data)
+        return open(descriptor, "r+b", buffering=0)
+
+
+def _all_of(file: BinaryIO) -> bytes:
+    """What an open file has, wherever its name is; nothing, where a network file system has lost it."""
+    with contextlib.suppress(OSError):
+        file.seek(0)
+        return file.read()
+    return b""
+
+
+def _known_as(file: BinaryIO) -> Path | None:
+    """The path that an open file has now; None where it has none, or the system does not say."""
+    with contextlib.suppress(OSError):
+        path = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+        return path if path.exists() else None
+    return None
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -91,6 +92,20 @@ class WriterLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def lock_again(output_dir: Path) -> WriterLock | None:
+    """Lock a directory that this process has held, where it was made again since; None: the lock is there.
+
+    Raises:
+        UserError: another process writes there now.
+        OSError: the directory cannot be written.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        said = json.loads(read_bounded(output_dir / LOCK_NAME, _MOST_BYTES))
+        if (said["pid"], said["host"]) == (os.getpid(), socket.gethostname()):
+            return None
+    return WriterLock(output_dir)
 
 
 def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.save import Saved
-from megacore.files import append_bytes
+from megacore.files import GrowingFile
 from megacore.parallel.collectives import all_gather_objects
 from megacore.train.callbacks import Callback, Run
 from megacore.train.metrics import peak_memory_bytes
@@ -65,6 +65,7 @@ class History(Callback):
             True,
             False,
         )
+        self._file: GrowingFile | None = None
         self._writes = provenance is not None
         if provenance is not None:
             if first_step == 0:
@@ -123,7 +124,8 @@ class History(Callback):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps({"event": event, "time": now, "step": step, **about})
         try:
-            append_bytes(self._path, f"{line}\n".encode())
+            self._file = self._file or GrowingFile(self._path)
+            self._file.append(f"{line}\n".encode())
         except OSError as error:
             if not self._warned:
                 warn(f"{self._path}: {error.strerror}; training continues without this record of events")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from megacore.checkpoint.lock import WriterLock, lock_again
 from megacore.checkpoint.save import Saved
 from megacore.errors import OutputClosed, StorageError, UserError
-from megacore.files import read_bounded, replace_bytes, write_all
+from megacore.files import GrowingFile, read_bounded, replace_bytes
 from megacore.progress import Bars, Progress
 from megacore.train.callbacks import Callback, Run
 from megacore.train.diagnosis import IMPLAUSIBLE_LOSS
@@ -32,7 +32,8 @@ class Report(Callback):
     """The messages and records of rank 0.
 
     A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on.
-    A resumed run appends, and refuses a file with a line that is not a record: dropping it would lose data.
+    A resumed run appends, and refuses a file with a line that is not a record: dropping it would lose data. If the
+    directory is deleted or renamed during the run, it is made again, with its settings, lock and records.
 
     Args:
         output_dir: directory of metrics.jsonl.
@@ -53,7 +54,8 @@ class Report(Callback):
         terms: Sequence[str] = (),
         may_drop: bool = False,
     ) -> None:
-        self._file: BinaryIO | None = None
+        self._file: GrowingFile | None = None
+        self._lock: WriterLock | None = None  # of the directory that was made again
         self._bar: Progress | None = None
         self._may_drop, self._warned, self._dropped = may_drop, False, 0
         self._train_iters, self._terms, self._is_first_log = train_iters, terms, True
@@ -64,12 +66,13 @@ class Report(Callback):
         if quiet:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._path = output_dir / "metrics.jsonl"
+        self._path, self._settings = output_dir / "metrics.jsonl", output_dir / "config.toml"
+        self._settings_text = self._settings.read_bytes() if self._settings.is_file() else None
         if first_step == 0:
             set_aside(self._path)
         else:
             _keep_until(self._path, first_step)
-        self._file = self._path.open("ab", buffering=0)
+        self._file = self._open()
         if sys.stderr.isatty():
             self._bar = Progress("training", train_iters, unit="steps", done=first_step)
             self._bar.__enter__()
@@ -126,9 +129,10 @@ class Report(Callback):
         """Say so; drop the records of steps that the run takes again."""
         self.say(f"rollback: {rollback} (docs/guides/spikes.md)")
         if self._file is not None:
+            self._written(self._file.restore)
             self._file.close()
             _keep_until(self._path, rollback.to_step)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = self._open()
         if self._bar is not None:
             self._bar.reach(rollback.to_step)
         self._first = None
@@ -165,26 +169,43 @@ class Report(Callback):
         if self._file is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             line = json.dumps(finite, allow_nan=False) + "\n"
-            if not self._written(partial(_append, self._file, line.encode())):
+            if not self._written(partial(self._file.append, line.encode())):
                 self._dropped += 1
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.__exit__()
         if self._file is not None:
-            self._written(partial(os.fsync, self._file.fileno()))
+            self._written(self._file.restore)
+            self._written(self._file.sync)
             if self._dropped:
-                self.say(f"warning: {self._file.name} lacks {self._dropped} records, which could not be written")
+                self.say(f"warning: {self._path} lacks {self._dropped} records, which could not be written")
             self._file.close()
             self._file = None
 
-    def _written(self, write: Callable[[], None]) -> bool:
+    def _open(self) -> GrowingFile:
+        """The records; where another run has the directory by the time they must be made again, UserError ends this."""
+
+        def lock() -> None:
+            self._lock = lock_again(self._path.parent) or self._lock
+
+        return GrowingFile(self._path, before_restoring=lock)
+
+    def _tell_of_restored(self, what: str) -> None:
+        directory = self._settings.parent
+        if self._settings_text is not None and not self._settings.exists():
+            replace_bytes(self._settings, self._settings_text, durable=False)
+            what += f", and {self._settings.name}; checkpoints and other files of {directory} are not there any more"
+        self.say(f"warning: {what}")
+
+    def _written(self, write: Callable[[], str | None]) -> bool:
         """Whether a write to the file succeeded; warns at the first failure if the run may continue."""
         assert self._file is not None
         try:
-            write()
+            if (restored := write()) is not None:
+                self._tell_of_restored(restored)
         except OSError as error:
-            problem = f"{self._file.name}: {error.strerror}"
+            problem = f"{self._path}: {error.strerror}"
             if not self._may_drop:
                 raise StorageError(problem) from None
             if not self._warned:
@@ -213,20 +234,6 @@ def say(text: str, *, may_fail: bool = False) -> None:
     except OSError as error:  # its file may be on the same full disk
         if not may_fail:
             raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
-
-
-def _append(file: BinaryIO, line: bytes) -> None:
-    """Write a whole line, or leave the file as it was.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    before = os.fstat(file.fileno()).st_size
-    try:
-        write_all(file.fileno(), line)
-    except OSError:
-        os.ftruncate(file.fileno(), before)
-        raise
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import struct
 import threading
 import time
@@ -18,10 +19,11 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.checkpoint.directory import published
+from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.save import Saved
 from megacore.config import LoggingConfig, validate
 from megacore.parallel.mesh import Mesh
-from megacore.train.callbacks import Callback
+from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.trackers.background import MOST_WAITING
 from megacore.train.trackers.callback import Trackers
@@ -73,6 +75,38 @@ def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     written = train(tmp_path, csv=True, load=str(checkpoint), train_iters=4)
     assert rows(tmp_path) == written
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_directory_that_is_lost_during_a_run_is_made_again(
+    is_deleted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file that the run writes is there at the end and whole; one warning says what is not."""
+    directory, elsewhere, board = tmp_path / "run", tmp_path / "elsewhere", tmp_path / "run" / "board"
+
+    class Losing(Callback):
+        def on_save(self, run: Run, saved: Saved) -> None:
+            if saved.step == 2:
+                directory.rename(elsewhere)
+                if is_deleted:
+                    shutil.rmtree(elsewhere)
+
+    directory.mkdir()
+    (directory / "config.toml").write_text("settings")
+    written = train(directory, Losing(), csv=True, tensorboard_dir=str(board), save_interval=2)
+    assert [row["step"] for row in written] == [1, 2, 2, 3, 4, 4]
+    assert rows(directory) == written
+    assert (directory / "config.toml").read_text() == "settings"
+    assert [step_of(path) for path in published(directory)] == [4]
+    events = [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert events == ["launch", "memory", "save", "save", "memory", "end"]
+    assert scalars(board)["train/loss"] == [(r["step"], fp32(r["train/loss"])) for r in written if "train/loss" in r]
+    what = "was deleted" if is_deleted else f"is {elsewhere}/metrics.jsonl now"
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert warnings == [
+        f"warning: {directory}/metrics.jsonl {what}: it is made again, with all that it had, and config.toml; "
+        f"checkpoints and other files of {directory} are not there any more"
+    ]
 
 
 def test_csv_takes_a_line_that_is_being_written_from_the_run_itself(tmp_path: Path) -> None:

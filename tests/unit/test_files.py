@@ -6,6 +6,7 @@ import errno
 import faulthandler
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from megacore.checkpoint.small_json import read_object
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
 from megacore.files import (
-    append_bytes,
+    GrowingFile,
     naming,
     read_bounded,
     replace_bytes,
@@ -156,20 +157,30 @@ def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
 
 def test_appending_makes_a_file_and_refuses_what_would_block(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    append_bytes(path, b"one\n")
-    append_bytes(path, b"two\n")
+    GrowingFile(path).append(b"one\n")
+    GrowingFile(path).append(b"two\n")
     assert path.read_bytes() == b"one\ntwo\n"
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
-        append_bytes(tmp_path / "link", b"three\n")
+        GrowingFile(tmp_path / "link").append(b"three\n")
     assert path.read_bytes() == b"one\ntwo\n"
     os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        for other in (tmp_path / "pipe", Path("/dev/null")):
-            with pytest.raises(OSError, match="is not a regular file"):
-                append_bytes(other, b"three\n")
-    finally:
-        os.close(reader)
-    with pytest.raises(OSError, match="No such device or address"):  # nobody reads it: opening would wait
-        append_bytes(tmp_path / "pipe", b"three\n")
+    for other in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(OSError, match="is not a regular file"):
+            GrowingFile(other)
+
+
+def test_a_growing_file_outlives_its_name(tmp_path: Path) -> None:
+    path, there = tmp_path / "run" / "a", tmp_path / "gone" / "a"
+    path.parent.mkdir()
+    file = GrowingFile(path)
+    assert file.append(b"1") is None
+    path.parent.rename(there.parent)
+    assert file.append(b"2") == f"{path} is {there} now: it is made again, with all that it had"
+    shutil.rmtree(path.parent)
+    assert file.append(b"3") == f"{path} was deleted: it is made again, with all that it had"
+    replace_bytes(path, path.read_bytes())  # moved to another disk, with a link to it
+    assert file.append(b"4") is None
+    replace_bytes(path, b"edited ")
+    assert file.append(b"5") == f"{path} was deleted: what follows is appended to the file that has its name"
+    assert (path.read_bytes(), there.read_bytes()) == (b"edited 5", b"1")

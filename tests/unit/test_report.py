@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore import files
 from megacore.errors import StorageError, UserError
-from megacore.train import sinks
 from megacore.train.sinks import Report
 
 
@@ -76,7 +76,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         left[0] -= count
         return count
 
-    monkeypatch.setattr(sinks.os, "write", write_some)
+    monkeypatch.setattr(files.os, "write", write_some)
     return left
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacore.files import read_bounded, replace_bytes
+from megacore.files import GrowingFile, read_bounded, replace_bytes
 from megacore.train.sinks import MOST_BYTES
 from megacore.train.trackers.tracker import RunInfo, finite
 
@@ -36,8 +36,7 @@ class CsvFile:
         if not record.keys() <= set(self._columns):
             self._write_all([*self._written(), record])
             return
-        with self._path.open("a", encoding="utf-8", newline="") as file:
-            file.write(self._rows([record]))
+        self._file.append(self._rows([record]).encode())
 
     def rewind(self, step: int) -> None:
         """Drop the rows of later steps."""
@@ -48,6 +47,7 @@ class CsvFile:
 
     def _written(self) -> list[dict[str, str]]:
         """The rows so far."""
+        self._file.restore()
         with self._path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))
 
@@ -55,6 +55,7 @@ class CsvFile:
         self._columns += [key for key in dict.fromkeys(k for r in records for k in r) if key not in self._columns]
         header = ",".join(self._columns) + "\n" if self._columns else ""
         replace_bytes(self._path, (header + self._rows(records)).encode(), durable=False)
+        self._file = GrowingFile(self._path)
 
     def _rows(self, records: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO()

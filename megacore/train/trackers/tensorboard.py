@@ -17,8 +17,9 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from megacore.files import GrowingFile
 from megacore.train.trackers.tracker import RunInfo, numbers
 
 _START = 1
@@ -42,7 +43,7 @@ class TensorBoard:
         self._directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"
-        self._file: BinaryIO = (self._directory / name).open("ab")
+        self._file = GrowingFile(self._directory / name)
         self._write(_field(3, _BYTES, b"brain.Event:2"), 0)
         if run.first_step:
             self.rewind(run.first_step)
@@ -66,8 +67,7 @@ class TensorBoard:
     def _write(self, content: bytes, step: int) -> None:
         event = _field(1, _DOUBLE, time.time()) + _field(2, _VARINT, step) + content
         length = struct.pack("<Q", len(event))
-        self._file.write(length + _checksum(length) + event + _checksum(event))
-        self._file.flush()
+        self._file.append(length + _checksum(length) + event + _checksum(event))
 
 
 def _field(number: int, wire: int, value: Any) -> bytes:

@@ -41,14 +41,14 @@ class WandbRun:
         """Start the W&B run, or continue the one whose id is in the output directory."""
         import wandb
 
-        settings = self._settings
+        settings, self._id, self._id_file = self._settings, _run_id(run), run.output_dir / ID_FILE
         self._run = wandb.init(
             project=settings.wandb_project,
             entity=settings.wandb_entity,
             name=settings.wandb_name or run.output_dir.resolve().name,
             group=settings.wandb_group,
             mode="offline" if settings.wandb_mode == "offline" else None,  # None: WANDB_MODE, or online
-            id=_run_id(run),
+            id=self._id,
             resume="allow",
             dir=str(run.output_dir),
             config={**dataclasses.asdict(run.config), "megacore_version": megacore.__version__},
@@ -59,7 +59,9 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log a record."""
+        """Log a record. A directory that was made again gets the id, too."""
+        if self._id_file.parent.is_dir() and not self._id_file.exists():
+            replace_bytes(self._id_file, self._id.encode() + b"\n", durable=False)
         self._run.log({key: value for key, value in record.items() if value is not None})
 
     def rewind(self, step: int) -> None:
