@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, TypeVar, cast
 
 Answer = TypeVar("Answer")
@@ -86,16 +86,16 @@ def _serve(function: Callable[..., Any], connection: Connection, parents: Connec
             connection.send_bytes(answer)
 
 
-def _answer(function: Callable[..., Any], values: tuple[Any, ...]) -> bytes:
-    """What is raised, or None, and the answer or the message, pickled."""
+def _answer(function: Callable[..., Any], values: tuple[Any, ...]) -> memoryview:
+    """What is raised, or None, and the answer or the message, as the connection sends them."""
     try:
-        answer = pickle.dumps((None, function(*values)))
+        answer = ForkingPickler.dumps((None, function(*values)))
     except MemoryError:
-        return pickle.dumps((LimitExceeded, f"needs more than {_MEMORY >> 20:,} MiB"))
+        return ForkingPickler.dumps((LimitExceeded, f"needs more than {_MEMORY >> 20:,} MiB"))
     except Exception as error:
-        return pickle.dumps((ValueError, str(error)))
+        return ForkingPickler.dumps((ValueError, str(error)))
     if len(answer) > _MOST_BYTES:
-        return pickle.dumps((LimitExceeded, f"writes {len(answer):,} bytes, more than {_MOST_BYTES:,}"))
+        return ForkingPickler.dumps((LimitExceeded, f"writes {len(answer):,} bytes, more than {_MOST_BYTES:,}"))
     return answer
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -93,15 +94,15 @@ class TokenizerTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        # Imported here because it takes seconds, and only this template needs it.
-        try:
-            import jinja2  # noqa: F401
-            from transformers import AutoTokenizer
-        except ImportError as error:
+        missing = [name for name in ("transformers", "jinja2") if find_spec(name) is None]
+        if missing:
             raise DataError(
-                f"--chat-template: the template of {directory} is rendered with transformers and jinja2, of which "
-                f"{error.name} is not installed: pip install {error.name}, or use --chat-template plain"
-            ) from error
+                f"--chat-template: the template of {directory} is rendered with {' and '.join(missing)}, not installed "
+                f"here: pip install {' '.join(missing)}, or use --chat-template plain"
+            )
+        # Imported here because it takes seconds, and only this template needs it.
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # anything, depending on the files
