@@ -31,8 +31,6 @@ from tests.warm import Started, start
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
 BERT_PROGRAM = ROOT / "pretrain_bert.py"
-STARTING = "starting 1 process: reading flags and files\n"
-"""All that a refused program prints to stdout."""
 TORCHRUN = Path(__file__).with_name("warm_torchrun.py")
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds processes in /proc")
@@ -151,6 +149,11 @@ def run_warm(
             run.kill_all()
         command = [str(script), *map(str, words)]
         return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
+
+
+def says_only_that_it_starts(output: str) -> bool:
+    """Whether that is all a refused program has printed to stdout."""
+    return all(line.startswith("starting ") for line in output.splitlines())
 
 
 def environment() -> dict[str, str]:

@@ -24,7 +24,15 @@ import torch
 
 from megacore.checkpoint.manifest import describe, sealed
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
-from tests.e2e.launching import PROGRAM, STARTING, alone, environment, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import (
+    PROGRAM,
+    alone,
+    environment,
+    needs_proc,
+    says_only_that_it_starts,
+    small_run,
+    under_torchrun,
+)
 from tests.patience import patience
 from tests.unit import data_bytes
 
@@ -85,7 +93,7 @@ def check_message(text: str, expected: str) -> None:
 def test_a_wrong_configuration_is_refused(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
     done = alone(*small_run(**{"output_dir": tmp_path / "out", **changes}), timeout=LIMIT)  # type: ignore[arg-type]
     check_message(done.stderr, expected)
-    assert (done.returncode, done.stdout) == (2, STARTING)
+    assert done.returncode == 2 and says_only_that_it_starts(done.stdout)
     assert not (tmp_path / "out").exists()
 
 
@@ -316,7 +324,7 @@ def test_the_inputs_work_before_they_are_broken(inputs: Path) -> None:
 def test_a_broken_input_is_refused(inputs: Path, breaking: Break, expected: str) -> None:
     done = alone(*run_with(inputs, breaking), timeout=LIMIT)
     check_message(done.stderr, expected)
-    assert (done.returncode, done.stdout) == (2, STARTING)
+    assert done.returncode == 2 and says_only_that_it_starts(done.stdout)
 
 
 COLD: dict[str, tuple[Break, str]] = {
@@ -337,7 +345,7 @@ def test_a_new_interpreter_refuses_before_it_loads_torch(inputs: Path, breaking:
         check=False,
     )
     check_message(done.stderr, expected)
-    assert (done.returncode, done.stdout) == (2, STARTING)
+    assert done.returncode == 2 and says_only_that_it_starts(done.stdout)
 
 
 def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
@@ -363,7 +371,7 @@ def test_one_rank_speaks_for_all(inputs: Path, tmp_path: Path, breaking: Break, 
     with under_torchrun(tmp_path / "logs", 4, PROGRAM, *run_with(inputs, breaking)) as job:
         status, launcher = job.ends(30.0)  # mostly of torchrun itself
     check_message(job.said(), expected)
-    assert job.said("stdout") == STARTING.replace("1 process", "4 processes")
+    assert says_only_that_it_starts(job.said("stdout"))
     assert status == 1
     assert launcher.count(expected) == len(re.findall("megacore: refused", launcher)) == 1
 
