@@ -231,6 +231,17 @@ CONFIGS |= {
     "ernie-biases": lambda: transformers.Ernie4_5Config(**_GROUPED, use_bias=True, tie_word_embeddings=False),
     "helium": lambda: transformers.HeliumConfig(**_GROUPED, head_dim=8),
     "helium-biases": lambda: transformers.HeliumConfig(**_GROUPED, head_dim=8, attention_bias=True, mlp_bias=True),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **{**_GROUPED, "num_hidden_layers": 3},
+        head_dim=16,
+        sliding_window=7,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0},
+    ),
+    "ministral3-short": lambda: transformers.Ministral3Config(
+        **_GROUPED,
+        head_dim=8,
+        rope_parameters={**_YARN, "original_max_position_embeddings": POSITIONS, "llama_4_scaling_beta": 0.1},
+    ),
     "arcee": lambda: transformers.ArceeConfig(**_GROUPED, rope_parameters=_YARN),
     "arcee-biases": lambda: transformers.ArceeConfig(**_GROUPED, attention_bias=True, mlp_bias=True, head_dim=16),
 }

@@ -75,15 +75,15 @@ def test_modernbert_there_and_back(tmp_path: Path) -> None:
     assert made.rope_parameters == modern_twin().config.rope_parameters
 
 
-@pytest.mark.parametrize("types", [1, 2])
-def test_roberta_there_and_back(types: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family, types", [("Roberta", 1), ("Roberta", 2), ("XLMRoberta", 1), ("Camembert", 1)])
+def test_roberta_there_and_back(family: str, types: int, tmp_path: Path) -> None:
     """Its positions begin after the number of the padding token, which no check has among its tokens."""
-    config = transformers.RobertaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=42, type_vocab_size=types, pad_token_id=3, initializer_range=0.2, layer_norm_eps=1e-5,
     )  # fmt: skip
     torch.manual_seed(0)
-    disturbed(transformers.RobertaForMaskedLM(config).eval()).save_pretrained(tmp_path / "hf")
+    disturbed(getattr(transformers, f"{family}ForMaskedLM")(config).eval()).save_pretrained(tmp_path / "hf")
     assert convert([*words(input=tmp_path / "hf", output=tmp_path / "megacore"), *THERE]) == 0
     found = CheckpointTensors(tmp_path / "megacore")
     assert (found.config.position_offset, found.config.max_position_embeddings) == (4, 38)

@@ -34,6 +34,7 @@ SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
 SMALL |= {"falcon": {k: v for k, v in _REST.items() if k != "num_key_value_heads"}, "gptj": SMALL["gpt2"]}
 SMALL |= dict.fromkeys(("phi", "cohere", "cohere2", "olmo3", "exaone4", "glm", "glm4"), SMALL["llama"])
 SMALL |= dict.fromkeys(("nemotron", "seed_oss", "ernie4_5", "helium", "arcee"), SMALL["llama"])
+SMALL |= {"ministral3": SMALL["llama"] | {"max_position_embeddings": 16384}}
 SMALL |= {"gpt_neo": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 11}}
 SMALL["gpt_neo"] |= {"max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]]}
 SMALL["gptj"] = SMALL["gptj"] | {"rotary_dim": 2}
@@ -43,7 +44,7 @@ SMALL |= {"mpt": {"n_layers": 2, "d_model": 8, "n_heads": 2, "max_seq_len": 16, 
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
 del SMALL["gpt_neox"]["num_key_value_heads"]
 SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
-SMALL |= {"roberta": SMALL["bert"]}
+SMALL |= dict.fromkeys(("roberta", "xlm-roberta", "camembert"), SMALL["bert"])
 
 
 _FACTORS = {"type": "longrope", "short_factor": [1.0, 2], "long_factor": [1.5, 4.0]}
@@ -78,7 +79,7 @@ def read(model_type: str, /, **changes: Any) -> ResolvedModel:
             {"auto_map": {"AutoModel": "m.M"}},
             "auto_map is .*, but megacore has only None or {}; .* --ignore-config-field auto_map$",
         ),
-        ("gpt2", {"model_type": "gpt3"}, "model_type is 'gpt3', .* bert, .* or starcoder2$"),
+        ("gpt2", {"model_type": "gpt3"}, "model_type is 'gpt3', .*related ones that it has: gptj and gpt2; all"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true with pretraining_tp 2"),
         ("gpt2", {"new": 1}, "new is a field .* --ignore-config-field new$"),
         ("qwen2", {"use_mrope": True}, "use_mrope is a field that megacore does not know"),
@@ -135,6 +136,13 @@ def read(model_type: str, /, **changes: Any) -> ResolvedModel:
         ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("bert", {"is_decoder": True}, "is_decoder is True"),
         ("roberta", {"type_vocab_size": 3}, "type_vocab_size is '3', but megacore has only 1 or 2"),
+        ("camembert", {"type_vocab_size": 3}, "type_vocab_size is '3', but megacore has only 1 or 2"),
+        (
+            "ministral3",
+            {"max_position_embeddings": 262144},
+            "llama_4_scaling_beta is .*from position 16384 on.* max_position_embeddings 16384 the model is the same",
+        ),
+        ("ministral3", {"rope_parameters": 3}, "rope_parameters is '3', not an object"),
         ("roberta", {"pad_token_id": None}, "pad_token_id is 'None', not a row of the position table"),
         (
             "modernbert",
@@ -353,10 +361,18 @@ def test_all_problems_come_together() -> None:
         assert re.search(rf"\n  - .*{re.escape(name)}", said), name
 
 
-@pytest.mark.parametrize("values", [{}, {"model_type": "lama"}, {"model_type": 3}, {"model_type": None}])
-def test_another_kind_of_model_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type is .* but megacore has arcee, bert, bloom"):
-        family_of(values, "config.json")
+@pytest.mark.parametrize(
+    "model_type, near",
+    [
+        ("qwen3_next", "related ones that it has: qwen3_moe and qwen3; "),
+        ("llama4", "related ones that it has: llama; "),
+        *((other, "") for other in (3, None, "zzz")),
+    ],
+)
+def test_another_kind_of_model_is_refused_and_names_the_nearest_families(model_type: Any, near: str) -> None:
+    said = f"which megacore does not have; {near}all families: docs/guides/conversion.md"
+    with pytest.raises(CheckpointError, match=f"^config.json: model_type is '{model_type}', {said}$"):
+        family_of({} if model_type is None else {"model_type": model_type}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -416,5 +432,7 @@ def test_every_preset_can_be_exported(preset: str) -> None:
 
 def test_a_model_of_no_family_is_refused() -> None:
     config = ModelConfig(vocab_size=11, num_layers=1, hidden_size=8, num_attention_heads=2, activation="geglu")
-    with pytest.raises(CheckpointError, match="no model of transformers that megacore knows"):
+    with pytest.raises(
+        CheckpointError, match="no family of transformers' models that megacore has computes what this one does"
+    ):
         describe_model(config.resolve(seq_length=16))

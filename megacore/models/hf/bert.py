@@ -1,8 +1,10 @@
 """BERT: norms after the residual sums, token types, and its masked-token head, with or without the sentence task.
-RoBERTa: without that task, and with positions that begin after the number of the padding token."""
+RoBERTa, XLM-RoBERTa and CamemBERT: without that task, and with positions that begin after the number of the padding
+token."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megacore.config import ResolvedModel
@@ -152,3 +154,6 @@ ROBERTA = Family(
     },
     unused={_HEAD_BIAS: _DECODERS_BIAS},
 )
+_SAME_AS_ROBERTA = (*_SAME, Same("vocab_size", ("vocab_size",), 30522))
+XLM_ROBERTA = replace(ROBERTA, model_type="xlm-roberta", architecture="XLMRobertaForMaskedLM", same=_SAME_AS_ROBERTA)
+CAMEMBERT = replace(ROBERTA, model_type="camembert", architecture="CamembertForMaskedLM", same=_SAME_AS_ROBERTA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from megacore.config import ResolvedModel
 from megacore.config.bert import ResolvedBert
 from megacore.config.messages import one_of
 from megacore.errors import CheckpointError
-from megacore.models.hf.bert import BERT, ROBERTA
+from megacore.models.hf.bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from megacore.models.hf.bloom import BLOOM
 from megacore.models.hf.cohere import COHERE, COHERE2
 from megacore.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -22,7 +23,7 @@ from megacore.models.hf.gpt2 import GPT2, GPT_BIGCODE
 from megacore.models.hf.gpt_neo import GPT_NEO
 from megacore.models.hf.gptj import GPTJ
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megacore.models.hf.llama_relatives import ARCEE, ERNIE, HELIUM, NEMOTRON, SEED_OSS
+from megacore.models.hf.llama_relatives import ARCEE, ERNIE, HELIUM, MINISTRAL3, NEMOTRON, SEED_OSS
 from megacore.models.hf.llama_variants import GRANITE, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
 from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
@@ -32,6 +33,8 @@ from megacore.models.hf.olmo3 import OLMO3
 from megacore.models.hf.opt import OPT
 from megacore.models.hf.phi import PHI
 
+_NEAR = 0.65  # similarity of names
+_TABLE = "all families: docs/guides/conversion.md"
 # The order in which a family is looked for where a model has no config.json.
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -41,7 +44,8 @@ FAMILIES: dict[str, Family] = {
         *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
         *(OPT, FALCON, GPTJ, ROBERTA),
         *(PHI, GPT_NEO, OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4),
-        *(NEMOTRON, SEED_OSS, ERNIE, HELIUM, ARCEE),
+        *(NEMOTRON, SEED_OSS, ERNIE, HELIUM, ARCEE, MINISTRAL3),
+        *(XLM_ROBERTA, CAMEMBERT),
     )
 }
 
@@ -58,8 +62,7 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        # No "did you mean": a config.json is not mistyped, and a type with a similar name is another model.
-        raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, but megacore has {_names()}")
+        raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, which megacore does not have; {_near(name)}")
     family = FAMILIES[name]
     architectures = values.get("architectures")
     if architectures not in (None, [], *([one] for one in family.architectures)):
@@ -81,9 +84,12 @@ def describe_model(config: ResolvedModel, bert: ResolvedBert | None = None) -> t
         if values is not None:
             return family, values
     raise CheckpointError(
-        f"no model of transformers that megacore knows ({_names()}) computes what this one does: it cannot be exported"
+        "no family of transformers' models that megacore has computes what this one does: it cannot be exported; "
+        f"{_TABLE}"
     )
 
 
-def _names() -> str:
-    return one_of(sorted(FAMILIES))
+def _near(name: object) -> str:
+    """The families whose names are nearest, which are other models, and where all are."""
+    near = difflib.get_close_matches(str(name)[:80].lower(), FAMILIES, n=2, cutoff=_NEAR)
+    return f"related ones that it has: {' and '.join(near)}; {_TABLE}" if near else _TABLE

@@ -1,5 +1,6 @@
-"""Nemotron, Seed-OSS, ERNIE 4.5, Helium and Arcee: Llama's block with other biases, another activation, another norm,
-or the rotation of pairs of neighbouring dimensions, where megacore rotates dimension i with i + d/2."""
+"""Nemotron, Seed-OSS, ERNIE 4.5, Helium, Arcee and Ministral 3: Llama's block with other biases, another activation,
+another norm, queries that grow with the position, or the rotation of pairs of neighbouring dimensions, where megacore
+rotates dimension i with i + d/2."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from megacore.models.hf.llama import (
     read_biases,
     read_common,
     same_fields,
+    window_of,
     write_biases,
 )
 from megacore.models.hf.rope import read_rope, write_rope
@@ -168,4 +170,57 @@ ARCEE = llama_like(
     read=lambda reader: read_common(reader) | read_biases(reader),
     write=lambda config: write_rope(config) | write_tied(config) | write_biases(config),
     rules=block_rules(biases=True, mlp=_NOT_GATED),
+)
+
+
+# ---- Ministral 3 -----------------------------------------------------------------------------------------------------
+
+_GROWTH, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_USUAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    _ORIGINAL: 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _GROWTH: 0.1,
+}
+
+
+def _read_ministral3(reader: ConfigReader) -> dict[str, Any]:
+    """Queries are longer from the original number of positions on, which no model of so few positions reaches."""
+    positions, table = reader.get("max_position_embeddings", 262144), reader.get("rope_parameters")
+    table = _USUAL_ROPE if table is None else table
+    if not isinstance(table, dict):
+        reader.problem("rope_parameters", f"is {str(table)[:40]!r}, not an object")
+        return {}
+    growth, original = table.get(_GROWTH, 0.1), table.get(_ORIGINAL)
+    if growth != 0 and not (type(positions) is int and type(original) is int and positions <= original):
+        reader.problem(
+            f"rope_parameters.{_GROWTH}",
+            f"is {str(growth)[:40]!r}, which makes queries longer from position {str(original)[:40]} on, and megacore "
+            f"does not; in a copy with max_position_embeddings {str(original)[:40]} the model is the same up to there",
+        )
+    unread = {_GROWTH, "max_position_embeddings"}
+    if table.get("rope_type", table.get("type", "default")) in ("default", "linear"):
+        unread.add(_ORIGINAL)
+    rope = ConfigReader({"rope_parameters": {k: v for k, v in table.items() if k not in unread}}, reader.where)
+    fields = read_rope(rope, positions if type(positions) is int else 1)
+    reader.problems += rope.problems
+    window = {"disable_bias_linear": True, "window_size": window_of(reader, default=None)}
+    return fields | read_tied(reader, default=False) | window
+
+
+def _write_ministral3(config: ResolvedModel) -> dict[str, Any]:
+    table = {_ORIGINAL: config.max_position_embeddings, **write_rope(config)["rope_parameters"], _GROWTH: 0.0}
+    return {"rope_parameters": table, "sliding_window": config.window_size} | write_tied(config)
+
+
+MINISTRAL3 = llama_like(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    same=same_fields(groups=8, positions=262144, inner=14336, vocabulary=131072, head=128, layers=34, epsilon=1e-5),
+    read=_read_ministral3,
+    write=_write_ministral3,
+    rules=block_rules(),
 )
