@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megacore.checkpoint.directory import MANIFEST_NAME
-from megacore.checkpoint.files import verified_tokenizer, verify
+from megacore.checkpoint.files import refuse_unlisted, verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.checkpoint import AUTO, OR_AUTO
@@ -213,6 +213,7 @@ def _with_resets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_files(directory: Location) -> None:
     budget, manifest = _READ_BYTES, read_manifest(directory)
+    refuse_unlisted(directory, manifest.files)
     for name, entry in manifest.files.items():
         whole = entry.bytes <= budget
         verify(directory / name, entry, content=whole)

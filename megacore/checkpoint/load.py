@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.errors import ERROR_KINDS
+from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
@@ -92,6 +93,7 @@ def read_together(path: Location, world: Group) -> tuple[Location, Manifest]:
     try:
         directory = find_checkpoint(path)
         manifest = read_manifest(directory)
+        refuse_unlisted(directory, manifest.files)
         read = f"step {manifest.step}, manifest {manifest.manifest_sha256[:16]}"
     except CheckpointError as error:
         problem = str(error)

@@ -246,6 +246,7 @@ def read_manifest(directory: Location) -> Manifest:
             manifest_sha256=_take(raw, "manifest_sha256", str),
         )
         _require_files(manifest)
+        _require_facts(manifest, directory)
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{_missing(directory)}: the checkpoint is incomplete") from None
@@ -347,9 +348,16 @@ def _file_entry(files: Any, name: str) -> FileEntry:
     entry, where = _take(files, name, dict, "files."), f"files.{name}."
     return FileEntry(
         bytes=_count(entry, "bytes", where),
-        sha256=_take(entry, "sha256", str, where),
-        xxh3_128=_take(entry, "xxh3_128", str, where) if entry.get("xxh3_128") is not None else None,
+        sha256=_digest(entry, "sha256", 64, where),
+        xxh3_128=_digest(entry, "xxh3_128", 32, where) if "xxh3_128" in entry else None,  # older ones have only SHA-256
     )
+
+
+def _digest(entry: Any, key: str, digits: int, where: str) -> str:
+    value: str = _take(entry, key, str, where)
+    if len(value) != digits or not set(value) <= set("0123456789abcdef"):
+        raise ValueError(f"{where}{key} is not a digest of {digits} hexadecimal digits")
+    return value
 
 
 def _table(tensors: Any, kind: str) -> dict[str, TensorEntry]:
@@ -393,6 +401,23 @@ def _require_files(manifest: Manifest) -> None:
                     raise ValueError(f"tensors.{kind}.{name} is in {piece.file!r}, which is not among its files")
             if not is_tiled(entry):
                 raise ValueError(f"the pieces of tensors.{kind}.{name} do not tile it")
+
+
+def _require_facts(manifest: Manifest, directory: Location) -> None:
+    """What the manifest says agrees with itself and with its directory's name."""
+    step, named = manifest.step, step_of(directory)
+    is_converted = step == 0 and manifest.counters.get("updates", 0) == 0  # under any name
+    if named not in (None, step) and not is_converted:
+        raise ValueError(f"step is {step}, but its directory's name says {named}")
+    if manifest.consumed_samples < step:
+        raise ValueError(f"consumed_samples is {manifest.consumed_samples} after step {step}: fewer than one a step")
+    if not manifest.topology or min(manifest.topology.values()) < 1:
+        raise ValueError(f"topology is {manifest.topology}: it does not name dimensions of one rank or more")
+    if manifest.schema != (needed := schema_of(manifest.tensors)):
+        raise ValueError(f"schema is {manifest.schema}, but its tensors are those of schema {needed}")
+    has_tokenizer = any(name.startswith(f"{TOKENIZER_DIRECTORY}/") for name in manifest.files)
+    if manifest.tokenizer is not None and not has_tokenizer:
+        raise ValueError(f"tokenizer is {manifest.tokenizer[:16]!r}, but no file of it is listed")
 
 
 def is_tiled(entry: TensorEntry) -> bool:

@@ -299,10 +299,10 @@ def test_the_context_may_change_unless_positions_are_a_table(tmp_path: Path, kin
 def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> None:
     run, aside = checkpoint.parent, checkpoint.parent.parent / "aside"
     if others:
-        shutil.copytree(checkpoint, run / "step_00000000")
+        shutil.copytree(checkpoint, run / "step_00000001.2")
     checkpoint.rename(aside)
     choice = choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE)
-    assert choice.directory == (run / "step_00000000" if others else None)
+    assert choice.directory == (run / "step_00000001.2" if others else None)
     assert choice.refused == (f"{run}/latest names step_00000001, which is not there any more",)
     aside.rename(checkpoint)
     assert choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE).refused == ()

@@ -109,6 +109,9 @@ def test_every_bit_of_a_manifests_head_counts(newest: Path) -> None:
 def test_a_file_beside_the_tokenizer_is_refused_by_name(newest: Path) -> None:
     (newest / "tokenizer" / "tokenizer.model").touch()
     refused(newest, newest / "tokenizer" / "tokenizer.model")
+    for check in (check_load, lambda config: choose_checkpoint(config, ALONE)):
+        with pytest.raises(CheckpointError, match=r"tokenizer.model is not among the files of the manifest"):
+            check(make_config((1, 1, 1), newest.parent, load=str(newest)))
 
 
 def test_a_damaged_tokenizer_is_no_other_tokenizer(run: Path, newest: Path) -> None:

@@ -165,7 +165,7 @@ def state_of(mesh: Mesh, stage: int, *, filled: bool) -> TrainingState:
     data_parallel.publish()
     return TrainingState(
         step=1,
-        consumed_samples=0,
+        consumed_samples=1,
         data_parallel=data_parallel,
         optimizer=optimizer,
         counters={"updates": 1},

@@ -162,7 +162,8 @@ def checkpoint(run: Path, step: int = 5, changes: Mapping[str, Any] | None = Non
     directory = run / f"step_{step:08d}"
     directory.mkdir(parents=True)
     there = FORMER | {"precision": "fp32", "eval_iters": 100, "lr": 3e-4, **(changes or {})}
-    manifest = Manifest(step=step, consumed_samples=step, topology={}, config={"training": there})
+    topology = {"tp": 1, "pp": 1, "dp": 1}
+    manifest = Manifest(step=step, consumed_samples=step, topology=topology, config={"training": there})
     (directory / MANIFEST_NAME).write_text(manifest.to_json())
     return directory
 

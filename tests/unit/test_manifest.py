@@ -35,7 +35,7 @@ WRITTEN = Manifest(
     counters={"updates": 3, "scale": 65536.0},
     topology={"tp": 1, "pp": 2, "dp": 1},
     config={"model": {"num_layers": 2}},
-    files={"model.safetensors": FileEntry(bytes=80, sha256="00", xxh3_128="00")},
+    files={"model.safetensors": FileEntry(bytes=80, sha256="0" * 64, xxh3_128="0" * 32)},
     tensors={
         "model": {
             "weight": TensorEntry(
@@ -156,6 +156,30 @@ def test_a_number_beyond_any_count_is_refused_by_name(tmp_path: Path, number: in
         read_with(tmp_path, ("files", "model.safetensors", "bytes"), number)
     with pytest.raises(CheckpointError, match="shape is not a list of whole numbers from 0 to"):
         read_with(tmp_path, ("tensors", "model", "weight", "shape", 0), number)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "problem"),
+    [
+        (("step",), 0, "step is 0, but its directory's name says 3"),
+        (("step",), 4, "step is 4, but its directory's name says 3"),
+        (("consumed_samples",), 0, "consumed_samples is 0 after step 3"),
+        (("topology",), {}, "topology is {}: it does not name"),
+        (("topology", "pp"), 0, "topology is .*: it does not name"),
+        (("schema",), 3, "schema is 3, but its tensors are those of schema 2"),
+        (("schema",), 4, "schema 4, but this version reads schemas 2 and 3"),
+        (("files", "model.safetensors", "sha256"), None, "sha256 is not a text"),
+        (("files", "model.safetensors", "sha256"), "", "sha256 is not a digest of 64 hexadecimal digits"),
+        (("files", "model.safetensors", "xxh3_128"), None, "xxh3_128 is not a text"),
+        (("tokenizer",), "0" * 64, "but no file of it is listed"),
+    ],
+)
+def test_a_value_that_contradicts_the_rest_is_refused_by_name(
+    place: Place, change: Any, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "step_00000003").mkdir()
+    with pytest.raises(CheckpointError, match=problem):
+        read_with(tmp_path / "step_00000003", place, change)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def checkpoint(run: Path, name: str, serial: int) -> Path:
     """A published checkpoint without tensors."""
     directory = run / name
     directory.mkdir(parents=True)
-    manifest = Manifest(serial=serial, step=0, consumed_samples=0, topology={}, config={})
+    manifest = Manifest(serial=serial, step=0, consumed_samples=0, topology={"tp": 1, "pp": 1, "dp": 1}, config={})
     (directory / "manifest.json").write_text(manifest.to_json())
     return directory
 
