@@ -29,6 +29,8 @@ from tests.parity.hf_models import CONFIGS
 # Of every run: three steps of eight samples, an evaluation, and the weights at the end.
 COMMON = """--mock-data --train-iters 3 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 1 --init-method-std 0.1 --eval-interval 3
 --eval-iters 1 --log-interval 1 --seed 7 --save-interval 100 --hang-timeout-minutes 0 --hidden-dropout 0 --attention-dropout 0"""
+SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py")
+PLAIN = ["--mock-data", "--vocab-size", "64", "--train-iters", "10"]
 Outcome = dict[str, Any]
 Work = Mapping[str, Callable[[Worker], Outcome]]
 
@@ -70,10 +72,16 @@ def _last_of_each(plain: str, *more: list[str]) -> list[str]:
     return [word for words in flags.values() for word in words]
 
 
+def plain_line(script: str) -> str:
+    """The key of the command line from which other configurations of a script are told."""
+    return json.dumps({"script": script, "words": PLAIN})
+
+
 def argv() -> Work:
-    """The command lines of argv.jsonl, by their words."""
+    """The command lines of argv.jsonl and the plain ones, by their words."""
     lines = [json.loads(line) for line in (HERE / "argv.jsonl").read_text().splitlines()]
-    return {json.dumps(line["given"]): partial(_configure, line["given"]) for line in lines}
+    keys = dict.fromkeys([*map(plain_line, SCRIPTS), *(json.dumps(line["given"]) for line in lines)])
+    return {key: partial(_configure, json.loads(key)) for key in keys}
 
 
 def _configure(given: dict[str, Any], worker: Worker) -> Outcome:
@@ -165,14 +173,30 @@ def compare(base: str, only: str, workers: int) -> int:
     return min(count, 1)
 
 
+def portable(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Without what a processor decides: the values of tensors. Of a configuration, only what differs from that of
+    its script's plain line stays."""
+    plain = {key: outcomes[key]["fields"] for key in map(plain_line, SCRIPTS) if key in outcomes}
+    found = {}
+    for key, outcome in outcomes.items():
+        found[key] = dict(outcome)
+        if "tensors" in outcome:
+            found[key]["tensors"] = {name: text.rsplit(" ", 1)[0] for name, text in outcome["tensors"].items()}
+        if "fields" in outcome:
+            first = plain[plain_line(json.loads(key)["script"])]
+            found[key]["fields"] = {k: v for k, v in outcome["fields"].items() if k not in first or first[k] != v}
+    return found
+
+
 def write(only: str, workers: int) -> None:
     """Write the data that no processor decides from this tree."""
     if only in ("", "argv"):
-        found = collect(ROOT, "argv", workers)["argv"]
+        found = portable(collect(ROOT, "argv", workers)["argv"])
         rows = ({"given": json.loads(key), **outcome} for key, outcome in found.items())
         (HERE / "argv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if only in ("", "tools"):
-        (HERE / "tools.json").write_text(json.dumps(collect(ROOT, "tools", workers)["tools"], indent=0) + "\n")
+        found = portable(collect(ROOT, "tools", workers)["tools"])
+        (HERE / "tools.json").write_text(json.dumps(found, indent=0) + "\n")
 
 
 def main() -> int:

@@ -61,7 +61,9 @@ def _run(tree: Path, request: dict[str, Any]) -> dict[str, Any]:
             _become(Path(request["script"]), request, environment | request["environment"], rank)
         children[pid] = rank
     statuses = _wait(children, request["seconds"])
-    printed = {kind: "".join((folder / f"{kind}.{r}").read_text() for r in range(max(1, ranks))) for kind in ("out", "err")}
+    printed = {
+        kind: "".join((folder / f"{kind}.{r}").read_text() for r in range(max(1, ranks))) for kind in ("out", "err")
+    }
     return {"statuses": [statuses[rank] for rank in sorted(statuses)], **printed}
 
 
