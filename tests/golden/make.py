@@ -4,8 +4,8 @@
     python -m tests.golden.make --base REVISION            # run that revision and this tree here, and name what differs
     python -m tests.golden.make --base REVISION --only runs:zero   # some of it
 
-Losses, norms and weights depend on the processor, and are compared between two trees on one machine. A difference that a
-change means to make is named in its commit; there are no others. Exit status 1: something differs.
+Losses, norms and weights depend on the processor, and are compared between two trees on one machine. A difference that
+a change means to make is named in its commit; there are no others. Exit status 1: something differs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tests.golden.trees import HERE, ROOT, Worker, differences, files_below, fol
 from tests.parity.hf_models import CONFIGS
 
 # Of every run: three steps of eight samples, an evaluation, and the weights at the end.
-COMMON = """--mock-data --train-iters 3 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 1 --init-method-std 0.1 --eval-interval 3
---eval-iters 1 --log-interval 1 --seed 7 --save-interval 100 --hang-timeout-minutes 0 --hidden-dropout 0 --attention-dropout 0"""
+COMMON = """--mock-data --train-iters 3 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 1 --init-method-std 0.1
+--seed 7 --eval-interval 3 --eval-iters 1 --log-interval 1 --save-interval 100 --hidden-dropout 0 --attention-dropout 0
+--hang-timeout-minutes 0"""
 SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py")
 PLAIN = ["--mock-data", "--vocab-size", "64", "--train-iters", "10"]
 Outcome = dict[str, Any]

@@ -5,7 +5,8 @@
 It is a script, and imports nothing of the tests: the tree may be of a time that has not this folder.
 
 Request: `script` (a path), `words`, `ranks` (0: one process without a launcher's variables), `environment`,
-`folder` (the working directory), `only_configure` and `seconds`. Answer: the exit `statuses`, what the ranks printed (`out`, `err`).
+`folder` (the working directory), `only_configure` and `seconds`. Answer: the exit `statuses`, what the ranks printed
+(`out`, `err`).
 """
 
 from __future__ import annotations
