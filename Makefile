@@ -3,6 +3,7 @@
 # make quickstart   train a small GPT on 8 processes, from text to generated text
 # make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
 # make test-slow    the tests that take minutes (PIECE=parity runs one folder of them, docs/explain/design.md)
+# make golden       hold this tree's numbers, words and files against those of BASE=REVISION, and name what differs
 # make peers        install DeepSpeed and Megatron-Core into .venv-peers, for benchmarks/compare.py
 # make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/reports/measured.md); uses PYTHON as it is
 # make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
@@ -39,7 +40,7 @@ ifeq ($(origin PYTHON)$(filter gpu-check,$(MAKECMDGOALS)),command line)
 $(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
 endif
 
-.PHONY: setup setup-dev docs quickstart test pytest test-slow peers gpu-check gpu-wheels lint format docs-check build clean distclean
+.PHONY: setup setup-dev docs quickstart test pytest test-slow golden peers gpu-check gpu-wheels lint format docs-check build clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -81,6 +82,10 @@ pytest: setup-dev
 
 test-slow: setup-dev
 	$(RUN) -m pytest -m slow tests/$(PIECE) $(ARGS)
+
+# Runs both trees on this machine. ARGS="--only runs:zero" takes the runs with this word in their names.
+golden: setup-dev
+	@$(RUN) -m tests.golden.make --base $(or $(BASE),HEAD) $(ARGS)
 
 # With the torch of .venv; a framework that does not install is named, and the others are.
 peers: setup-dev

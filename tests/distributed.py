@@ -12,7 +12,8 @@ a second. They meet at a TCPStore which the calling process serves on a port tha
 
 An exception or a death in one rank fails the call with that rank's traceback and kills the others at once; a hang
 fails it after `timeout` seconds (longer on a busy machine, `tests/patience.py`) with the Python stack of every thread
-of every rank. Nothing is left running.
+of every rank. Ranks that did their call well stay, and the next call of as many ranks finds them; they end with the
+process that called them.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -66,36 +70,94 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Launch:
-    """What every rank of one call is told."""
+class _Gang:
+    """What ranks are told once; calls of the same kind find them alive, with their process group."""
 
-    work: bytes  # pickled (fn, args)
     world_size: int
     backend: str
     init: bool
-    timeout: float  # in seconds of a quiet machine
-    patience: float  # the same on this machine
+    patience: float  # seconds on this machine that the first call may take
     environment: dict[str, str]
-    import_path: list[str]
     stacks: str  # directory of the hang dumps
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What every rank of one call is told."""
+
+    work: bytes  # pickled (fn, args)
+    import_path: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Reply:
-    """What a rank sends back: a pickled result, or a traceback with (where possible) the pickled exception."""
+    """What a rank sends back: a pickled result, or a traceback with (where possible) the pickled exception.
+
+    Attributes:
+        groups: The groups that it has made so far: the next ones have the same names on every rank only if all made as
+            many. None: the call left something behind (a thread, a child, a signal handler), and the rank ends.
+    """
 
     ok: bool
     payload: bytes | None
     text: str = ""
+    groups: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """The parent's view of one rank."""
+    """The parent's view of one rank: its process, the pipe of calls and replies, and one that closes with us."""
 
     rank: int
     process: ForkServerProcess
     pipe: connection.Connection[Any, Any]
+    lease: connection.Connection[Any, Any]
+
+
+class _Live:
+    """Ranks that are alive."""
+
+    def __init__(self, world_size: int, backend: str, *, init: bool, seconds: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        self.gang = _Gang(
+            world_size=world_size,
+            backend=backend,
+            init=init,
+            patience=seconds,
+            environment=_environment(self._store.port, world_size),
+            stacks=self._folder.name,
+        )
+        context = multiprocessing.get_context("forkserver")
+        self.ranks: list[_Rank] = []
+        for rank in range(world_size):
+            (ours, theirs), (lease, held) = context.Pipe(), context.Pipe()
+            process = context.Process(target=_rank_main, args=(theirs, held, self.gang, rank), daemon=True)
+            process.start()
+            theirs.close()
+            held.close()
+            self.ranks.append(_Rank(rank=rank, process=process, pipe=ours, lease=lease))
+
+    def call(self, call: _Call, timeout: float, seconds: float) -> list[_Reply]:
+        for one in self.ranks:
+            with contextlib.suppress(BrokenPipeError):  # a rank that is dead is found out below
+                one.pipe.send(call)
+        return _collect(self.ranks, self.gang, timeout, seconds)
+
+    def end(self) -> None:
+        for one in self.ranks:
+            one.pipe.close()
+            one.lease.close()
+            _kill(one.process)
+        for one in self.ranks:
+            one.process.join()
+            one.process.close()
+        self._folder.cleanup()
+
+
+# Ranks that wait for a call of their kind: the number of ranks and the environment. The last used are at the end.
+_alive: dict[tuple[int, frozenset[tuple[str, str]]], _Live] = {}
+_MOST_RANKS = 12
 
 
 def run_distributed(
@@ -105,8 +167,11 @@ def run_distributed(
     timeout: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` processes and return their results by rank.
+
+    The processes may have run an earlier call: what that made (groups, settings of torch, random states) is undone.
 
     Args:
         fn: A module-level function; it and its arguments are pickled.
@@ -117,29 +182,36 @@ def run_distributed(
             its device.
         init: Whether the harness initialises the default process group; without it, `init_process_group()` in `fn`
             works as it does under torchrun.
+        fresh: Take new processes: for what measures memory, or changes megacore for as long as the process lives.
 
     Raises:
         RankFailed: A rank raised, died or hung.
     """
+    work = pickle.dumps((fn, args))
     if backend == "pretend":
         build.library()  # before there are ranks that wait for each other
     start_server()
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
-        launch = _Launch(
-            work=pickle.dumps((fn, args)),
-            world_size=world_size,
-            backend=backend,
-            init=init,
-            timeout=timeout,
-            patience=patience(timeout),
-            environment=_environment(store.port, world_size),
-            import_path=sys.path,
-            stacks=stacks,
-        )
-        with _started(launch) as ranks:
-            replies = _collect(ranks, launch)
+    seconds = patience(timeout)
+    kind = (world_size, frozenset(os.environ.items()))
+    may_stay = init and not fresh and backend == "gloo"
+    ranks = _alive.pop(kind, None) if may_stay else None
+    if ranks is None:
+        _make_room(world_size)
+        ranks = _Live(world_size, backend, init=init, seconds=seconds)
+    try:
+        replies = ranks.call(_Call(work=work, import_path=sys.path), timeout, seconds)
+        if may_stay and replies[0].groups is not None and len({reply.groups for reply in replies}) == 1:
+            _alive[kind], ranks = ranks, None
+    finally:
+        if ranks is not None:
+            ranks.end()
     return [pickle.loads(reply.payload or b"") for reply in replies]
+
+
+def _make_room(world_size: int) -> None:
+    """End the ranks that have waited longest, so that few are alive."""
+    while _alive and sum(one.gang.world_size for one in _alive.values()) + world_size > _MOST_RANKS:
+        _alive.pop(next(iter(_alive))).end()
 
 
 def start_server() -> None:
@@ -173,28 +245,6 @@ def _environment(port: int, world_size: int) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _started(launch: _Launch) -> Iterator[list[_Rank]]:
-    """Start the ranks, and see to it that none is left when the block ends, however it ends."""
-    context = multiprocessing.get_context("forkserver")
-    ranks: list[_Rank] = []
-    try:
-        for rank in range(launch.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(theirs, launch, rank), daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append(_Rank(rank=rank, process=process, pipe=ours))
-        yield ranks
-    finally:
-        for one in ranks:
-            one.pipe.close()
-            _kill(one.process)
-        for one in ranks:
-            one.process.join()
-            one.process.close()
-
-
 def _kill(process: ForkServerProcess) -> None:
     """Kill a rank with its whole process group, so that its own children (data workers) go too."""
     assert process.pid is not None
@@ -203,21 +253,21 @@ def _kill(process: ForkServerProcess) -> None:
     process.kill()
 
 
-def _collect(ranks: list[_Rank], launch: _Launch) -> list[_Reply]:
+def _collect(ranks: list[_Rank], gang: _Gang, timeout: float, seconds: float) -> list[_Reply]:
     """Wait for every rank's reply; raise at the first failure or when the time is up."""
     replies: dict[int, _Reply] = {}
-    deadline = time.monotonic() + launch.patience
+    deadline = time.monotonic() + seconds
     while len(replies) < len(ranks):
         waiting = {one.pipe: one for one in ranks if one.rank not in replies}
         heard = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not heard:
-            raise _hang(list(waiting.values()), launch)
+            raise _hang(list(waiting.values()), gang, timeout, seconds)
         for pipe in heard:
             one = waiting[pipe]  # type: ignore[index]
             replies[one.rank] = _receive(one)
         failed = [rank for rank, reply in replies.items() if not reply.ok]
         if failed:
-            raise _failure(failed, replies, launch.world_size)
+            raise _failure(failed, replies, gang.world_size)
     return [replies[one.rank] for one in ranks]
 
 
@@ -239,13 +289,13 @@ def _failure(failed: list[int], replies: dict[int, _Reply], world_size: int) -> 
     return RankFailed("\n".join(parts), failed, pickle.loads(payload) if payload else None)
 
 
-def _hang(silent: list[_Rank], launch: _Launch) -> RankFailed:
+def _hang(silent: list[_Rank], gang: _Gang, timeout: float, seconds: float) -> RankFailed:
     """Ask every silent rank for its stacks and put them into the error."""
     for one in silent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.process.pid or 0, DUMP_SIGNAL)
     deadline = time.monotonic() + patience(DUMP_GRACE)
-    files = [_stack_file(launch, one.rank) for one in silent]
+    files = [_stack_file(gang, one.rank) for one in silent]
     sizes = [-1] * len(files)
     while time.monotonic() < deadline:  # done when every dump is there and has stopped growing
         time.sleep(0.1)
@@ -258,56 +308,109 @@ def _hang(silent: list[_Rank], launch: _Launch) -> RankFailed:
         for one, stack in zip(silent, stacks, strict=True)
     ]
     names = ", ".join(str(one.rank) for one in silent)
-    text = f"no result within {launch.timeout:g} s from rank(s) {names} of {launch.world_size}"
-    text += f" ({launch.patience:.0f} s on this machine); their stacks:\n"
+    text = f"no result within {timeout:g} s from rank(s) {names} of {gang.world_size}"
+    text += f" ({seconds:.0f} s on this machine); their stacks:\n"
     return RankFailed(text + "\n".join(parts), [one.rank for one in silent])
 
 
-def _stack_file(launch: _Launch, rank: int) -> Path:
-    return Path(launch.stacks) / f"rank{rank}.txt"
+def _stack_file(gang: _Gang, rank: int) -> Path:
+    return Path(gang.stacks) / f"rank{rank}.txt"
 
 
-def _rank_main(pipe: connection.Connection[Any, Any], launch: _Launch, rank: int) -> None:
-    """The life of a rank: join the group, call the function, send its result, leave when the caller lets go."""
+def _rank_main(
+    pipe: connection.Connection[Any, Any], lease: connection.Connection[Any, Any], gang: _Gang, rank: int
+) -> None:
+    """The life of a rank: join the group, make calls and send their results, leave when the caller lets go."""
     os.setpgid(0, 0)
-    leaving = threading.Thread(target=_leave_with_the_caller, args=(pipe,), daemon=True)
-    leaving.start()
-    stacks = _stack_file(launch, rank).open("w")
+    threading.Thread(target=_leave_with_the_caller, args=(lease,), daemon=True).start()
+    stacks = _stack_file(gang, rank).open("w")
     faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
-    try:
-        reply = _Reply(ok=True, payload=pickle.dumps(_call(launch, rank)))
-    except BaseException as error:
-        reply = _Reply(ok=False, payload=_pickled(error), text=traceback.format_exc())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send_bytes(pickle.dumps(reply))
-    # Stay until every rank is done: a rank that leaves closes connections on which its peers may still wait.
-    leaving.join()
+    as_found: _Process | None = None
+    while True:  # until the caller lets go; before that a rank that leaves would close connections its peers wait on
+        call: _Call = pipe.recv()
+        try:
+            if as_found is None:
+                _join(gang, rank)
+                as_found = _Process()
+            else:
+                as_found.restore()
+            sys.path[:] = call.import_path
+            fn, args = pickle.loads(call.work)
+            payload = pickle.dumps(fn(rank, gang.world_size, *args))
+            reply = _Reply(ok=True, payload=payload, groups=as_found.leave_groups())
+        except BaseException as error:
+            reply = _Reply(ok=False, payload=_pickled(error), text=traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(pickle.dumps(reply))
 
 
-def _leave_with_the_caller(pipe: connection.Connection[Any, Any]) -> None:
+def _leave_with_the_caller(lease: connection.Connection[Any, Any]) -> None:
     """Wait until the caller closes its end of the pipe, be it done or dead; end with all processes started here."""
-    pipe.poll(None)
+    lease.poll(None)
     os.killpg(0, signal.SIGKILL)
 
 
-def _call(launch: _Launch, rank: int) -> Any:
-    """Set the process up as torchrun would, and call the function."""
+def _join(gang: _Gang, rank: int) -> None:
+    """Set the process up as torchrun would."""
     os.environ.clear()
-    os.environ.update(launch.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    sys.path[:] = launch.import_path
-    fn, args = pickle.loads(launch.work)
+    os.environ.update(gang.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
-    if launch.backend == "nccl":
+    if gang.backend == "nccl":
         torch.cuda.set_device(rank)
-    if launch.backend == "pretend":
+    if gang.backend == "pretend":
         register()
         torch.accelerator.set_device_index(rank)
-    if launch.init:
+    if gang.init:
         # Longer than the harness waits: a hang is reported by the harness, with stacks.
-        dist.init_process_group(launch.backend, timeout=datetime.timedelta(seconds=launch.patience + 30))
-    return fn(rank, launch.world_size, *args)
+        dist.init_process_group(gang.backend, timeout=datetime.timedelta(seconds=gang.patience + 300))
+
+
+class _Process:
+    """A rank before its first call: what a call changes is put back before the next, or the rank is not used again."""
+
+    def __init__(self) -> None:
+        self._environment, self._folder = dict(os.environ), Path.cwd()
+        self._random = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        self._dtype = torch.get_default_dtype()
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        self._kept = self._what_stays()
+
+    def restore(self) -> None:
+        """Undo what the last call changed."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.chdir(self._folder)
+        torch.set_rng_state(self._random[0])
+        np.random.set_state(self._random[1])
+        random.setstate(self._random[2])
+        torch.set_default_dtype(self._dtype)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_flush_denormal(False)
+
+    def leave_groups(self) -> int | None:
+        """Leave the groups that a call has made; how many there have been, or None where something else stays."""
+        gc.collect()
+        if self._world is None or self._what_stays() != self._kept:
+            return None
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not self._world:
+                dist.destroy_process_group(group)
+        return dist.distributed_c10d._world.group_count
+
+    def _what_stays(self) -> tuple[object, ...]:
+        """Threads, children, the default group and signal handlers."""
+        try:
+            has_children = os.waitpid(-1, os.WNOHANG) is not None
+        except ChildProcessError:
+            has_children = False
+        handlers = tuple(signal.getsignal(number) for number in signal.valid_signals())
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return (frozenset(threading.enumerate()), has_children, id(world), handlers)
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -1,0 +1,219 @@
+"""Today's behaviour as data, and any tree held against it or against another tree.
+
+    python -m tests.golden.make                            # write what no processor decides: argv.jsonl, tools.json
+    python -m tests.golden.make --base REVISION            # run that revision and this tree here, and name what differs
+    python -m tests.golden.make --base REVISION --only runs:zero   # some of it
+
+Losses, norms and weights depend on the processor, and are compared between two trees on one machine. A difference that
+a change means to make is named in its commit; there are no others. Exit status 1: something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.golden.trees import HERE, ROOT, Worker, differences, files_below, folder, numbers_of, on_workers, tensors_of
+from tests.parity.hf_models import CONFIGS
+
+# Of every run: three steps of eight samples, an evaluation, and the weights at the end.
+COMMON = """--mock-data --train-iters 3 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 1 --init-method-std 0.1
+--seed 7 --eval-interval 3 --eval-iters 1 --log-interval 1 --save-interval 100 --hidden-dropout 0 --attention-dropout 0
+--hang-timeout-minutes 0"""
+SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py")
+PLAIN = ["--mock-data", "--vocab-size", "64", "--train-iters", "10"]
+Outcome = dict[str, Any]
+Work = Mapping[str, Callable[[Worker], Outcome]]
+
+
+def runs() -> Work:
+    """The runs of runs.toml."""
+    work: dict[str, Callable[[Worker], Outcome]] = {}
+    for program, table in tomllib.loads((HERE / "runs.toml").read_text()).items():
+        for name, given in table["runs"].items():
+            commands = [given] if isinstance(given, str) else given
+            work[f"{program}/{name}"] = partial(_train, table["script"], table["flags"], commands)
+    return work
+
+
+def _train(script: str, flags: str, commands: list[str], worker: Worker) -> Outcome:
+    with folder() as directory:
+        ended = []
+        for command in commands:
+            ranks, *words = shlex.split(command)
+            if flags:
+                words = _last_of_each(f"{COMMON} {flags}", words, ["--output-dir", str(directory / "run")])
+            ended.append(worker.run(script, words, directory, ranks=int(ranks)))
+        outcome: Outcome = {"statuses": [one.statuses for one in ended]}
+        if any(status for one in ended for status in one.statuses):
+            return outcome | {"err": ended[-1].err}
+        if not (directory / "run").exists():
+            return outcome | {"out": ended[-1].out}
+        return outcome | {"numbers": numbers_of(directory / "run"), "tensors": tensors_of(directory / "run")}
+
+
+def _last_of_each(plain: str, *more: list[str]) -> list[str]:
+    """A command line of which later flags replace earlier ones, as not every revision does."""
+    flags: dict[str, list[str]] = {}
+    for word in [*shlex.split(plain), *(word for words in more for word in words)]:
+        if word.startswith("--"):
+            flags[latest := word] = [word]
+        else:
+            flags[latest].append(word)
+    return [word for words in flags.values() for word in words]
+
+
+def plain_line(script: str) -> str:
+    """The key of the command line from which other configurations of a script are told."""
+    return json.dumps({"script": script, "words": PLAIN})
+
+
+def argv() -> Work:
+    """The command lines of argv.jsonl and the plain ones, by their words."""
+    lines = [json.loads(line) for line in (HERE / "argv.jsonl").read_text().splitlines()]
+    keys = dict.fromkeys([*map(plain_line, SCRIPTS), *(json.dumps(line["given"]) for line in lines)])
+    return {key: partial(_configure, json.loads(key)) for key in keys}
+
+
+def _configure(given: dict[str, Any], worker: Worker) -> Outcome:
+    """Exit status, words and the configuration that a command line gives, or what a tool prints."""
+    with folder() as directory:
+        for name, text in given.get("files", {}).items():
+            (directory / name).write_text(text)
+        words = [word.replace("{dir}", str(directory)) for word in given["words"]]
+        is_run = given["script"].startswith("pretrain")
+        ended = worker.run(
+            given["script"], words, directory, environment=given.get("environment"), only_configure=is_run
+        )
+        outcome: Outcome = {"status": ended.statuses[0], "says": ended.out + ended.err}
+        if (directory / "config.toml").exists() and is_run and ended.statuses == [0]:
+            outcome["fields"] = _fields((directory / "config.toml").read_text(), str(directory))
+        return outcome
+
+
+def _fields(text: str, directory: str) -> Outcome:
+    tables = tomllib.loads(text.replace(directory, "{dir}"))
+    return {key: value for section in tables.values() for key, value in section.items()}
+
+
+def tools() -> Work:
+    """The steps of tools.toml: commands that follow each other in one folder, and what they leave."""
+    work: dict[str, Callable[[Worker], Outcome]] = {}
+    for title, row in tomllib.loads((HERE / "tools.toml").read_text()).items():
+        names = row.get("for", [""])
+        for name in sorted(CONFIGS) if isinstance(names, str) else names:
+            work[f"{title}/{name}".rstrip("/")] = partial(_steps, row, name)
+    return work
+
+
+def _steps(row: dict[str, Any], name: str, worker: Worker) -> Outcome:
+    with folder() as directory:
+        outcome: Outcome = {}
+        for number, command in enumerate(row["run"]):
+            script, *words = shlex.split(command.replace("{name}", name).replace("{dir}", str(directory)))
+            ended = worker.run(script, words, directory)
+            outcome[f"status {number}"] = ended.statuses[0]
+            if row.get("prints", False) or ended.statuses != [0]:
+                outcome[f"says {number}"] = (ended.out + ended.err).splitlines()
+        if tensors := tensors_of(directory):
+            outcome["tensors"] = tensors
+        for file in row.get("files", []):
+            outcome[file] = (directory / file).read_text().replace(str(directory), "{dir}").splitlines()
+        if "settings" in row:
+            outcome["settings"] = json.loads((directory / row["settings"]).read_text())["config"]["model"]
+        for path in sorted(path for root in row.get("hashes", []) for path in files_below(directory / root)):
+            outcome[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return outcome
+
+
+COLLECTIONS: dict[str, Callable[[], Work]] = {"argv": argv, "tools": tools, "runs": runs}
+
+
+def collect(tree: Path, only: str, workers: int) -> dict[str, Outcome]:
+    """Everything chosen, in one tree.
+
+    Args:
+        only: `argv`, or `runs:zero` for the runs with this in their names; empty for all.
+    """
+    chosen, _, word = only.partition(":")
+    found: dict[str, Outcome] = {}
+    for name, work in COLLECTIONS.items():
+        if chosen in ("", name):
+            mine = {key: function for key, function in work().items() if word in key}
+            found[name] = on_workers(tree, mine, workers)
+    return found
+
+
+def compare(base: str, only: str, workers: int) -> int:
+    """Run a revision and this tree, and print what differs; returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="golden-base-") as name:
+        tree = Path(name, "tree")
+        subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", ROOT, tree], check=True)
+        subprocess.run(["git", "-C", tree, "checkout", "-q", base], check=True)
+        old, new = (collect(place, only, workers) for place in (tree, ROOT))
+    count = 0
+    for collection, outcomes in new.items():
+        different = {key: list(differences(old[collection][key], outcomes[key])) for key in outcomes}
+        different = {key: lines for key, lines in different.items() if lines}
+        for key, lines in different.items():
+            print(f"{collection} {key}", *(f"  {line}" for line in lines[:6]), sep="\n")
+            if len(lines) > 6:
+                print(f"  and {len(lines) - 6} more")
+        print(f"{collection}: {len(outcomes)} rows, {len(different)} differ")
+        count += len(different)
+    return min(count, 1)
+
+
+def portable(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Without what a processor decides: the values of tensors. Of a configuration, only what differs from that of
+    its script's plain line stays."""
+    plain = {key: outcomes[key]["fields"] for key in map(plain_line, SCRIPTS) if key in outcomes}
+    found = {}
+    for key, outcome in outcomes.items():
+        found[key] = dict(outcome)
+        if "tensors" in outcome:
+            found[key]["tensors"] = {name: text.rsplit(" ", 1)[0] for name, text in outcome["tensors"].items()}
+        if "fields" in outcome:
+            first = plain[plain_line(json.loads(key)["script"])]
+            found[key]["fields"] = {k: v for k, v in outcome["fields"].items() if k not in first or first[k] != v}
+    return found
+
+
+def write(only: str, workers: int) -> None:
+    """Write the data that no processor decides from this tree."""
+    if only in ("", "argv"):
+        found = portable(collect(ROOT, "argv", workers)["argv"])
+        rows = ({"given": json.loads(key), **outcome} for key, outcome in found.items())
+        (HERE / "argv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if only in ("", "tools"):
+        found = portable(collect(ROOT, "tools", workers)["tools"])
+        (HERE / "tools.json").write_text(json.dumps(found, indent=0) + "\n")
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False)
+    parser.add_argument("--base", metavar="REVISION", help="compare with this revision of git instead of writing")
+    parser.add_argument("--only", default="", metavar="NAME[:WORD]", help=f"one of {', '.join(COLLECTIONS)}")
+    parser.add_argument("--workers", type=int, default=2, help="processes that start programs, a tree (default: 2)")
+    given = parser.parse_args()
+    if given.only.partition(":")[0] not in ("", *COLLECTIONS):
+        parser.error(f"--only takes {', '.join(COLLECTIONS)}, not {given.only}")
+    if given.base is not None:
+        return compare(given.base, given.only, given.workers)
+    write(given.only, given.workers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
