@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ import megacore
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, 4))
-config = {
+config: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
@@ -21,7 +22,7 @@ config = {
 }
 engine, *_ = megacore.initialize(model=model, config=config)
 draw = torch.Generator().manual_seed(engine.global_rank)
-for _ in range(10):
+for _step in range(10):
     x = torch.randn(engine.train_micro_batch_size_per_gpu(), 20, generator=draw)
     loss = F.cross_entropy(engine(x), x[:, :4].argmax(dim=1))
     engine.backward(loss)

@@ -69,7 +69,8 @@ def _run(tree: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait(children: dict[int, int], seconds: float) -> dict[int, int]:
-    statuses, deadline = {}, time.monotonic() + seconds
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
     while len(statuses) < len(children):
         for pid in [pid for pid, rank in children.items() if rank not in statuses]:
             found, status = os.waitpid(pid, os.WNOHANG)
