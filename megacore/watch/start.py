@@ -61,8 +61,8 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
     except OSError as error:
         Current.ledger = None
         print(f"megacore: warning: no watchdog on {identity.host}: {error}", file=sys.stderr)
-    if leaves_if_hung and Current.ledger is not None:
-        threading.Thread(target=_leave_if_hung, args=(Current.ledger,), name="hang-watch", daemon=True).start()
+    if leaves_if_hung:
+        threading.Thread(target=_leave_if_hung, name="hang-watch", daemon=True).start()
 
 
 def _begin_in(directory: Path, identity: Identity) -> bool:
@@ -89,9 +89,10 @@ def _begin_in(directory: Path, identity: Identity) -> bool:
     return ledger.path.exists()
 
 
-def _leave_if_hung(ledger: Ledger) -> None:
+def _leave_if_hung() -> None:
     """End this process with the status of a hang, whatever its main thread does, until train/peers.py does so."""
-    while Current.ledger is ledger and (leaves := ledger.leaves_as_hung) is not None:
+    ledger = Current.ledger
+    while ledger is not None and Current.ledger is ledger and (leaves := ledger.leaves_as_hung) is not None:
         if leaves:
             os._exit(EXIT_HUNG)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
