@@ -193,7 +193,7 @@ class PipelineEngine:
         if reproducible:
             compute_reproducibly()
         if world_size() > 1:
-            begin_watch(self.config)
+            begin_watch(self.config, leaves_if_hung=False)
             on_ledger(lambda ledger: ledger.rest_in(Phase.OUTSIDE))
         self.num_microbatches, self._count = num_microbatches, count
         with phase(Phase.BUILD):

@@ -4,8 +4,9 @@ In this order: a rank that wrote nothing, a process that is gone, a process that
 rank in a collective waits for the members that have posted fewer operations on that channel; in a send or receive, for
 the other side if that has posted fewer. Where the waits lead to ranks outside communication, or to ranks that have
 finished, those hold the others up. Where they lead in a circle, a rank that has left its usual order of operations,
-while the others have not, has caused it; without such a rank the verdict is the cycle itself. Nothing is guessed: a
-verdict that evidence does not prove is not certain, and may be "undetermined".
+while the others have not, has caused it; without such a rank the verdict is the cycle itself. Where every rank has
+posted all that the others wait for, one alone that runs while they sleep probably loops. Nothing is guessed: a verdict
+that evidence does not prove is not certain, and may be "undetermined".
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ _FRESH = 0.5  # of the age of the oldest mark: a rank that has moved later is no
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A rank as its node's watcher sees it: its ledger, and the state of its process."""
+    """A rank as its node's watcher sees it: its ledger, and the state of its process.
+
+    Attributes:
+        record: the ledger.
+        state: of the process.
+        is_busy: whether its main thread is on a processor, and not asleep until others have done something.
+    """
 
     record: Record
     state: State = "running"
+    is_busy: bool = False
 
     @property
     def rank(self) -> int:
@@ -155,6 +163,10 @@ def _of_circle(
     if len(outside) == 1 and not any(by_rank[rank].record.flags & Flag.HIDDEN for rank in outside):
         why = "every rank has posted what the others wait for, and it alone is outside communication"
         return Verdict(kind="holds up", ranks=tuple(outside), why=why)
+    busy = tuple(rank for rank in stuck if by_rank[rank].is_busy)
+    if len(busy) == 1 and not any(by_rank[rank].record.flags & Flag.ASYNCHRONOUS for rank in stuck):
+        why = "every rank has posted what the others wait for, and it alone does not sleep: its program runs on"
+        return Verdict(kind="holds up", ranks=busy, why=why)
     everyone = "every rank has posted what the others wait for"
     return Verdict(kind="undetermined", why=f"{everyone}: the network, or operations that do not match")
 

@@ -397,8 +397,15 @@ class Ledger:
 
     @property
     def verdict(self) -> bool:
-        """Whether the watcher has reported a hang: this rank is to end, without a word."""
+        """Whether the watcher has reported why the run ends: this rank is to end, without a word."""
         return self._words[Word.VERDICT] != 0
+
+    @property
+    def leaves_as_hung(self) -> bool | None:
+        """Whether this rank is to end by itself as hung; None: it does not look any more, as others wait for that."""
+        if self._words[Word.FLAGS] & Flag.GUARDED:
+            return None
+        return self._words[Word.VERDICT] == 2
 
     def finish(self) -> None:
         """The run is over on this rank, which nobody has to watch any more."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megacore.watch.blame import Seen
 from megacore.watch.ledger import SUFFIX
-from megacore.watch.processes import send, started, state_of
+from megacore.watch.processes import is_busy, send, started, state_of
 from megacore.watch.record import LedgerFile
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -115,7 +115,10 @@ class Node:
         else:
             known = self.files.keys() - found.keys()
         self.files = {rank: file for rank, file in files.items() if rank in living or rank in known}
-        return [Seen(record=file.record(), state=states[rank]) for rank, file in sorted(self.files.items())]
+        return [
+            Seen(record=file.record(), state=states[rank], is_busy=is_busy(file.identity.pid))
+            for rank, file in sorted(self.files.items())
+        ]
 
     def wait(self, seconds: float) -> None:
         """Return after a time, or as soon as a rank ends."""

@@ -59,7 +59,7 @@ class Nodes:
         if time.monotonic() - self._published < waits or self._is_asking:
             return
         self._published, self._serial, self._was_urgent = time.monotonic(), self._serial + 1, urgent
-        ranks = [{"state": one.state, **one.record.to_json()} for one in seen]
+        ranks = [{"state": one.state, "is_busy": one.is_busy, **one.record.to_json()} for one in seen]
         self._set(
             f"node-{self.node}", json.dumps({"serial": self._serial, "still": still, "urgent": urgent, "ranks": ranks})
         )
@@ -148,5 +148,5 @@ class Nodes:
 
 
 def _seen(values: dict[str, Any]) -> Seen:
-    state = values.pop("state")
-    return Seen(record=Record.from_json(values), state=state)
+    state, is_busy = values.pop("state"), values.pop("is_busy")
+    return Seen(record=Record.from_json(values), state=state, is_busy=is_busy)

@@ -41,6 +41,12 @@ def state_of(pid: int, since: int) -> State:
     return "stopped" if fields[0] in "Tt" else "running"
 
 
+def is_busy(pid: int) -> bool:
+    """Whether the main thread of a process is on a processor, or waits for one."""
+    fields = _fields(pid)
+    return fields is not None and fields[0] == "R"
+
+
 def was_asked_to_end(pid: int) -> bool | None:
     """Whether a process that its parent has not collected yet was ended by a signal of a user or a launcher; None: it
     is collected, or that is unknown."""

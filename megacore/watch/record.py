@@ -152,9 +152,9 @@ class LedgerFile:
         """When the rank made its last mark, by `time.monotonic`."""
         return float(struct.unpack_from("=d", self._map, 8 * Word.SINCE)[0])
 
-    def pronounce(self) -> None:
-        """Tell the rank that a hang is reported."""
-        self._map[8 * Word.VERDICT : 8 * Word.VERDICT + 8] = struct.pack("=Q", 1)
+    def pronounce(self, *, hung: bool) -> None:
+        """Tell the rank that it is reported why the run ends: it hangs, or a rank has died."""
+        self._map[8 * Word.VERDICT : 8 * Word.VERDICT + 8] = struct.pack("=Q", 2 if hung else 1)
 
     def _word(self, word: int) -> int:
         value: int = struct.unpack_from("=Q", self._map, 8 * word)[0]

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,10 +27,11 @@ from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
 from megacore.watch.node import STACK_SIGNAL, Node, directory_of, leaving_file, make, report_file, stack_file
 from megacore.watch.processes import born
-from megacore.watch.report import deaths_in_words
+from megacore.watch.report import EXIT_HUNG, deaths_in_words
 
 _LOCK = "watcher.lock"
 _ATTEMPTS = 10
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class _Kept:
@@ -39,10 +41,15 @@ class _Kept:
     watcher: subprocess.Popen[bytes] | None = None
 
 
-def begin_watch(config: ResolvedConfig) -> None:
+def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
     """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already.
 
     A node without a place for ledgers is not watched, and says so; the run does not depend on it.
+
+    Args:
+        config: resolved.
+        leaves_if_hung: whether the process is the trainer's, which ends with a status of its own. A program of one's
+            own may handle the signal.
     """
     if Current.ledger is not None or config.watch.hang_timeout_minutes == 0:
         return
@@ -54,6 +61,8 @@ def begin_watch(config: ResolvedConfig) -> None:
     except OSError as error:
         Current.ledger = None
         print(f"megacore: warning: no watchdog on {identity.host}: {error}", file=sys.stderr)
+    if leaves_if_hung:
+        threading.Thread(target=_leave_if_hung, name="hang-watch", daemon=True).start()
 
 
 def _begin_in(directory: Path, identity: Identity) -> bool:
@@ -78,6 +87,15 @@ def _begin_in(directory: Path, identity: Identity) -> bool:
         return False
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     return ledger.path.exists()
+
+
+def _leave_if_hung() -> None:
+    """End this process with the status of a hang, whatever its main thread does, until train/peers.py does so."""
+    ledger = Current.ledger
+    while ledger is not None and Current.ledger is ledger and (leaves := ledger.leaves_as_hung) is not None:
+        if leaves:
+            os._exit(EXIT_HUNG)
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def end_watch() -> None:

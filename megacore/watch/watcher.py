@@ -24,11 +24,12 @@ from megacore.watch.budget import TIMES, Limit, limit, still_seconds
 from megacore.watch.ledger import Flag, Phase
 from megacore.watch.node import Node, leaving_file, remove, report_file
 from megacore.watch.nodes import Nodes
-from megacore.watch.processes import end, was_asked_to_end
-from megacore.watch.report import EXIT_HUNG, deaths_in_words, hang_report, table
+from megacore.watch.processes import end, state_of, was_asked_to_end
+from megacore.watch.report import EXIT_HUNG, deaths_in_words, hang_report, main_stack, table
 
 _SLOWEST_LOOK, _FASTEST_LOOK = 1.0, 0.05
 _LOOKS = 40  # per timeout
+_SECONDS_TO_END_BY_THEMSELVES = 0.5  # before SIGTERM
 _SECONDS_TO_END = 4.0  # before SIGKILL
 _SECONDS_FOR_A_LAUNCHER = 1.5  # to end the others, where one has died
 
@@ -125,10 +126,13 @@ class Watcher:
         again = self.node.look()
         if any(_moved(one, other) for one, other in zip(seen, again, strict=False)) or len(again) != len(seen):
             return False  # one moved meanwhile
+        busy = {one.rank for one in seen if one.is_busy and not _is_in_torch(stacks[one.rank])}
+        again = [dataclasses.replace(one, is_busy=one.is_busy and one.rank in busy) for one in again]
         here = {one.rank for one in again}
         everyone = [*again, *(one for one in everyone if one.rank not in here)]
+        verdict = blame(everyone, world)
         self._report(everyone, verdict, seconds=still, allowed=allowed, stacks=stacks)
-        end([one.record.identity.pid for one in again if one.state != "gone"], _SECONDS_TO_END)
+        self._end(again)
         return True
 
     def _report(
@@ -157,7 +161,7 @@ class Watcher:
                 where = f"all of it, with all stacks: {path}; "
         by_itself = f" (status {EXIT_HUNG}); --load auto resumes it" if seen[0].record.flags & Flag.GUARDED else ""
         ending = f"  {where}every process of the run ends now{by_itself}"
-        self._pronounce(f"{text}\n{ending}")
+        self._pronounce(f"{text}\n{ending}", hung=True)
 
     # ---- deaths
 
@@ -177,14 +181,14 @@ class Watcher:
         if True in asked or not living:
             return False
         rows = "\n".join(f"  {row}" for row in table(seen))
-        self._pronounce(f"{deaths_in_words(dead)}; stopping the others\n{rows}")
+        self._pronounce(f"{deaths_in_words(dead)}; stopping the others\n{rows}", hung=False)
         end([one.record.identity.pid for one in living], _SECONDS_TO_END)
         return True
 
-    def _pronounce(self, text: str) -> None:
+    def _pronounce(self, text: str, *, hung: bool) -> None:
         """Say why the run ends; the ranks are told first, so that they do not."""
         message = f"megacore: {text}"
-        self._tell_ranks(message)
+        self._tell_ranks(message, hung=hung)
         leave_for_launcher(message)
         with contextlib.suppress(OSError):
             self.messages.write(f"{message}\n")
@@ -205,20 +209,34 @@ class Watcher:
         message = self._nodes.verdict() if urgent and not self._nodes.decides else None
         if message is None:
             return False
-        self._tell_ranks(message)
-        end([one.record.identity.pid for one in seen if one.state != "gone"], _SECONDS_TO_END)
+        self._tell_ranks(message, hung=True)
+        self._end(seen)
         return True
 
-    def _tell_ranks(self, message: str) -> None:
+    def _tell_ranks(self, message: str, *, hung: bool) -> None:
         with contextlib.suppress(OSError):
             report_file(self.node.directory).write_text(message)
         for file in self.node.files.values():
-            file.pronounce()
+            file.pronounce(hung=hung)
+
+    def _end(self, hung: Sequence[Seen]) -> None:
+        """End ranks that were told of a hang: those that can act end by themselves, with its status."""
+        deadline = time.monotonic() + _SECONDS_TO_END_BY_THEMSELVES
+        living = [one.record.identity for one in hung if one.state == "running"]
+        while living and time.monotonic() < deadline:
+            time.sleep(_FASTEST_LOOK)
+            living = [who for who in living if state_of(who.pid, who.born) == "running"]
+        end([one.record.identity.pid for one in hung if one.state != "gone"], _SECONDS_TO_END)
 
 
 def _least(seen: Sequence[Seen]) -> float:
     """The shortest limit that any verdict could set, to spare the work of finding one."""
     return min(limit(seen, Verdict(kind="stopped")).seconds, *(one.record.identity.hang_timeout for one in seen))
+
+
+def _is_in_torch(stack: str) -> bool:
+    """Whether the main thread is in a call of torch's communication, where it may wait on a processor."""
+    return any("torch/distributed/" in frame for frame in main_stack(stack)[:1])
 
 
 def _moved(one: Seen, other: Seen) -> bool:

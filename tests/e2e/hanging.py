@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ POINTS = {
     "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),
     "save": ("megacore.checkpoint.save", "CheckpointSaver._stage"),
     "message": ("megacore.pipeline.runtime", "_Run.as_transfer"),
+    "posted": ("torch.distributed", "all_reduce"),
     "collective": ("megacore.optim.update", "all_reduce_job_"),
 }
 
@@ -54,6 +56,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sleep": lambda: time.sleep(LONG),
     "lock": hold_the_interpreter,
+    "spin": lambda: all(itertools.repeat(True)),
     "slow": lambda: time.sleep(float(os.environ.get("SLOW", "0.05"))),
 }
 

@@ -112,6 +112,7 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     ("at", "fault", "rank", "layout", "words"),
     [
         ("data", "sleep", 1, {"dp": 2}, ["data (next batch)", "hanging.py"]),
+        ("posted", "spin", 1, {"dp": 2}, ["all-reduce", "hanging.py"]),
         ("forward", "lock", 1, {"pp": 2}, ["forward of microbatch", "hold_the_interpreter"]),
     ],
 )
@@ -122,7 +123,7 @@ def test_what_a_rank_hangs_in_is_named(
     ranks = 4 if len(layout) == 2 else 2
     with under_torchrun(tmp_path / "logs", ranks, HANGING, *flags(tmp_path / "out", **layout)) as job:
         said = reported(job)
-    assert f": rank {rank} (" in said.splitlines()[0], said
+    assert f" rank {rank} (" in said.splitlines()[0], said
     assert all(word in said for word in words), said
 
 

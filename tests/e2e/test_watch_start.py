@@ -54,24 +54,33 @@ def rank_of(
 
 
 @contextlib.contextmanager
-def both_ranks(tmp_path: Path, *, at: str, rank: int) -> Iterator[tuple[Started, Started]]:
-    """Both ranks of two, one of which is killed at this point."""
-    fault: dict[str, Any] = {HANG: json.dumps({"rank": rank, "at": at, "call": 1, "fault": "kill"})}
+def both_ranks(
+    tmp_path: Path, *, at: str, rank: int, fault: str = "kill", minutes: float = 5.0
+) -> Iterator[tuple[Started, Started]]:
+    """Both ranks of two, one of which has this fault at this point."""
+    plan: dict[str, Any] = {HANG: json.dumps({"rank": rank, "at": at, "call": 1, "fault": fault})}
     port = free_port()
     with (
-        rank_of(tmp_path, 0, port, minutes=5.0, **fault) as one,
-        rank_of(tmp_path, 1, port, minutes=5.0, **fault) as other,
+        rank_of(tmp_path, 0, port, minutes=minutes, **plan) as one,
+        rank_of(tmp_path, 1, port, minutes=minutes, **plan) as other,
     ):
         yield one, other
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     with rank_of(tmp_path, 0, free_port()) as one:
-        assert one.wait(patience(START)) == -signal.SIGTERM
+        assert one.wait(patience(START)) == 124
     said = (tmp_path / "0.err").read_text()
     assert said.startswith("megacore: hang at step 0: probably rank 1 (pp 0, dp 1, tp 0) blocks the run"), said
     assert "it has written nothing: never started, out of reach, or not watched" in said
     assert re.search(r"^  rank 0 +0 .* (connection to the master|meeting of the ranks)", said, re.MULTILINE), said
+
+
+def test_a_rank_that_hangs_in_its_imports_is_named_and_all_end_as_hung(tmp_path: Path) -> None:
+    with both_ranks(tmp_path, at="import", rank=1, fault="sleep", minutes=MINUTES) as ranks:
+        assert [rank.wait(patience(3 * START)) for rank in ranks] == [124, 124]
+    said = (tmp_path / "0.err").read_text() + (tmp_path / "1.err").read_text()
+    assert re.match(r"megacore: hang at step 0: .*rank 1 \(pp 0, dp 1, tp 0; pid \d+ on \S+\) block", said), said
 
 
 def test_a_rank_that_dies_in_its_imports_is_named_and_ends_the_others(tmp_path: Path) -> None:
@@ -101,7 +110,7 @@ def test_a_rank_that_cannot_reach_the_master_is_named(tmp_path: Path) -> None:
         rank_of(tmp_path, 1, free_port(), GROUP_RANK=1, **node),
         rank_of(tmp_path, 0, free_port(), GROUP_RANK=0, **node) as one,
     ):
-        assert one.wait(patience(3 * START)) == -signal.SIGTERM
+        assert one.wait(patience(3 * START)) == 124
     said = (tmp_path / "0.err").read_text()
     assert said.startswith("megacore: hang at step 0: probably rank 1 (pp 0, dp 1, tp 0) blocks the run"), said
 

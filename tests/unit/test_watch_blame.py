@@ -83,6 +83,12 @@ def test_a_rank_that_has_finished_and_owes_nothing_is_innocent() -> None:
     assert (alone.ranks, alone.is_certain) == ((0,), True)
 
 
+@pytest.mark.parametrize(("busy", "flags", "named"), [((2,), 0, (2,)), ((1, 2), 0, ()), ((2,), Flag.ASYNCHRONOUS, ())])
+def test_a_rank_that_alone_runs_after_all_have_posted_probably_loops(busy: Any, flags: int, named: Any) -> None:
+    verdict = blame([in_collective(rank, is_busy=rank in busy, flags=flags) for rank in range(4)], 4)
+    assert (verdict.ranks, verdict.is_certain) == (named, False)
+
+
 def test_a_circle_is_said_to_be_one() -> None:
     other = Channel((1, 0))
     ranks = [

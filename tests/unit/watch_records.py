@@ -27,9 +27,15 @@ def identity(rank: int, world_size: int, **changes: Any) -> Identity:
 
 
 def seen(
-    rank: int, world_size: int, *, state: State = "running", about: dict[str, Any] | None = None, **changes: Any
+    rank: int,
+    world_size: int,
+    *,
+    state: State = "running",
+    is_busy: bool = False,
+    about: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Seen:
     """A rank in the middle of step 7, with changes."""
     values: dict[str, Any] = {"phase": Phase.FORWARD, "section": Phase.STEP, "age": 20.0, "step": 7}
     record = Record(identity=identity(rank, world_size, **(about or {})), **{**values, **changes})
-    return Seen(record=record, state=state)
+    return Seen(record=record, state=state, is_busy=is_busy)
