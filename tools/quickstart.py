@@ -118,7 +118,6 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
     tokenizer = ("--model", "bpe", "--vocab-size", str(VOCAB_SIZE), "--output", str(TOKENIZER), "--overwrite")
     dataset = ("--tokenizer", str(TOKENIZER), "--output-prefix", str(DATASET), "--append-eod", "--workers", "2")
     sample = (
-        "--checkpoint",
         str(RUN),
         "--prompt",
         "This function",
