@@ -3,7 +3,7 @@
     python tools/draw_schedule.py --schedule 1f1b --pp 4 --microbatches 8               # in the terminal
     python tools/draw_schedule.py --schedule zero-bubble --pp 4 --microbatches 8 -o out.svg
     python tools/draw_schedule.py --csv mine.csv -o out.png
-    python tools/draw_schedule.py --from-trace output/mock/trace.json -o out.svg
+    python tools/draw_schedule.py output/mock -o out.svg
 
 docs/explain/schedules.md explains the pictures. Nothing here loads torch.
 """
@@ -62,8 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="draw your own schedule: one row per rank, one computation per cell, such as 0F0, 0B0, 0I0, 0W0",
     )
     source.add_argument(
-        "--from-trace", type=Path, metavar="FILE", help="draw what a run with --trace measured: its trace.json"
+        "run",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="draw what a run with --trace measured, by its output directory",
     )
+    source.add_argument("--from-trace", type=Path, metavar="FILE", help="the same, by the path of its trace.json")
     parser.add_argument("--pp", type=positive, metavar="P", help="number of pipeline ranks")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="number of microbatches per step")
     parser.add_argument(
@@ -96,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(args: argparse.Namespace) -> None:
+    if args.run is not None:
+        args.from_trace = args.run / "trace.json"
+        if not args.from_trace.is_file():
+            raise UserError(f"{args.run} has no trace.json: give the output directory of a run with --trace")
     _require_fitting_flags(args)
     if args.output is not None:
         require_writable(args.output)

@@ -1,6 +1,6 @@
 """Fill the masks of a text with a trained BERT, from a checkpoint of any layout, in one process.
 
-python tools/fill_mask.py --checkpoint output "the capital of [MASK] is london ."
+python tools/fill_mask.py output "the capital of [MASK] is london ."
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fill(args: Namespace) -> None:
-    directory = find_checkpoint(usable(args.checkpoint))
+    directory = find_checkpoint(usable(args.run))
     config = _config(directory)
     model = config.model
     tokenizer = tokenizer_of(directory, args.tokenizer, model)
@@ -69,14 +69,9 @@ def _config(directory: Location) -> ResolvedBertConfig:
 
 def _parser() -> ToolParser:
     parser = ToolParser(prog="fill_mask.py", description="Fill the masks of a text with a trained BERT.")
+    parser.add_run("--checkpoint")
     add = parser.add_argument
     add("text", metavar="TEXT", help="text with one or more [MASK]")
-    add(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
-    )
     add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
     add("--top-k", type=positive, default=5, metavar="K", help="number of predictions per mask. Default: 5.")
     add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")

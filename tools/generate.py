@@ -1,6 +1,6 @@
 """Generate text from a checkpoint of any layout, in one process.
 
-python tools/generate.py --checkpoint output --prompt "def " --max-new-tokens 64 --temperature 0.8 --top-p 0.95
+python tools/generate.py output --prompt "def " --max-new-tokens 64 --temperature 0.8 --top-p 0.95
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: Namespace) -> None:
     layers = layers_of(args.program)
-    directory = find_checkpoint(usable(args.checkpoint))
+    directory = find_checkpoint(usable(args.run))
     manifest = read_manifest(directory)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
@@ -76,13 +76,8 @@ def _parser() -> ToolParser:
     parser = ToolParser(
         prog="generate.py", description="Generate text from a checkpoint of any layout, in one process."
     )
+    parser.add_run("--checkpoint")
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
-    )
     add("--prompt", required=True, metavar="TEXT", help="text to continue")
     add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
     add(

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
     parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
     parser.add_argument(
-        "checkpoint", nargs="?", metavar="DIR", help="a step_NNNNNNNN directory, or the output directory of a run"
+        "checkpoint", nargs="?", metavar="RUN", help="output directory of a run, or a step_NNNNNNNN directory"
     )
     parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3 checksums")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     """Do what is asked, and print it; returns the problems."""
     if (args.diff is None) == (args.checkpoint is None):
-        parser.error("give either DIR or --diff A B")
+        parser.error("give either RUN or --diff A B")
     if args.diff is not None:
         return list(_compare(*(find_checkpoint(usable(name)) for name in args.diff)))
     path = usable(args.checkpoint)

@@ -1,7 +1,7 @@
 """Perplexity and bits per byte of texts under a checkpoint of any layout, in one process.
 
-python tools/perplexity.py --checkpoint output --input corpus.jsonl book.txt --stride 256
-python tools/perplexity.py --checkpoint output --data-path data/corpus_text_document
+python tools/perplexity.py output --input corpus.jsonl book.txt --stride 256
+python tools/perplexity.py output --data-path data/corpus_text_document
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: Namespace) -> None:
     if bool(args.input) == bool(args.data_path):
         raise UserError("give texts with --input FILE..., or a dataset with --data-path PREFIX")
-    model = causal_model(usable(args.checkpoint), args.tokenizer, args.program)
+    model = causal_model(usable(args.run), args.tokenizer, args.program)
     config, tokenizer = model.config, model.tokenizer
     length = context_of(args.context, config)
     stride = args.stride or max(1, length // 2)
@@ -138,13 +138,8 @@ def _parser() -> ToolParser:
     parser = ToolParser(
         prog="perplexity.py", description="Perplexity and bits per byte of texts under a checkpoint of any layout."
     )
+    parser.add_run("--checkpoint")
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
-    )
     add(
         "--input",
         nargs="+",

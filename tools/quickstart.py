@@ -115,7 +115,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
     )
     tokenizer = ("--model", "bpe", "--vocab-size", str(VOCAB_SIZE), "--output", str(TOKENIZER), "--overwrite")
     dataset = ("--tokenizer", str(TOKENIZER), "--output-prefix", str(DATASET), "--append-eod", "--workers", "2")
-    sample = ("--checkpoint", str(RUN), "--prompt", PROMPT, "--temperature", "0.8", "--top-k", "40", "--seed", "1")
+    sample = (str(RUN), "--prompt", PROMPT, "--temperature", "0.8", "--top-k", "40", "--seed", "1")
     return [
         Step(title="clear the run of an earlier quick start", words=("rm", "-rf", str(RUN))),
         Step(

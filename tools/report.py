@@ -28,22 +28,20 @@ from megacore.files import replace_bytes
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 1 the page cannot be written, 2 refused."""
     parser = ToolParser(prog="report.py", description="Write the report of a run as one HTML page.")
-    parser.add_argument("run", type=Path, metavar="OUTPUT_DIR", help="output directory of the run")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="page to write. Default: OUTPUT_DIR/report.html."
-    )
+    parser.add_run(help="output directory of the run")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write. Default: RUN/report.html.")
     return run_tool(parser, argv, _report)
 
 
 def _report(args: argparse.Namespace) -> None:
-    output = args.run / "report.html" if args.output is None else args.output
+    output = Path(args.run, "report.html") if args.output is None else args.output
     problems = []
     if output.is_dir():
         problems.append(f"-o {output} is a directory: name a file in it, as in -o {output / 'report.html'}")
     elif args.output is not None and not output.absolute().parent.is_dir():
         problems.append(f"-o {output}: {output.parent} is not a directory: make it, or choose another path")
     try:
-        run = read_run(args.run)
+        run = read_run(Path(args.run))
     except UserError as error:
         problems.append(str(error))
     if problems:

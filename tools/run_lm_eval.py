@@ -1,6 +1,6 @@
 """lm-evaluation-harness with checkpoints of megacore as a type of model: its program, and all its flags.
 
-python tools/run_lm_eval.py --model_args checkpoint=output --tasks hellaswag --batch_size 16
+python tools/run_lm_eval.py output --tasks hellaswag --batch_size 16
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     importlib.import_module("megacore.inference.lm_eval_model")  # registers the type of model
     harness = importlib.import_module("lm_eval.__main__")
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = _with_model(list(sys.argv[1:] if argv is None else argv))
     asks = bool({"-h", "--help", "--model", "-m"} & {word.partition("=")[0] for word in given})
     before, sys.argv = sys.argv, ["run_lm_eval.py", *given, *([] if asks or not given else ["--model", "megacore"])]
     try:
@@ -35,6 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def _with_model(words: list[str]) -> list[str]:
+    """The words for the harness, where the first is a run: it is an argument of the model, beside others of it."""
+    if not words or words[0].startswith("-") or not Path(words[0]).exists():
+        return words
+    (run, *rest), flag = words, "--model_args"
+    if flag not in rest[:-1]:
+        return [flag, f"checkpoint={run}", *rest]
+    at = rest.index(flag) + 1
+    return [*rest[:at], f"checkpoint={run},{rest[at]}", *rest[at + 1 :]]
 
 
 if __name__ == "__main__":

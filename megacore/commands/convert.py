@@ -62,7 +62,7 @@ def parser() -> ToolParser:
         choices=("hf", "megacore", "dcp", *_OF_MEGATRON),
         help="format of the output",
     )
-    add("--input", required=True, metavar="DIR", help="the directory to read; with --from megacore also a URL")
+    made.add_run("--input", help="run or directory to read, in the format --from; with --from megacore also a URL")
     add("--output", required=True, type=local_path, metavar="DIR", help="the directory to create; it must not exist")
     add(
         "--max-shard-size",
@@ -196,17 +196,19 @@ def convert(args: Namespace) -> None:
             needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
             raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out{needs}")
     give_back_what_is_freed()
-    if is_url(args.input) and args.source != "megacore":
-        raise UserError(f"--input {args.input} with --from {args.source} is a URL: download it, and give its path")
-    with local_checkpoint(args.input, args.output.absolute().parent) as args.input, published(args.output) as temporary:
+    if is_url(args.run) and args.source != "megacore":
+        raise UserError(
+            f"{args.run} is a URL, which --from {args.source} does not read: download it, and give its path"
+        )
+    with local_checkpoint(args.run, args.output.absolute().parent) as args.run, published(args.output) as temporary:
         way(args, temporary)
     print(f"published {args.output}")
 
 
 def _from_hf(args: Namespace, temporary: Path) -> None:
     ignored = ignored_fields(args.ignore_config_field)
-    model = open_model(args.input, ignored)
-    print(f"{args.input}: {model.family.model_type}, {len(model.stored.tensors)} tensors")
+    model = open_model(args.run, ignored)
+    print(f"{args.run}: {model.family.model_type}, {len(model.stored.tensors)} tensors")
     if model.stored.left_out:
         names = ", ".join(model.stored.left_out[:3])
         print(f"left out, as the model does not compute with them: {names} ({len(model.stored.left_out)} in all)")
@@ -214,15 +216,15 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
         names = ", ".join(name[:80] for name in model.unknown[:5])
         print(f"not known to megacore in config.json, so the logits decide: {names} ({len(model.unknown)} in all)")
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
-    tokens = check_tokens(model.config, args.input, args.check_tokens)
-    agreement = compare(args.input, temporary, tokens, ignored=ignored)
+    tokens = check_tokens(model.config, args.run, args.check_tokens)
+    agreement = compare(args.run, temporary, tokens, ignored=ignored)
     _report(agreement, not_crossed(model.config, tokens))
     agreement.require(args.tolerance, unknown=model.unknown)
 
 
 def _to_hf(args: Namespace, temporary: Path) -> None:
     dtype, layers = DTYPES.get(args.dtype), layers_of(args.program)
-    export = plan_export(args.input, like=args.like, dtype=dtype, averaged=args.ema)
+    export = plan_export(args.run, like=args.like, dtype=dtype, averaged=args.ema)
     print(f"{export.tensors.directory}: becomes {export.family.class_of(export.tensors.bert)}")
     if export.kept is None:
         print("config.json is made anew from the checkpoint's configuration")
@@ -244,9 +246,9 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
 
 
 def _upcycle(args: Namespace, temporary: Path) -> None:
-    tensors = CheckpointTensors(args.input)
+    tensors = CheckpointTensors(args.run)
     if tensors.bert is not None:
-        raise UserError(f"{args.input} is a BERT, whose blocks have no experts: --upcycle needs a GPT")
+        raise UserError(f"{args.run} is a BERT, whose blocks have no experts: --upcycle needs a GPT")
     chosen = 2 if args.moe_router_topk is None else args.moe_router_topk
     model = upcycled(tensors.config, tensors.directory, experts=args.upcycle, chosen=chosen)
     print(f"{tensors.directory}: becomes a mixture of {args.upcycle} experts, of which a token uses {chosen}")
@@ -264,11 +266,11 @@ def _report(agreement: Agreement, untold: str | None) -> None:
 
 
 def _from_deepspeed(args: Namespace, temporary: Path) -> None:
-    checkpoint = open_deepspeed(args.input)
+    checkpoint = open_deepspeed(args.run)
     if checkpoint.args is not None:
         if args.like is not None:
             raise UserError("--like has no effect with a checkpoint of Megatron-DeepSpeed's, which describes its model")
-        _write_megatron(merge(checkpoint.megatron_ranks(), args.input, args.vocab_size), args, temporary)
+        _write_megatron(merge(checkpoint.megatron_ranks(), args.run, args.vocab_size), args, temporary)
         return
     weights = checkpoint.weights()
     print(f"{checkpoint.path}: DeepSpeed, {len(weights)} tensors in {one_of(sorted(_dtypes(weights)))}")
@@ -279,8 +281,8 @@ def _from_deepspeed(args: Namespace, temporary: Path) -> None:
 
 
 def _from_dcp(args: Namespace, temporary: Path) -> None:
-    source = read_dcp(args.input)
-    print(f"{args.input}: torch.distributed.checkpoint, {len(source)} tensors")
+    source = read_dcp(args.run)
+    print(f"{args.run}: torch.distributed.checkpoint, {len(source)} tensors")
     _from_source(args, source, temporary)
 
 
@@ -293,11 +295,11 @@ def _from_source(args: Namespace, source: Source, temporary: Path) -> None:
     if args.like is None:
         raise UserError(
             f"--from {args.source} needs --like DIR, a directory of transformers with the config.json of the model: "
-            f"{args.input} does not describe it"
+            f"{args.run} does not describe it"
         )
     between = temporary.with_name(f"{temporary.name}-hf")
     try:
-        write_hf(between, source, args.like, str(args.input))
+        write_hf(between, source, args.like, str(args.run))
         _from_hf(Namespace(**{**vars(args), "input": between}), temporary)
     finally:
         shutil.rmtree(between, ignore_errors=True)
@@ -314,7 +316,7 @@ def _to_dcp(args: Namespace, temporary: Path) -> None:
 
 
 def _to_megatron(args: Namespace, temporary: Path) -> None:
-    tensors = CheckpointTensors(args.input, averaged=args.ema)
+    tensors = CheckpointTensors(args.run, averaged=args.ema)
     export = plan_megatron(
         MegatronExport(
             tensors=tensors,
@@ -335,7 +337,7 @@ def _to_megatron(args: Namespace, temporary: Path) -> None:
 
 
 def _from_megatron(args: Namespace, temporary: Path) -> None:
-    _write_megatron(open_megatron(args.input, args.vocab_size), args, temporary)
+    _write_megatron(open_megatron(args.run, args.vocab_size), args, temporary)
 
 
 def _write_megatron(model: MegatronModel, args: Namespace, temporary: Path) -> None:

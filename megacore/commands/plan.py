@@ -83,8 +83,8 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--calibrate",
         type=Path,
-        metavar="DIR",
-        help="fit a cluster file to the run in this directory (its --output-dir)",
+        metavar="RUN",
+        help="fit a cluster file to the run with this output directory",
     )
     parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
     parser.elsewhere[_DRY_RUN] = (

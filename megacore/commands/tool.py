@@ -38,6 +38,9 @@ _NO_ROOM = {
 }
 
 
+RUN_HELP = "output directory of a run, for its newest checkpoint, or a step_NNNNNNNN directory"
+
+
 class _Refusal(Exception):
     """A command line that cannot be understood."""
 
@@ -60,13 +63,43 @@ class EmptyFlag(NamedTuple):
 
 class ToolParser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT, and
-    flags that are given twice with different values."""
+    flags that are given twice with different values.
+
+    Attributes:
+        run_flag: older name of the positional argument of `add_run`.
+    """
+
+    run_flag: str | None = None
+
+    def add_run(self, flag: str | None = None, *, help: str = RUN_HELP) -> None:
+        """Add the positional argument RUN, which is how every tool is told what it works on; call it before other
+        positional arguments are added.
+
+        Args:
+            flag: an older name, which is still accepted with a value.
+            help: what it is.
+        """
+        self.add_argument("run", metavar="RUN", help=help)
+        self.run_flag = flag
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse has it."""
-        for empty in self.empty_flags(sys.argv[1:] if args is None else args):
+        words = list(sys.argv[1:] if args is None else args)
+        for empty in self.empty_flags(words):
             self.error(empty.said)
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(self._with_run_first(words), namespace)
+
+    def _with_run_first(self, words: list[str]) -> list[str]:
+        """The words with a run in its place that is given by its older flag."""
+        for place, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            if self.run_flag is not None and flag == self.run_flag:
+                end = place + (1 if equals else 2)
+                run = value if equals else "".join(words[place + 1 : end])
+                if not run:
+                    self.error(f"{flag} is empty: give it a value, or the run alone, as in output/mine")
+                return [run, *words[:place], *words[end:]]
+        return words
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse has it."""

@@ -272,7 +272,7 @@ PLAIN = "--schedule 1f1b --pp 2 --microbatches 4"
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("", "one of the arguments --schedule --csv --from-trace is required"),
+        ("", "one of the arguments --schedule --csv RUN --from-trace is required"),
         (f"{PLAIN} --csv x.csv", "not allowed with argument --schedule"),
         ("--schedule 2f2b --pp 2 --microbatches 4", "invalid choice: '2f2b'"),
         ("--schedule 1f1b --pp 2", "--schedule 1f1b needs --microbatches: as in --pp 4 --microbatches 8"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +143,33 @@ def test_a_flag_with_two_values_is_refused(words: str, said: str, capsys: pytest
     parser.add_argument("names", nargs="*")
     assert run_tool(parser, words.split(), lambda _: None) == (2 if said else 0)
     assert said in capsys.readouterr().err
+
+
+OF_A_RUN = {
+    "generate": ("--checkpoint", "--prompt once"),
+    "fill_mask": ("--checkpoint", "[MASK]"),
+    "perplexity": ("--checkpoint", "--data-path corpus"),
+    "convert_checkpoint": ("--input", "--from megacore --to hf --output new"),
+    "inspect_checkpoint": (None, ""),
+    "draw_schedule": (None, ""),
+    "report": (None, ""),
+    "where": (None, ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_every_tool_takes_its_run_alone_or_by_the_older_flag(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tool, (flag, others) = importlib.import_module(f"tools.{name}"), OF_A_RUN[name]
+    forms = [["absent", *others.split()], *([[*others.split(), flag, "absent"]] if flag else [])]
+    for words in forms:
+        assert tool.main(words) == 2
+        assert "absent" in capsys.readouterr().err
+    if flag is not None:
+        assert tool.main([*others.split(), f"{flag}="]) == 2
+        assert f"{flag} is empty: give it a value" in capsys.readouterr().err
+    tool.main(["--help"])
+    said = capsys.readouterr().out
+    assert re.search(r"^  RUN ", said, re.MULTILINE) and f" {flag} " not in said
