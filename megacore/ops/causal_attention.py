@@ -35,7 +35,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Te
 def fused_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any, **options: Any
 ) -> Operands:
-    """Its gradient, which looks at the strides of `d_out` only."""
+    """Its gradient; `d_out` may have any strides."""
     assert has_whole_heads(query, key, value, out), "the dimensions of a head must lie side by side"
     found: Operands = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         d_out, query, key, value, out, *others, **options

@@ -261,12 +261,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama packed": LLAMA | {"num_query_groups": 2, "reset_attention_mask": True, "reset_position_ids": True},
     "windows packed": WINDOWS | {"reset_attention_mask": True},
     "bloom packed": BLOOM | {"reset_attention_mask": True},
-    # Tensor-parallel ranks share the key head, which nothing copies on the way: no rotation, no norm.
+}
+# Whose tensor-parallel ranks share the key head, with everything that may or may not copy it on the way.
+SHARED: dict[str, dict[str, Any]] = {
     "shared learned": {"num_query_groups": 1},
     "shared rope": {"num_query_groups": 1, "position_embedding_type": "rope"},
     "shared alibi": {"num_query_groups": 1, "position_embedding_type": "alibi", "window_size": 6},
     "shared none": {"num_query_groups": 1, "position_embedding_type": "none"},
-    "shared in some blocks": LLAMA | {"num_query_groups": 1, "attention_pattern": "nw", "window_size": 6},
+    "shared in some blocks": LLAMA | {"num_query_groups": 1, "attention_pattern": "n,w", "window_size": 6},
     "shared packed": {"num_query_groups": 1, "reset_attention_mask": True, "reset_position_ids": True},
 }
 # With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
@@ -341,7 +343,7 @@ MORE: list[tuple[str, Layout, dict[str, Any]]] = [
 
 def compare(cases: Sequence[tuple[str, Layout, dict[str, Any]]], directory: str) -> None:
     """Train cases of one number of ranks, and each model alone."""
-    runs = [(layout, SHORT | MODELS[model] | changes) for model, layout, changes in cases]
+    runs = [(layout, SHORT | (MODELS | SHARED)[model] | changes) for model, layout, changes in cases]
     (tp, pp, dp), changes = runs[0]
     found = run_distributed(train_cases, tp * pp * dp * changes["cp"], directory, runs, timeout=300)[0]
     for outcome, (_, changes) in zip(found, runs, strict=True):
@@ -351,17 +353,16 @@ def compare(cases: Sequence[tuple[str, Layout, dict[str, Any]]], directory: str)
             torch.testing.assert_close(outcome.final[name], value, rtol=1e-5, atol=2e-6, msg=f"{changes}: {name}")
 
 
-SHARED: list[tuple[str, Layout, dict[str, Any]]] = [
+HEADS_SHARED: list[tuple[str, Layout, dict[str, Any]]] = [
     (model, (2, 1, 1), {"cp": 2, "cp_comm": comm, "sequence_parallel": comm == "ring"})
-    for model in MODELS
-    if model.startswith("shared")
-    for comm in comms(model)
+    for model in SHARED
+    for comm in get_args(ContextComm)
 ]
 
 
 @pytest.mark.parametrize(
     "cases",
-    [FEW, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, SHARED))],
+    [FEW, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, HEADS_SHARED))],
     ids=["few", "more", "shared"],
 )
 def test_training_is_that_of_one_process(cases: list[tuple[str, Layout, dict[str, Any]]], tmp_path: Path) -> None:
