@@ -33,8 +33,8 @@ class CheckpointConfig(Section):
     """Fields of the config.json of --init-from-hf to leave out, for fields that do not change what the model computes.
     Default: none."""
     same_schedule: bool = False
-    """Refuses to continue with another schedule of the learning rate than the checkpoint of --load had. Default: the
-    flags decide, and the log says what they change."""
+    """Refuses to continue with another schedule of the learning rate than the checkpoint of --load had. Without
+    it the flags decide, and the log says what they change."""
     save_interval: Annotated[int | None, Range(1)] = None
     """Number of steps between checkpoints. Default: only at the end of the run."""
     keep_last: Annotated[int | None, Range(1)] = None

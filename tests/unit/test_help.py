@@ -111,10 +111,10 @@ def test_a_window_is_described_as_each_model_has_it() -> None:
 
 
 def test_equal_bits_of_equal_seeds_are_claimed_for_cpus_alone() -> None:
-    """On cuda operators may add in any order, unless --reproducible forbids it."""
+    """On cuda operators may add in any order, unless a flag forbids it."""
     claim = field_docs(TrainingConfig)["seed"]
-    assert "on CPUs; on cuda only with --reproducible" in claim
-    assert FOREIGN["--deterministic-mode"].becomes == "--reproducible"
+    assert "on CPUs; on cuda only with --deterministic or --reproducible" in claim
+    assert FOREIGN["--deterministic-mode"].becomes == "--deterministic"
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
