@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
@@ -119,7 +120,7 @@ def _is_program(launcher: str, word: str) -> bool:
 def _ranks(launcher: str, words: Sequence[str]) -> dict[str, str]:
     """The variables of rank 0 among the processes that a launcher's flags ask for."""
     given: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         given[name.replace("_", "-") if name.startswith("--") else name] = value if equals else following
 
