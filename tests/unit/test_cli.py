@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import SECTIONS, Config, ResolvedConfig, cli
-from megacore.config.cli import flag_names, leave_for_launcher, save_toml
+from megacore.config.cli import flag_names, leave_for_launcher
 from megacore.config.flags import all_fields
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
 from megacore.errors import ConfigError, DataError
@@ -28,26 +28,6 @@ alone, refuse = refusals.alone, refusals.refuse  # fixtures
 
 
 # ---- what is accepted ------------------------------------------------------------------------------------------------
-
-
-def test_flags_become_fields() -> None:
-    config = parse(
-        *GOOD, "--num-layers", "3", "--lr", "1e-4", "--data-cache-path", "c", "--untie-embeddings-and-output-weights"
-    )
-    assert (config.model.num_layers, config.optimizer.lr, config.data.data_cache_path) == (3, 1e-4, "c")
-    assert config.model.untie_embeddings_and_output_weights
-    assert config.training.train_iters == 10
-
-
-def test_spellings_of_a_flag_are_equal() -> None:
-    spellings = (
-        ["--micro-batch-size", "4"],
-        ["--micro_batch_size", "4"],
-        ["--micro-batch-size=4"],
-        ["--micro_batch-size=4"],
-        ["--micro-batch-size", "4", "--micro-batch-size=4"],
-    )
-    assert len({repr(parse(*GOOD, *spelling)) for spelling in spellings}) == 1
 
 
 # Flags without which a flag is refused.
@@ -87,102 +67,6 @@ def test_the_names_that_scripts_rely_on_exist() -> None:
     assert set(RELIED_ON.split()) <= {name for main, others in flag_names().items() for name in (main, *others)}
 
 
-def test_switches_and_none() -> None:
-    assert not parse(*GOOD, "--no-eod-mask-loss").data.eod_mask_loss
-    assert parse(*GOOD, "--dp", "None").parallel.dp == 1
-    assert parse(*GOOD, "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").optimizer.lr_decay_style == "WSD"
-
-
-@pytest.mark.parametrize("first", [["--data-path", "0.3"], ["--data-path=0.3"]])
-def test_a_list_takes_all_values_up_to_the_next_flag(first: list[str], tmp_path: Path) -> None:
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    for prefix in (a, b):
-        for ending in (".bin", ".idx"):
-            Path(prefix + ending).touch()
-    config = parse(*first, a, "0.7", b, *GOOD[1:])
-    assert config.data.data_path == ("0.3", a, "0.7", b)
-    assert config.data.blend() == ((a, b), (0.3, 0.7))
-
-
-def test_flags_are_stronger_than_the_file_which_is_stronger_than_the_preset(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text(
-        "[model]\nnum_layers = 3\nhidden_size = 128\n[training]\ntrain_iters = 7\n[data]\nmock_data = true\n"
-    )
-    config = parse("--preset", "gpt2-tiny", "--config", str(file), "--num-layers", "5")
-    assert (config.model.num_layers, config.model.hidden_size) == (5, 128)
-    assert (config.model.num_attention_heads, config.data.seq_length, config.model.vocab_size) == (4, 64, 512)
-    note = capfd.readouterr().err
-    assert note == f"megacore: note: --config {file} overrides --preset gpt2-tiny: hidden_size 128 (preset: 64)\n"
-
-
-def test_a_preset_in_the_file_counts_too(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text('[model]\npreset = "gpt2-tiny"\n[training]\ntrain_iters = 7\n[data]\nmock_data = true\n')
-    assert parse("--config", str(file)).model.hidden_size == 64
-    assert parse("--config", str(file), "--preset", "gpt2-small").model.hidden_size == 768
-
-
-@pytest.mark.parametrize(
-    ("flags", "noted"),
-    [
-        (["--train-iters", "20"], ["--lr-decay-iters 10", "--lr-decay-iters None", "gives 20"]),
-        (["--hidden-size", "1536"], ["--ffn-hidden-size 3072", "gives 6144", "--kv-channels 64", "gives 128"]),
-        (["--num-attention-heads", "24"], ["--num-query-groups 12", "gives 24", "--kv-channels 64", "gives 32"]),
-        (["--train-iters", "20", "--lr-decay-iters", "None"], []),
-        (["--train-iters", "10", "--lr", "1e-4"], ["--min-lr 3e-05", "gives 1e-05"]),
-        (["--train-iters", "10", "--lr", "1e-4", "--min-lr", "0"], []),
-        (["--seq-length", "512"], ["--max-position-embeddings 1024", "gives 512"]),
-    ],
-)
-def test_what_a_resolved_file_keeps_although_flags_would_change_it_is_noted(
-    flags: list[str], noted: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.toml"
-    save_toml(parse(*GOOD), file)
-    capfd.readouterr()
-    parse("--config", str(file), *flags)
-    said = capfd.readouterr().err
-    assert [word for word in noted if word not in said] == []
-    assert said.count(f"megacore: note: --config {file} sets ") == len([word for word in noted if "gives" in word])
-
-
-def test_a_value_that_the_file_chose_is_not_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text("[optimizer]\nlr_decay_iters = 8\n[training]\ntrain_iters = 10\n")
-    parse("--config", str(file), "--mock-data", "--vocab-size", "8", "--train-iters", "20")
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("flags", "noted"),
-    [
-        (["--zero-stage", "2"], ["--zero-stage 2 changes nothing with one data-parallel rank (--dp 1)"]),
-        (
-            ["--schedule", "1f1b", "--pipeline-balance", "flops"],
-            [
-                "--schedule 1f1b changes nothing without a pipeline (--pp 1)",
-                "--pipeline-balance flops changes nothing without a pipeline (--pp 1)",
-            ],
-        ),
-        (["--zero-stage", "3", "--offload-optimizer", "--offload-params"], []),
-        (["--zero-stage", "0", "--schedule", "auto"], []),
-        (["--schedule", "gpipe"], []),  # all forwards before all backwards, which takes memory
-    ],
-)
-def test_flags_that_change_nothing_on_these_ranks_are_noted(
-    flags: list[str], noted: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.toml"
-    save_toml(parse(*GOOD, *flags), file)
-    said = [line for line in capfd.readouterr().err.splitlines() if "changes nothing" in line]
-    assert said == [f"megacore: note: {note}" for note in noted]
-    parse("--config", str(file))  # holds values that nobody has typed
-    assert "changes nothing" not in capfd.readouterr().err
-
-
 def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> None:
     argv = ("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
     asked: list[Config] = []
@@ -193,154 +77,6 @@ def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> 
 
     assert parse(*argv, vocabulary=vocabulary).model.vocab_size == 777
     assert asked[0].model.vocab_size is None
-
-
-def test_a_preset_fills_nothing_that_has_no_effect_beside_what_is_given(tmp_path: Path) -> None:
-    learned = parse(*GOOD, "--preset", "llama-3.2-1b", "--position-embedding-type", "learned").model
-    assert (learned.rotary_base, learned.rope_scaling, learned.normalization) == (10_000.0, "none", "RMSNorm")
-    plain = parse(*GOOD, "--preset", "llama-3.2-1b", "--rope-scaling", "none").model
-    assert (plain.rotary_base, plain.rope_scaling_factor, plain.rope_original_max_positions) == (500_000.0, 8.0, None)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-WRONG: list[tuple[list[str], tuple[str, ...]]] = [
-    (["--num-layer", "3"], ("--num-layer is not a flag", "did you mean --num-layers?")),
-    (["--tensor-parallel-size", "3"], ("did you mean --tensor-model-parallel-size?",)),
-    (["--heads", "3"], ("did you mean --num-attention-heads?",)),
-    (["-lr", "3"], ("-lr is not a flag: did you mean --lr?",)),
-    (["--learning-rate", "3"], ("--learning-rate is not a flag: did you mean --lr?",)),
-    (["--data-pth", "3"], ("--data-pth is not a flag: did you mean --data-path?",)),
-    (["-x"], ("-x is not a flag", "--help")),
-    (["--world_size", "8"], ("--world-size has no effect without --dry-run: add --dry-run, or leave it out",)),
-    (["--cluster", "h100"], ("--cluster has no effect without --dry-run: add --dry-run",)),
-    (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
-    (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
-    (["--swiglu", "--activation", "gelu"], ("--swiglu is --activation swiglu", "--activation gelu is given as well")),
-    (["--recompute-modules", "gdn"], ("--recompute-modules gdn has no counterpart", "use --recompute selective")),
-    (
-        ["--no-save-optim"],
-        ("--no-save-optim", "a Megatron-LM flag that megacore does not support: without it, checkpoints also hold"),
-    ),
-    (
-        ["--fp8-format", "hybrid"],
-        ("--fp8-format is a Megatron-LM flag", "use --precision bf16: megacore does not compute in fp8"),
-    ),
-    (["--skip-train", "--eval-interval", "0"], ("--skip-train only evaluates", "leave one of them out")),
-    (["--multiple-validation-sets"], ("evaluates each dataset of --valid-data-path by itself, and there is none",)),
-    (["--skip-train", "--lr-range-test"], ("--lr-range-test trains", "leave one of them out")),
-    (["--decoupled-min-lr", "1e-5"], ("--decoupled-min-lr 1e-05 has no effect without --decoupled-lr",)),
-    (["--decoupled-lr", "1e-5"], ("--decoupled-min-lr 3e-05, which is that of --min-lr, must be at most",)),
-    (["--ckpt-step", "7"], ("--ckpt-step is a Megatron-LM flag", "use --load OUTPUT_DIR/step_NNNNNNNN")),
-    (
-        ["--train-weighted-split-paths", "a: 1 0:0.9 b", "--no-mock-data"],
-        ("--train-weighted-split-paths is a Megatron-LM flag", "use --train-data-path WEIGHT PREFIX"),
-    ),
-    (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
-    (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),
-    (["--num-layers", "three"], ("--num-layers 'three' is not a whole number", "12")),
-    (["--num-layers", "1.5"], ("--num-layers '1.5' is not a whole number",)),
-    (["--eval-iters", "1e3"], ("--eval-iters '1e3' is not a whole number: use 1000",)),
-    (["--lr="], ("--lr is empty: give it a value",)),
-    (["--lr", "fast"], ("--lr 'fast' is not a number", "0.0003")),
-    (["--lr", "nan"], ("--lr nan", "finite")),
-    (["--lr"], ("--lr needs a value: --lr FLOAT",)),
-    (["--tp", "--pp", "1"], ("--tp needs a value: --tp INT",)),
-    (["--tp", "1", "2"], ("--tp 1", "'2' belongs to no flag")),
-    (["--lr-decay-style", "wsd"], ("--lr-decay-style wsd", "did you mean WSD?")),
-    (["--config", "/no/such/file.toml"], ("--config /no/such/file.toml", "No such file")),
-    (["--config", "/"], ("--config /", "directory")),
-    (["--load", "/no/such/dir"], ("--load /no/such/dir", "not a directory")),
-    (["--tokenizer", "/no/such"], ("--tokenizer /no/such does not exist", "tokenizer.json")),
-    (["--output-dir", "/dev/null/x"], ("--output-dir /dev/null/x", "another name")),
-    (["--tp", "2"], ("--tp 2", "1 process", "start 2 processes")),
-    (["--preset", "gpt3"], ("--preset gpt3", "gpt2-small")),
-    (["--log-interval", "2.5"], ("--log-interval '2.5' is not a whole number: use 2 or 3",)),
-    (["--tp", "1_0"], ("--tp '1_0' is not a whole number",)),
-    (["--tp", "\uff12"], ("is not a whole number: use, for example, 1",)),  # full-width 2
-    (["--lr", "1_0.0"], ("--lr '1_0.0' is not a number",)),
-    (["--num-query-groups", "-0.5"], ("is not a whole number: write INT",)),
-    (["--num-layers", "1e400"], ("is not a whole number: use, for example, 12",)),
-    (["--sequence-parallel"], ("--sequence-parallel has no effect with --tp 1", "leave it out")),
-    (["--trace", "--trace-steps", "10"], ("--trace-steps 10", "at most 9", "--train-iters 10")),
-]
-
-
-@pytest.mark.parametrize("argv, words", WRONG, ids=[" ".join(w[0]) for w in WRONG])
-def test_a_wrong_flag_is_refused_by_name(argv: list[str], words: tuple[str, ...], refuse: Refuse) -> None:
-    good = GOOD[1:] if {"--mock-data", "--no-mock-data"} & set(argv) else GOOD
-    (problem,) = problems(refuse(*good, *argv))
-    assert all(word in problem for word in words), problem
-
-
-@pytest.mark.parametrize(
-    ("given", "last", "note"),
-    [
-        ("--lr 1e-3 --lr 2e-3", "--lr 2e-3", "--lr 1e-3 is followed by --lr 2e-3, which counts"),
-        (
-            "--micro-batch-size 2 --log-interval 5 --micro_batch_size=1",
-            "--log-interval 5",
-            "--micro-batch-size 2 is followed by --micro-batch-size 1",
-        ),
-        ("--tensor-model-parallel-size 2 --tp 1", "", "--tensor-model-parallel-size 2 is followed by --tp 1"),
-        ("--trace --no-trace", "", "--trace is followed by --no-trace, which counts"),
-        ("--split 1,1,1 --split 8,1,1", "--split 8,1,1", "--split 1,1,1 is followed by"),
-        ("--window-attn-skip-freq x --window-attn-skip-freq 2 --window-size 8",
-         "--window-attn-skip-freq 2 --window-size 8", "--window-attn-skip-freq x is followed by"),
-    ],
-)  # fmt: skip
-def test_the_last_of_a_repeated_flag_counts(
-    given: str, last: str, note: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert parse(*GOOD, *given.split()) == parse(*GOOD, *last.split())
-    assert f"megacore: note: {note}" in capfd.readouterr().err
-
-
-def test_a_required_whole_number_has_no_default_to_show(refuse: Refuse) -> None:
-    assert problems(refuse(*GOOD[:-1], "2.5"))[0] == "--train-iters '2.5' is not a whole number: use 2 or 3"
-    assert problems(refuse(*GOOD[:-1], "ten"))[0] == "--train-iters 'ten' is not a whole number: write INT in digits"
-
-
-def test_a_word_before_the_flags_belongs_to_none(refuse: Refuse) -> None:
-    assert "'train' belongs to no flag" in problems(refuse("train", *GOOD))[0]
-
-
-def test_all_kinds_of_problems_come_together(refuse: Refuse, tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text("[model]\nnum_layers = '3'\n")
-    text = refuse(
-        *("--config", str(file), "--tokenizer", "/no", "--nope", "--tp", "x", "--lr", "-1"),
-        *("--finetune", "--num-attention-heads", "5"),
-    )
-    found = problems(text)
-    for words in (
-        "num_layers",
-        "/no does not",
-        "--nope",
-        "--tp 'x'",
-        "--lr -1",
-        "--finetune",
-    ):
-        assert any(words in problem for problem in found), words
-    assert len(found) == 6 + 3  # and: the heads, the data, the number of steps
-    assert f"Keys of {file} are shown as their flags" in text
-
-
-def test_a_missing_file_of_settings_has_no_keys_to_explain(refuse: Refuse) -> None:
-    text = refuse(*GOOD, "--config", "/no/such.toml")
-    assert "/no/such.toml" in problems(text)[0]
-    assert "Keys of" not in text
-
-
-def test_nothing_at_all_is_refused_with_what_is_needed(refuse: Refuse) -> None:
-    data, iters = problems(refuse())
-    assert "--data-path" in data
-    assert "--train-iters" in iters
-
-
-def test_control_characters_do_not_reach_the_terminal(refuse: Refuse) -> None:
-    assert "\x1b" not in refuse(*GOOD, "--preset", "\x1b[31m")
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -397,25 +133,6 @@ def test_the_launcher_never_reads_a_part_of_the_cause(monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [file]
 
 
-BROKEN_PLACES = [("RANK", "x"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-4"), ("RANK", "7")]
-BROKEN_MEETINGS = [("MASTER_ADDR", ""), ("MASTER_PORT", ""), ("MASTER_PORT", "x"), ("MASTER_PORT", "70000")]
-
-
-@pytest.mark.parametrize("name, value", BROKEN_PLACES + BROKEN_MEETINGS)
-def test_a_broken_environment_is_named(name: str, value: str, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, 0, 0, 4)
-    monkeypatch.setenv(name, value)
-    text = refuse(*GOOD)
-    assert name in text
-    assert "torchrun" in text
-
-
-def test_a_rank_beyond_the_world_reports_itself(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, 7, 7, 4)
-    (problem,) = problems(refuse(*GOOD))
-    assert "RANK 7 must be below WORLD_SIZE 4" in problem
-
-
 def test_an_address_that_cannot_be_resolved_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*args: object, **options: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -426,12 +143,6 @@ def test_an_address_that_cannot_be_resolved_is_refused(refuse: Refuse, monkeypat
     monkeypatch.setenv("MASTER_ADDR", "no-such-node")
     (problem,) = problems(refuse(*GOOD))
     assert "MASTER_ADDR 'no-such-node' cannot be resolved: Name or service not known" in problem
-
-
-def test_sequence_parallelism_of_a_resolved_file_does_not_hinder_one_rank(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text("[parallel]\nsequence_parallel = true\n")
-    assert parse(*GOOD, "--config", str(file)).parallel.tp == 1
 
 
 def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

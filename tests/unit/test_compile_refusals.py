@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.config import TrainingConfig
 from megacore.parallel.compiled import compile_layer, why_not_compile
 
 CPU = torch.device("cpu")
@@ -21,12 +20,6 @@ def test_a_missing_compiler_is_named_with_the_way_out(monkeypatch: pytest.Monkey
     assert reason is not None and "no-such-compiler is not installed" in reason and "aot-eager" in reason
     assert why_not_compile("aot-eager", CPU) is None
     assert why_not_compile("inductor", torch.device("cuda")) is None
-
-
-def test_a_backend_without_compiling_has_no_effect() -> None:
-    (problem,) = TrainingConfig(train_iters=1, compile_backend="aot-eager").problems()
-    assert problem == ("--compile-backend aot-eager has no effect with --no-compile: leave it out, or use --compile")
-    assert not TrainingConfig(train_iters=1, compile=True, compile_backend="aot-eager").problems()
 
 
 def test_names_and_class_of_a_layer_stay() -> None:

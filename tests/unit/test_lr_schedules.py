@@ -16,7 +16,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.train.lr_range import PICTURE, TABLE, smoothed, suggested
 from tests.parity.runs import make_config, make_trainer
 from tests.unit import refusals
-from tests.unit.refusals import GOOD, Refuse, parse
+from tests.unit.refusals import GOOD, parse
 from tools import draw_lr
 
 alone, refuse = refusals.alone, refusals.refuse  # fixtures
@@ -148,36 +148,6 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
     assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            "--lr-decay-style cosine-restarts",
-            "cosine-restarts needs the length of its first cycle: use --lr-re",
-        ),
-        ("--lr-decay-style 1cycle", "--lr-decay-style 1cycle needs a rise: use --lr-warmup-iters"),
-        ("--lr-decay-power 3", "--lr-decay-power 3 has no effect with --lr-decay-style cosine: leave it out, or use"),
-        ("--lr-cycle-momentum 0.8", "--lr-cycle-momentum 0.8 has no effect with --lr-decay-style cosine"),
-        ("--lr-warmup-init 1", "--lr-warmup-init 1 must be at most --lr 0.0003: use --lr-warmup-init 0.0003 or less"),
-        ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 has no effect with --lr-warmup-iters 0"),
-        ("--weight-decay-incr-style linear", "linear needs --start-weight-decay and --end-weight-decay"),
-        ("--start-weight-decay 0.1", "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style constant"),
-        (
-            "--lr-range-test --lr-range-test-start 1",
-            "must be below --lr 0.0003, the last rate of the test: use a smaller one",
-        ),
-        ("--lr-range-test-start 1e-6", "--lr-range-test-start 1e-06 has no effect with --no-lr-range-test"),
-    ],
-)
-def test_what_makes_no_schedule_is_refused(flags: str, words: str, refuse: Refuse) -> None:
-    assert words in refuse(*GOOD, *flags.split())
-
-
-def test_a_short_range_test_is_refused(refuse: Refuse) -> None:
-    words = refuse("--mock-data", "--vocab-size", "64", "--train-iters", "9", "--lr-range-test")
-    assert "--lr-range-test needs 10 steps or more: use --train-iters 100 instead of 9" in words
-
-
 def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, Any] = {"lr_range_test": True, "lr_range_test_start": 1e-4, "lr": 10.0, "num_layers": 1}
     config = make_config((1, 1, 1), tmp_path, **changes, lr_warmup_iters=0, train_iters=60)
@@ -215,25 +185,6 @@ def test_a_picture_follows_the_samples_of_a_ramp(capsys: pytest.CaptureFixture[s
     # In full batches; the decay ends at 62 // 8.
     expected = [0.2 * at if at < 2 else max(0.0, 0.4 * (7 - at) / 5) for at in positions]
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--train-iters 20 --lr-warmup-iters 20", "--lr-warmup-iters 20 must be below --train-iters 20: use 19"),
-        ("--train-iters 1 --lr-warmup-iters 1", "must be below --train-iters 1: use 0, or a larger --train-iters"),
-        (
-            "--train-iters 1 --lr-warmup-iters 1 --lr-decay-style 1cycle",
-            "must be below --train-iters 1: use a larger --train-iters",
-        ),
-        ("--train-iters 20 --lr-warmup-iters 9 --lr-decay-iters 5", "must be below --lr-decay-iters 5: use 4 or less"),
-        ("--train-iters 20 --lr-decay-style WSD --lr-wsd-decay-iters 25", "use --lr-wsd-decay-iters 20 or less"),
-        ("--train-samples 100", "--train-samples 100 counts samples: give --global-batch-size"),
-    ],
-)
-def test_what_no_run_accepts_is_not_drawn(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert draw_lr.main(flags.split()) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_picture_translates_lengths_in_samples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from megacore.config.rampup import BatchSizes, Ramp
 from megacore.optim.lr_schedules import learning_rate
 from tests.unit import refusals
-from tests.unit.refusals import GOOD, Refuse, parse, problems
+from tests.unit.refusals import GOOD, parse
 
 alone, refuse = refusals.alone, refusals.refuse  # fixtures
 RAMPS = [(1536, 16, 16, 5_859_375), (2048, 192, 16, 9_765_625), (64, 8, 8, 1000), (16, 4, 12, 7), (32, 32, 8, 100)]
@@ -59,44 +59,3 @@ def test_the_learning_rate_follows_the_samples() -> None:
     rates = [learning_rate(sizes.full_steps(step), config.optimizer, train_iters=train_iters) for step in range(1, 11)]
     position = [total / 8 for total in (2, 4, 8, 14, 22, 30, 38, 46, 54, 62)]
     assert parts(rates) == parts([0.2 * p if p < 2 else max(0.0, 0.4 * (7 - p) / 5) for p in position])
-
-
-def test_samples_of_a_script_become_steps_of_the_ramp() -> None:
-    flags = ("--global-batch-size", "8", "--rampup-batch-size", "2", "2", "12")
-    config = parse(*GOOD[:3], *flags, "--train-samples", "61", "--lr-warmup-samples", "17", "--bf16")
-    assert (config.training.train_iters, config.optimizer.lr_warmup_iters) == (9, 2)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["2", "2"], "must be three whole numbers of 1 or more"),
-        (["2", "0", "12"], "must be three whole numbers of 1 or more"),
-        (["2", "4", "12"], "does not reach --global-batch-size 8 in increments of 4: use --rampup-batch-size 2 3 12"),
-        (["16", "2", "12"], "begins above --global-batch-size 8: use --rampup-batch-size 6 2 12"),
-    ],
-    ids=str,
-)
-def test_a_wrong_ramp_is_refused(given: list[str], said: str, refuse: Refuse) -> None:
-    (problem,) = problems(refuse(*GOOD, "--global-batch-size", "8", "--rampup-batch-size", *given))
-    assert problem.startswith(f"--rampup-batch-size {' '.join(given)}")
-    assert said in problem
-
-
-def test_a_ramp_needs_whole_microbatches_and_a_full_size(refuse: Refuse) -> None:
-    ramp = ("--rampup-batch-size", "2", "2", "12")
-    (problem,) = problems(refuse(*GOOD, *ramp))
-    assert "needs the batch size that it grows to: use --global-batch-size" in problem
-    start, increment = problems(refuse(*GOOD, *ramp, "--global-batch-size", "8", "--micro-batch-size", "4"))
-    assert (
-        "START 2 must be a multiple of --micro-batch-size x the replicas = 4: use --rampup-batch-size 4 4 12" in start
-    )
-    assert "INCREMENT 2 must be" in increment
-
-
-def test_a_refused_warm_up_is_compared_with_full_batches(refuse: Refuse) -> None:
-    flags = ("--global-batch-size", "8", "--rampup-batch-size", "2", "2", "12", "--lr-warmup-iters", "8")
-    assert problems(refuse(*GOOD, *flags)) == [
-        "--lr-warmup-iters 8 must be below the 7 full batches of --train-iters 10 with --rampup-batch-size 2 2 12: use "
-        "6 or less, or a larger --train-iters"
-    ]

@@ -1,0 +1,163 @@
+"""Every row of argv.toml: what a command line gives, or what is said about it.
+
+A table of argv.toml is a subject. Its plain values count for its rows, which hold:
+
+    words      the command line; `plain` of the table comes before it, and before `equals`
+    ranks      processes of the run (1)
+    program    pretrain_gpt.py, or pretrain_bert.py
+    files      name -> text of files in the working directory; a name that ends in / is a directory
+    file, text one of them, of which the table names the file and each row has its text
+    saved      the command line whose configuration is in config.toml
+    variables  further ones of the environment
+    says       the problems of a refusal, all of them and whole; of an accepted line (`status = 0`), its notes;
+               ... stands for any words
+    some       whether there are more sentences than these
+    equals     the command line that gives the same configuration, or its values by field
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megacore.config import Config, ResolvedConfig, sections_of
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config, save_toml
+
+Row = dict[str, Any]
+TABLES: dict[str, Row] = tomllib.loads(Path(__file__).with_name("argv.toml").read_text(encoding="utf-8"))
+KINDS: dict[str, Any] = {"pretrain_gpt.py": Config, "pretrain_bert.py": BertConfig}
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """What comes of a command line: a configuration and notes, or problems and lines that explain them."""
+
+    config: ResolvedConfig | None
+    sentences: list[str]
+    explained: list[str] = field(default_factory=list)
+
+
+def rows_of(subject: str) -> Iterator[Row]:
+    """The rows of a table, each with what the table says for all."""
+    plain = {name: value for name, value in TABLES[subject].items() if name != "rows"}
+    for row in TABLES[subject]["rows"]:
+        yield {"plain": "", "words": "", "program": "pretrain_gpt.py", "ranks": 1, **plain, **row}
+
+
+def answer(row: Row, words: str) -> Answer:
+    """Parse a command line in this process as rank 0 of a row's run, in the working directory."""
+    ranks = {"RANK": "0", "WORLD_SIZE": str(row["ranks"]), "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+    argv, said = shlex.split(f"{row['plain']} {words}"), io.StringIO()
+    with mock.patch.dict("os.environ", {**ranks, **row.get("variables", {})}), contextlib.redirect_stderr(said):
+        try:
+            config = parse_config(argv, prog=row["program"], description="", kind=KINDS[row["program"]])
+        except SystemExit as stop:
+            return _refused(stop.code, said.getvalue())
+    lines = said.getvalue().splitlines()
+    assert all(line.startswith("megacore: note: ") for line in lines), lines
+    return Answer(config=config, sentences=[line.removeprefix("megacore: note: ") for line in lines])
+
+
+def _refused(status: Any, message: str) -> Answer:
+    """The problems of a refusal, after a look at its form."""
+    first, *lines, last = message.rstrip("\n").replace("\n    ", "\0").split("\n")
+    problems = [line.removeprefix("  - ").replace("\0", "\n") for line in lines if line.startswith("  - ")]
+    count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+    assert (status, first) == (2, f"megacore: refused: {count}"), message
+    assert last.startswith("Flags and their defaults: pretrain_"), message
+    return Answer(config=None, sentences=problems, explained=[line for line in lines if not line.startswith("  - ")])
+
+
+def wrong(row: Row) -> Iterator[str]:
+    """What is not as a row says."""
+    place_files(row)
+    found = answer(row, row["words"])
+    is_refused = "says" in row and "equals" not in row and row.get("status", 2) == 2
+    if is_refused != (found.config is None):
+        yield f"is {'accepted' if is_refused else 'refused'}: {found.sentences}"
+        return
+    yield from _unsaid(row, found)
+    if found.config is None or "equals" not in row:
+        return
+    if isinstance(row["equals"], dict):
+        values = {name: value_of(found.config, name) for name in row["equals"]}
+        expected = row["equals"].items()
+        yield from (f"has {n} {values[n]!r}, not {v!r}" for n, v in expected if not equal(values[n], v))
+    elif (other := answer(row, row["equals"])).config is None:
+        yield f"equals a refused line: {other.sentences}"
+    else:
+        yield from differences(found.config, other.config)
+
+
+def place_files(row: Row) -> None:
+    """Write the files of a row into the working directory."""
+    for name, text in {**row.get("files", {}), **({row["file"]: row["text"]} if "text" in row else {})}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            Path(name).mkdir()
+        else:
+            Path(name).write_text(text, encoding="utf-8")
+    if "saved" in row:
+        saved = answer(row, row["saved"])
+        assert saved.config is not None, saved.sentences
+        save_toml(saved.config, Path("config.toml"))
+
+
+def _unsaid(row: Row, found: Answer) -> Iterator[str]:
+    left = [*found.sentences]
+    for line in row.get("says", []):
+        pattern = re.compile(re.escape(line).replace(r"\.\.\.", ".*"))
+        said = next(filter(pattern.fullmatch, [*left, *found.explained]), None)
+        if said is None:
+            yield f"does not say: {line}"
+        elif said in left:
+            left.remove(said)
+    if "says" in row and not row.get("some", False):
+        yield from (f"says as well: {line}" for line in left)
+
+
+def differences(config: ResolvedConfig, other: ResolvedConfig) -> Iterator[str]:
+    """The sections in which two configurations differ."""
+    for name in sections_of(type(config)):
+        if (one := getattr(config, name)) != (expected := getattr(other, name)):
+            yield f"has {one}, not {expected}"
+
+
+def value_of(config: ResolvedConfig, name: str) -> Any:
+    """A field of a section, or what the whole configuration says, also of its parts: `experts.num_experts`."""
+    first, _, rest = name.partition(".")
+    sections = (getattr(config, section) for section in sections_of(type(config)))
+    found = next(getattr(one, first) for one in (config, *sections) if hasattr(one, first))
+    return attrgetter(rest)(found) if rest else found
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether a value is that of a row, where fractions may be rounded; TOML has no tuples, and "None" for none."""
+    if found is None:
+        return bool(expected == "None")
+    if isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=1e-12)
+    return (list(found) if isinstance(found, tuple) else found) == expected
+
+
+@pytest.mark.parametrize("subject", TABLES)
+def test_command_lines(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = []
+    for number, row in enumerate(rows_of(subject)):
+        (place := tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(place)
+        failures += [f"{row['words']} {row.get('text', '')}\n    {line}" for line in wrong(row)]
+    assert not failures, "\n".join([f"{len(failures)} of {subject} in tests/argv.toml:", *failures])
