@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,16 +37,12 @@ from tests.parity.runs import (
     BATCH,
     SEQUENCE,
     VOCAB,
-    Layout,
     Outcome,
-    agree,
     bitwise,
     gather,
     make_config,
     make_trainer,
-    offloaded,
     outcome_of,
-    train_on,
 )
 
 # ---- which positions a rank holds
@@ -229,237 +224,11 @@ def test_sixteen_bits_lose_no_more_than_on_one_process(name: str, groups: int, r
             assert float((ours.double() - want).norm()) <= 1.2 * float((one.double() - want).norm())
 
 
-# ---- training
+# ---- the engine
 
-LLAMA: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "activation": "swiglu",
-    "ffn_hidden_size": 48,
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
-WINDOWS: dict[str, Any] = LLAMA | {"window_size": 3, "num_query_groups": 2}
-BLOOM: dict[str, Any] = {"position_embedding_type": "alibi", "embedding_layernorm": True}
-QWEN: dict[str, Any] = LLAMA | {"num_query_groups": 1, "qk_layernorm": True}
-STRETCHED: dict[str, Any] = LLAMA | {
-    "num_query_groups": 2,
-    "rope_scaling": "dynamic",
-    "rope_scaling_factor": 2.0,
-    "rope_original_max_positions": 8,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": LLAMA | {"num_query_groups": 2},
-    "windows": WINDOWS,
-    "bloom": BLOOM,
-    "qwen": QWEN,
-    "stretched": STRETCHED,
-    "bert": {"bert_style": "classic"},
-    "modern bert": {"bert_style": "modern", "window_size": 6},
-    "gpt2 packed": {"reset_attention_mask": True, "reset_position_ids": True},
-    "llama packed": LLAMA | {"num_query_groups": 2, "reset_attention_mask": True, "reset_position_ids": True},
-    "windows packed": WINDOWS | {"reset_attention_mask": True},
-    "bloom packed": BLOOM | {"reset_attention_mask": True},
-}
-# Whose tensor-parallel ranks share the key head, with everything that may or may not copy it on the way.
-SHARED: dict[str, dict[str, Any]] = {
-    "shared learned": {"num_query_groups": 1},
-    "shared rope": {"num_query_groups": 1, "position_embedding_type": "rope"},
-    "shared alibi": {"num_query_groups": 1, "position_embedding_type": "alibi", "window_size": 6},
-    "shared none": {"num_query_groups": 1, "position_embedding_type": "none"},
-    "shared in some blocks": LLAMA | {"num_query_groups": 1, "attention_pattern": "n,w", "window_size": 6},
-    "shared packed": {"num_query_groups": 1, "reset_attention_mask": True, "reset_position_ids": True},
-}
 # With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
 # (of the key's bias).
 SHORT: dict[str, Any] = {"num_layers": 2, "train_iters": 3, "adam_eps": 1e-4}
-
-
-def comms(model: str) -> tuple[ContextComm, ...]:
-    """How the keys and values of a model of `MODELS` may be exchanged."""
-    return ("allgather", "ulysses") if "bert_style" in MODELS[model] else get_args(ContextComm)
-
-
-def train_cases(
-    rank: int, world_size: int, directory: str, cases: Sequence[tuple[Layout, dict[str, Any]]]
-) -> list[Outcome]:
-    """One run a case, one after the other on the same ranks."""
-    outcomes = []
-    for layout, changes in cases:
-        if "bert_style" in changes:
-            bert = make_bert_config(layout, directory, **changes)
-            outcomes.append(outcome_of(make_bert_trainer(bert, build_mesh(bert.parallel))))
-        else:
-            config = make_config(layout, directory, **changes)
-            outcomes.append(train_on(build_mesh(config.parallel), config))
-    return outcomes if rank == 0 else []
-
-
-def alone(changes: Mapping[str, Any], directory: str) -> Outcome:
-    """The same model on one process."""
-    kept = {name: value for name, value in changes.items() if name not in _OF_LAYOUT}
-    (outcome,) = train_cases(0, 1, directory, [((1, 1, 1), kept)])
-    return outcome
-
-
-_OF_LAYOUT = {
-    "cp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute", "loss_chunks", "compile",
-    "compile_backend", "offload_optimizer", "micro_batch_size", "overlap_grad_reduce", "cp_comm",
-}  # fmt: skip
-
-# In `make test` context parallelism beside each other way; in `make test-slow` many more.
-FEW: list[tuple[str, Layout, dict[str, Any]]] = [
-    ("windows packed", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
-    ("qwen", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "full", "cp_comm": "ulysses"}),
-    ("gpt2 packed", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
-    ("shared learned", (2, 1, 1), {"cp": 2, "cp_comm": "ring"}),
-    ("bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
-    ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "zero_stage": 3, "cp_comm": "ulysses"}),
-]
-MORE: list[tuple[str, Layout, dict[str, Any]]] = [
-    ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full", "cp_comm": "ulysses"}),
-    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "allgather"}),
-    ("gpt2", (1, 1, 2), {"cp": 2, "zero_stage": 2, "cp_comm": "allgather"}),
-    ("llama", (1, 1, 1), {"cp": 4, "optimizer": "sgd", "cp_comm": "ring"}),
-    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring"}),
-    ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
-    ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
-    ("llama", (1, 1, 2), offloaded({"cp": 2, "zero_stage": 1})),
-    ("bert", (1, 1, 1), {"cp": 4, "cp_comm": "ulysses"}),
-    ("bert", (1, 1, 1), {"cp": 4, "optimizer": "sgd"}),
-    ("bert", (1, 1, 2), {"cp": 2, "zero_stage": 2, "recompute": "full"}),
-    ("bert", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "loss_chunks": 2, "zero_stage": 3}),
-    ("bert", (1, 2, 1), {"cp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_layers": 5}),
-    ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "gpipe", "recompute": "selective"}),
-    ("modern bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "recompute": "light", "zero_stage": 1}),
-    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
-    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
-    ("gpt2 packed", (1, 1, 1), {"cp": 4, "cp_comm": "ring"}),
-    ("llama packed", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "gpipe"}),
-    ("bloom packed", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "ring"}),
-]
-
-
-def compare(cases: Sequence[tuple[str, Layout, dict[str, Any]]], directory: str) -> None:
-    """Train cases of one number of ranks, and each model alone."""
-    runs = [(layout, SHORT | (MODELS | SHARED)[model] | changes) for model, layout, changes in cases]
-    (tp, pp, dp), changes = runs[0]
-    found = run_distributed(train_cases, tp * pp * dp * changes["cp"], directory, runs, timeout=300)[0]
-    for outcome, (_, changes) in zip(found, runs, strict=True):
-        expected = alone(changes, directory)
-        agree(outcome, expected)
-        for name, value in expected.final.items():
-            torch.testing.assert_close(outcome.final[name], value, rtol=1e-5, atol=2e-6, msg=f"{changes}: {name}")
-
-
-HEADS_SHARED: list[tuple[str, Layout, dict[str, Any]]] = [
-    (model, (2, 1, 1), {"cp": 2, "cp_comm": comm, "sequence_parallel": comm == "ring"})
-    for model in SHARED
-    for comm in get_args(ContextComm)
-]
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [FEW, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, HEADS_SHARED))],
-    ids=["few", "more", "shared"],
-)
-def test_training_is_that_of_one_process(cases: list[tuple[str, Layout, dict[str, Any]]], tmp_path: Path) -> None:
-    compare(cases, str(tmp_path))
-
-
-def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
-    """A random layout of 8 ranks with cp 2, 4 or 8."""
-    choose = random.Random(number)
-    cp = choose.choice([2, 2, 2, 4, 4, 8])
-    tp = choose.choice([t for t in (1, 2, 4) if 8 % (cp * t) == 0])
-    pp = choose.choice([p for p in (1, 2, 4) if 8 % (cp * tp * p) == 0])
-    layout = tp, pp, 8 // cp // tp // pp
-    schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
-    changes: dict[str, Any] = {
-        "cp": cp,
-        "cp_comm": choose.choice(get_args(ContextComm) if 4 // tp % cp == 0 else ["allgather", "ring"]),
-        "schedule": schedule,
-        "virtual_stages": 2 if schedule == "interleaved" else 1,
-        "num_layers": choose.choice([2 * pp, 2 * pp + 1]),
-        "zero_stage": choose.randrange(4),
-        "micro_batch_size": 1 if layout[2] == 4 else choose.choice([1, 2]),
-        "recompute": choose.choice(["none", "selective", "full", "light"]),
-        "loss_chunks": choose.choice([None, 3]),
-        "sequence_parallel": choose.choice([False, tp > 1 and cp * tp <= 8]),
-        "optimizer": choose.choice(["adamw", "sgd"]),
-        "train_iters": 5,
-    }
-    model = choose.choice(list(MODELS))
-    if changes["cp_comm"] not in comms(model):
-        changes["cp_comm"] = "allgather"
-    return model, layout, choose.choice([changes, offloaded(changes)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 64, 8))
-def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path: Path) -> None:
-    compare([_combination(number) for number in range(first, first + 8)], str(tmp_path))
-
-
-@pytest.mark.slow
-def test_training_on_three_ranks_is_that_of_one_process(tmp_path: Path) -> None:
-    """Whose chunks are no powers of two, and of whose heads `ulysses` gives each rank two."""
-    six: dict[str, Any] = {"cp": 3, "seq_length": 24, "num_attention_heads": 6, "hidden_size": 48}
-    grouped, single = six | {"num_query_groups": 3}, six | {"num_query_groups": 1}
-    cases = [("llama", grouped), ("gpt2", six), ("windows packed", single), ("llama packed", grouped)]
-    compare(
-        [(model, (1, 1, 1), changes | {"cp_comm": comm}) for model, changes in cases for comm in comms(model)],
-        str(tmp_path),
-    )
-
-
-@pytest.mark.slow
-def test_65536_positions_are_those_of_one_process(tmp_path: Path) -> None:
-    """One step of a tiny model: what a score matrix of the whole sequence would make impossible."""
-    tiny = SHORT | {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 1}
-    changes = tiny | {"seq_length": 65536, "global_batch_size": 1, "micro_batch_size": 1, "loss_chunks": 16}
-    changes |= {"position_embedding_type": "rope", "train_iters": 1}
-    (expected,) = train_cases(0, 1, str(tmp_path), [((1, 1, 1), changes)])
-    divided = changes | {"cp": 2, "cp_comm": "ring"}
-    (found,) = run_distributed(train_cases, 2, str(tmp_path), [((1, 1, 1), divided)], timeout=400)[0]
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
-    # A gradient sums a term of each position, in fp32: of 16,384 of them the two differ by up to 1.5e-6.
-    for name, gradient in expected.gradients.items():
-        assert (found.gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("model", MODELS)
-def test_twenty_steps_are_those_of_one_process(model: str, cp: int, tmp_path: Path) -> None:
-    changes = {"cp": cp, "train_iters": 20}
-    compare([(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in comms(model)], str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "windows", "modern bert"])
-def test_compiled_blocks_train_alike(model: str, tmp_path: Path) -> None:
-    compiled = {"compile": True, "compile_backend": "aot-eager", "cp": 2}
-    compare([(model, (2, 1, 1), compiled | {"cp_comm": comm}) for comm in comms(model)], str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "llama packed"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_train_alike(precision: str, model: str, tmp_path: Path) -> None:
-    """Losses within what one process loses against fp32."""
-    changes = SHORT | MODELS[model] | {"precision": precision, "cp": 2, "zero_stage": 1}
-    cases = [((1, 1, 2), changes | {"cp_comm": comm}) for comm in get_args(ContextComm)]
-    exact = alone(SHORT | MODELS[model], str(tmp_path))
-    for found in run_distributed(train_cases, 4, str(tmp_path), cases, timeout=180)[0]:
-        assert found.losses == pytest.approx(exact.losses, rel=2e-2)
-        assert found.norms == pytest.approx(exact.norms, rel=5e-2)
-
-
-# ---- the engine
 
 
 class TrueVocabulary(nn.Module):

@@ -4,9 +4,7 @@ process computes."""
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,25 +23,21 @@ from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
 from megacore.ops.grouped import RowGroups
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, groups_of_experts
+from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
 from megacore.train.trainer import Trainer
 from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
+from tests.matrix.programs import MOE, PROGRAMS
 from tests.parity.runs import (
     Layout,
     Outcome,
-    agree,
-    bitwise,
     gather,
     make_config,
     make_trainer,
-    offloaded,
     outcome_of,
-    train_on,
 )
-from tests.parity.test_latent_attention import LATENT
 
 # ---- groups
 
@@ -141,265 +135,13 @@ def test_rows_reach_their_experts_and_come_back(ranks: int) -> None:
             torch.testing.assert_close(results[rank][routing][3], weight.grad[start:stop], rtol=1e-5, atol=1e-6)
 
 
-# ---- training
-
-MODEL: dict[str, Any] = {
-    "num_layers": 3,
-    "train_iters": 3,
-    "lr_warmup_iters": 2,
-    "adam_eps": 1e-4,  # a weight is then a smooth function of its gradient
-    "activation": "swiglu",
-    "disable_bias_linear": True,
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 16,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-    "moe_first_dense_layers": 1,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "sigmoid": {
-        "moe_router_score_function": "sigmoid",
-        "moe_shared_expert_size": 8,
-        "moe_shared_expert_gate": True,
-        "moe_first_dense_layers": 0,
-    },
-    "gelu": {"activation": "gelu", "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_layer_freq": 2},
-    "many": {"num_experts": 8, "moe_router_topk": 3},
-    "every": {"moe_router_topk": 4},
-    "groups": {
-        "num_experts": 8,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 1.5,
-        "moe_router_score_function": "sigmoid",
-    },
-    "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 0.0},
-    "capacity": {"moe_expert_capacity_factor": 0.75, "num_experts": 8, "moe_router_topk": 3},
-    "first": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
-    "global": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0},
-    "jitter": {"moe_input_jitter_eps": 0.1, "moe_shared_expert_size": 8},
-    "padded": {"packing": "best-fit", "moe_expert_capacity_factor": 1.0},
-    "limited": {
-        "packing": "best-fit",
-        "moe_expert_capacity_factor": 0.75,
-        "moe_input_jitter_eps": 0.1,
-        "moe_router_load_balancing_type": "global_aux_loss",
-        "moe_aux_loss_coeff": 1.0,
-    },
-}
-Case = tuple[str, Layout, dict[str, Any]]
-_OF_LAYOUT = {
-    "cp", "cp_comm", "ep", "etp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute",
-    "micro_batch_size", "overlap_grad_reduce", "offload_optimizer", "replay_interval",
-}  # fmt: skip
-FEW: list[Case] = [
-    ("sigmoid", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 1}),
-    ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble", "recompute": "full"}),
-    ("limited", (2, 1, 1), {"cp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}),
-]
-MORE: list[Case] = [
-    ("gelu", (2, 1, 2), {"ep": 2, "zero_stage": 3}),
-    ("bias", (1, 1, 4), {"ep": 2, "zero_stage": 1, "recompute": "full"}),
-    ("softmax", (1, 1, 4), {"ep": 4, "zero_stage": 1}),
-    ("many", (1, 1, 4), {"ep": 2, "zero_stage": 3}),
-    ("every", (1, 1, 4), {"ep": 4}),
-    ("groups", (2, 1, 2), {"ep": 2, "sequence_parallel": True}),
-    ("bias", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True}),
-    ("softmax", (4, 1, 1), {"ep": 4, "etp": 1, "sequence_parallel": True}),
-    ("sigmoid", (2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True}),
-    ("softmax", (1, 2, 1), {"cp": 2, "ep": 2, "cp_comm": "allgather", "schedule": "zero-bubble"}),
-    ("softmax", (1, 1, 4), {"ep": 2, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "clip_grad": 0.0}),
-    ("softmax", (1, 1, 4), {"ep": 2, "hidden_dropout": 0.2, "micro_batch_size": 1}),
-    ("gelu", (2, 1, 2), {"ep": 2, "recompute": "light", "zero_stage": 3}),
-    ("many", (1, 1, 4), offloaded({"ep": 4, "zero_stage": 1})),
-    ("bias", (1, 2, 2), {"ep": 2, "replay_interval": 1, "zero_stage": 2}),
-    ("groups", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "moe_router_group_best": 1, **LATENT}),
-    ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
-    ("capacity", (1, 1, 4), {"ep": 2, "micro_batch_size": 1, "zero_stage": 1}),
-    ("capacity", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True}),
-    ("first", (1, 1, 2), {"cp": 2, "ep": 4}),
-    ("global", (1, 2, 2), {"ep": 2, "recompute": "full", "schedule": "zero-bubble"}),
-    ("jitter", (2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True}),
-    ("jitter", (1, 1, 4), {"ep": 2, "micro_batch_size": 1}),
-    ("padded", (2, 2, 1), {"ep": 2, "etp": 1, "sequence_parallel": True}),
-    ("padded", (1, 1, 4), {"ep": 4, "zero_stage": 3}),
-]
-
-
-@contextmanager
-def smallest_gap() -> Iterator[list[float]]:
-    """How far the last logit that is chosen is above the first that is not, at least. Where this is within rounding,
-    layouts may choose different experts, and numbers cannot be compared."""
-    gaps, choose = [1.0], moe.choose
-
-    def watched(logits: Tensor, experts: Any, *others: Any) -> moe.Choice:
-        if experts.moe_router_topk < experts.num_experts:
-            scores, chosen = logits.detach().sort(-1, descending=True).values, experts.moe_router_topk
-            gaps[0] = min(gaps[0], float((scores[..., chosen - 1] - scores[..., chosen]).min()))
-        return choose(logits, experts, *others)
-
-    with mock.patch.object(moe, "choose", watched):
-        yield gaps
-
-
-def alone(changes: Mapping[str, Any], directory: str) -> tuple[Outcome, int]:
-    """The same model on one process, with the first seed for which no choice is close; and that seed."""
-    dropped = _OF_LAYOUT - ({"micro_batch_size"} if "hidden_dropout" in changes else set())  # masks are of microbatches
-    kept = {name: value for name, value in changes.items() if name not in dropped}
-    for seed in range(1, 20):
-        with smallest_gap() as gaps:
-            config = make_config((1, 1, 1), directory, **kept, seed=seed)
-            outcome = train_on(Mesh(device=torch.device("cpu")), config)
-        if gaps[0] > 1e-5:
-            return outcome, seed
-    raise AssertionError("every seed has choices that rounding may change")
-
-
-def train_cases(
-    rank: int, world_size: int, directory: str, cases: Sequence[tuple[Layout, dict[str, Any]]]
-) -> list[Outcome]:
-    """One run a case, one after the other on the same ranks."""
-    outcomes = []
-    for layout, changes in cases:
-        config = make_config(layout, directory, **changes)
-        if config.training.reproducible:
-            compute_reproducibly()
-        outcomes.append(train_on(build_mesh(config.parallel), config, moments=config.training.reproducible))
-    return outcomes if rank == 0 else []
-
-
-def compare(cases: Sequence[Case], directory: str) -> None:
-    """Train cases of one number of ranks, and each model alone."""
-    runs = [(layout, MODEL | MODELS[model] | changes) for model, layout, changes in cases]
-    (tp, pp, dp), first = runs[0]
-    expected = [alone(changes, directory) for _, changes in runs]
-    seeded = [(layout, changes | {"seed": seed}) for (layout, changes), (_, seed) in zip(runs, expected, strict=True)]
-    found = run_distributed(train_cases, tp * pp * dp * first.get("cp", 1), directory, seeded, timeout=300)[0]
-    for outcome, (one, _), (layout, changes) in zip(found, expected, seeded, strict=True):
-        agree(outcome, one)
-        where = f"{layout}, {changes}"
-        for name, value in one.final.items():
-            torch.testing.assert_close(outcome.final[name], value, rtol=1e-5, atol=2e-6, msg=f"{where}: {name}")
-
-
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
-def test_training_is_that_of_one_process(cases: list[Case], tmp_path: Path) -> None:
-    compare(cases, str(tmp_path))
-
-
-def _combination(number: int) -> Case:
-    """A random layout of 8 ranks."""
-    choose = random.Random(number)
-    tp, cp = choose.choice([(1, 1), (1, 1), (2, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-    pp = choose.choice([p for p in (1, 2, 4) if 8 % (cp * tp * p) == 0])
-    dp = 8 // cp // tp // pp
-    split = choose.choice([False, tp > 1])
-    etp = choose.choice([1, tp]) if split else tp
-    model = choose.choice(list(MODELS))
-    most = MODELS[model].get("num_experts", 4)
-    schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
-    recompute = choose.choice(["none", "selective", "light", "full"])
-    changes: dict[str, Any] = {
-        "cp": cp,
-        "ep": choose.choice([e for e in (1, 2, 4, 8) if e <= most and dp * cp * tp % (e * etp) == 0]),
-        "etp": etp,
-        "sequence_parallel": split,
-        "schedule": schedule,
-        "virtual_stages": 2 if schedule == "interleaved" else 1,
-        "num_layers": choose.choice([2 * pp, 2 * pp + 1]),
-        "zero_stage": choose.randrange(4),
-        "micro_batch_size": 1 if dp >= 4 else choose.choice([1, 2]),
-        "recompute": recompute,
-        "optimizer": choose.choice(["adamw", "sgd"]),
-    }
-    return model, (tp, pp, dp), choose.choice([changes, changes, offloaded(changes)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 64, 8))
-def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path: Path) -> None:
-    compare([_combination(number) for number in range(first, first + 8)], str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "scale"), [("bf16", None), ("fp16", 1024.0)])
-def test_sixteen_bits_train_alike(precision: str, scale: float | None, tmp_path: Path) -> None:
-    """Losses within what rounding loses against fp32."""
-    changes = MODEL | {"precision": precision, "train_iters": 10, "initial_loss_scale": scale}
-    cases: list[tuple[Layout, dict[str, Any]]] = [
-        ((1, 1, 4), changes | {"ep": 4, "zero_stage": 1}),
-        ((2, 1, 2), changes | {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 2}),
-        ((1, 2, 2), changes | {"ep": 2, "schedule": "zero-bubble"}),
-    ]
-    exact, seed = alone(MODEL | {"train_iters": 10}, str(tmp_path))
-    cases = [(layout, changes | {"seed": seed}) for layout, changes in cases]
-    for found in run_distributed(train_cases, 4, str(tmp_path), cases, timeout=180)[0]:
-        assert found.losses == pytest.approx(exact.losses, rel=2e-2)
-        assert found.norms == pytest.approx(exact.norms, rel=0.1)
-
-
-# ---- the same bits
-
-EXACT = MODEL | {"reproducible": True, "micro_batch_size": 1, "train_iters": 2}
-SAME: list[tuple[Layout, list[tuple[Layout, dict[str, Any]]]]] = [  # a layout, and others with its bits
-    (
-        (1, 1, 1),
-        [
-            ((1, 1, 4), {"ep": 2, "zero_stage": 2}),
-            ((1, 2, 2), {"ep": 2, "schedule": "zero-bubble", "recompute": "full"}),
-        ],
-    ),
-    (
-        (1, 1, 1),
-        [
-            ((1, 1, 4), {"ep": 4, "zero_stage": 3, "recompute": "full"}),
-            ((1, 1, 4), {"ep": 1, "zero_stage": 1}),
-            ((1, 4, 1), {"num_layers": 4}),
-            ((1, 2, 2), {"ep": 2, "zero_stage": 1, "replay_interval": 1}),
-        ],
-    ),
-    ((2, 1, 1), [((2, 1, 2), {"ep": 2}), ((2, 1, 2), {"ep": 1, "zero_stage": 2}), ((2, 2, 1), {})]),
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "others"),
-    [SAME[0], *(pytest.param(*same, marks=pytest.mark.slow) for same in SAME[1:])],
-    ids=[str(number) for number in range(len(SAME))],
-)
-@pytest.mark.parametrize("model", ["sigmoid", pytest.param("limited", marks=pytest.mark.slow)])
-def test_reproducible_runs_have_the_same_bits_on_every_ep(
-    layout: Layout, others: list[tuple[Layout, dict[str, Any]]], model: str, tmp_path: Path
-) -> None:
-    changes = EXACT | MODELS[model]
-    one = run_distributed(train_cases, layout[0], str(tmp_path), [(layout, changes)])[0][0]
-    cases = [(other, changes | of_layout) for other, of_layout in others]
-    for (_, of_layout), found in zip(cases, run_distributed(train_cases, 4, str(tmp_path), cases)[0], strict=True):
-        expected = one
-        if of_layout["num_layers"] != changes["num_layers"]:
-            longer = changes | {"num_layers": of_layout["num_layers"]}
-            expected = run_distributed(train_cases, layout[0], str(tmp_path), [(layout, longer)])[0][0]
-        bitwise(found, expected)
-
-
-@pytest.mark.slow
-def test_reproducible_runs_have_the_same_bits_where_ranks_route_parts_of_a_sequence(tmp_path: Path) -> None:
-    changes = EXACT | MODELS["sigmoid"] | {"sequence_parallel": True, "etp": 1, "reproducible_blocks": 1}
-    one = run_distributed(train_cases, 2, str(tmp_path), [((2, 1, 1), changes), ((2, 1, 1), changes | {"ep": 2})])[0]
-    bitwise(*one)
-    cases = [((2, 1, 2), changes | {"ep": ep, "zero_stage": 1}) for ep in (1, 2, 4)]
-    for found in run_distributed(train_cases, 4, str(tmp_path), cases)[0]:
-        bitwise(found, one[0])
-
-
 # ---- balance
 
 
 def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
     """Against counts of what was chosen in training, each microbatch once, also where it is computed again."""
-    bias = MODELS["bias"] | {"recompute": "full", "train_iters": 2, "num_layers": 2, "eval_iters": 1}
-    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **MODEL | bias), Mesh(device=torch.device("cpu")))
+    bias = PROGRAMS["bias"] | {"recompute": "full", "train_iters": 2, "num_layers": 2, "eval_iters": 1}
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **bias), Mesh(device=torch.device("cpu")))
     balance, choices, choose = trainer.train_steps.balance, list[Tensor](), moe.choose
     assert balance is not None
 
@@ -442,13 +184,13 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
 
 def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
     """1e-3 and sums of it are no numbers of bf16."""
-    bias = MODELS["bias"] | {
+    bias = PROGRAMS["bias"] | {
         "moe_router_bias_update_rate": 1e-3,
         "train_iters": 2,
         "num_layers": 2,
         "precision": "bf16",
     }
-    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **MODEL | bias), Mesh(device=torch.device("cpu")))
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **bias), Mesh(device=torch.device("cpu")))
     expected, rate = torch.zeros(4), torch.tensor(1e-3)
     for _ in range(2):
         trainer.train_step(next(trainer.batches))
@@ -461,7 +203,7 @@ def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
 
 # ---- checkpoints and evaluation
 
-SAVED: dict[str, Any] = MODEL | {
+SAVED: dict[str, Any] = MOE | {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
     "num_layers": 2,

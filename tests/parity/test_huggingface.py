@@ -89,7 +89,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
 def test_twenty_steps_are_those_of_plain_torch(run: Run, tmp_path: Path) -> None:
     """Loss, norm, clipping, AdamW, decay groups and schedule, step by step, with AdamW's usual epsilon.
 
-    tests/parity/test_zero.py compares weights and moments too, on every layout.
+    tests/matrix/test_zero.py compares weights and moments too, on every layout.
     """
     found, expected = run((1, 1, 1)), plain_torch(tmp_path)
     agree(found, expected)

@@ -20,30 +20,10 @@ from megacore.layers.rotary import Rotary
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.random import RandomStreams
 from tests.distributed import run_distributed
+from tests.matrix.programs import LATENT
 from tests.parity.runs import Layout, Outcome, agree, make_config, train_on
 
 CPU = torch.device("cpu")
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
-    "qk_layernorm": True,
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "disable_bias_linear": True,
-    "position_embedding_type": "rope",
-    "rope_scaling": "yarn",
-    "rope_scaling_factor": 4.0,
-    "rope_original_max_positions": 8,
-    "rope_mscale": 0.7,
-    "rope_mscale_all_dim": 1.2,
-    "num_layers": 2,
-    "train_iters": 3,
-    "lr_warmup_iters": 2,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "short queries": {},
     "wide values": {"q_lora_rank": None, "v_head_dim": 14, "rope_mscale_all_dim": None, "qk_layernorm": False},

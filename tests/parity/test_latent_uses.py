@@ -14,8 +14,8 @@ from megacore.inference.generate import Sampling, generate
 from megacore.inference.trained import model_of
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.mesh import Mesh
+from tests.matrix.programs import LATENT
 from tests.parity.runs import Outcome, agree, make_config, make_trainer, train_on
-from tests.parity.test_latent_attention import LATENT
 
 CPU = torch.device("cpu")
 EXPERTS: dict[str, Any] = {

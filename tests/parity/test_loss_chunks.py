@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,50 +14,7 @@ from megacore.parallel.mesh import ALONE, build_mesh
 from megacore.parallel.products import TORCH
 from tests.distributed import run_distributed
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
-from tests.parity.runs import Layout, Run, agree, bitwise, make_config, make_trainer
-
-PLAIN: dict[str, Any] = {"train_iters": 3, "lr_warmup_iters": 2, "num_layers": 3}
-CHUNKS: dict[str, Any] = PLAIN | {"loss_chunks": 3}
-UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
-
-
-@pytest.mark.parametrize(
-    "layout, changes",
-    [
-        ((1, 1, 1), {}),
-        ((1, 1, 1), {"label_smoothing": 0.1, "z_loss": 1e-3}),
-        ((2, 1, 1), {"label_smoothing": 0.1, "z_loss": 1e-3}),
-        ((2, 1, 2), {"sequence_parallel": True, "zero_stage": 2}),
-        pytest.param((1, 2, 1), {"schedule": "zero-bubble"}, marks=pytest.mark.slow),
-        ((2, 2, 1), {"schedule": "zero-bubble", "sequence_parallel": True} | UNTIED),
-        ((1, 2, 2), {"zero_stage": 3} | UNTIED),
-    ],
-    ids=str,
-)
-def test_chunks_change_rounding_alone(layout: Layout, changes: dict[str, Any], run: Run) -> None:
-    """Against one process with all logits. Samples have uneven counts of tokens (RaggedData)."""
-    alike = {name: value for name, value in changes.items() if name in ("label_smoothing", "z_loss", *UNTIED)}
-    agree(run(layout, **CHUNKS, **changes), run((1, 1, 1), **PLAIN, **alike))
-
-
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zero-bubble"])
-def test_chunks_are_reproducible(schedule: str, run: Run) -> None:
-    changes = CHUNKS | {"reproducible": True, "micro_batch_size": 1}
-    bitwise(run((1, 2, 2), zero_stage=1, schedule=schedule, **changes), run((1, 1, 1), **changes))
-
-
-@pytest.mark.parametrize(
-    "layout, changes",
-    [
-        ((1, 1, 1), {}),
-        ((2, 1, 1), {"sequence_parallel": True, "bert_style": "modern"}),
-        ((1, 2, 1), {"schedule": "zero-bubble"}),
-    ],
-    ids=str,
-)
-def test_chunks_change_the_rounding_of_bert_alone(layout: Layout, changes: dict[str, Any], run_bert: Run) -> None:
-    style = {name: value for name, value in changes.items() if name == "bert_style"}
-    agree(run_bert(layout, **CHUNKS, **changes), run_bert((1, 1, 1), **PLAIN, **style))
+from tests.parity.runs import make_config, make_trainer
 
 
 def evaluations(rank: int, world_size: int, directory: str) -> list[list[float]]:

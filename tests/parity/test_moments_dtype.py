@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,11 @@ from megacore.parallel.sharding import ShardSpec
 from megacore.train.trainer import Trainer
 from megacore.zero.flat import FlatLayout
 from megacore.zero.memory import measured_bytes
-from tests.distributed import run_distributed
-from tests.parity.runs import Layout, Outcome, bitwise, make_config, make_trainer, outcome_of
+from tests.parity.runs import Layout, Outcome, make_config, make_trainer
 from tests.unit.test_optimizers import ADAM, drawn, updated
 
 Changes = dict[str, Any]
 STEPS = 4
-KINDS = ("final", "gradients", "initial")
-LAYOUTS: dict[str, tuple[Layout, Changes]] = {
-    "tp2": ((2, 1, 1), {}),
-    "pp2": ((1, 2, 1), {}),
-    "z0": ((1, 1, 2), {}),
-    "z1": ((1, 1, 2), {"zero_stage": 1}),
-    "z2": ((1, 1, 2), {"zero_stage": 2}),
-    "z3": ((1, 1, 2), {"zero_stage": 3}),
-    "offload": ((1, 1, 2), {"zero_stage": 1, "offload_optimizer": True, "clip_grad": 0.0}),
-    "tp2 sp dp2 z1": ((2, 1, 2), {"sequence_parallel": True, "zero_stage": 1}),
-    "tp2 dp2 z3": ((2, 1, 2), {"zero_stage": 3}),
-    "tp4": ((4, 1, 1), {}),
-}
 
 
 # ---- rounding
@@ -144,72 +129,9 @@ def trainer_of(dtype: str, layout: Layout, directory: Path | str, **changes: Any
     return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
 
 
-def outcomes(rank: int, ranks: int, directory: str, cases: list[tuple[str, str]]) -> list[Outcome]:
-    found = []
-    for dtype, name in cases:
-        layout, changes = LAYOUTS[name]
-        found.append(outcome_of(trainer_of(dtype, layout, directory, **changes), moments=True))
-    return found
-
-
-@functools.cache
-def alone(dtype: str, clip: float, directory: str) -> Outcome:
-    return outcome_of(trainer_of(dtype, (1, 1, 1), directory, clip_grad=clip), moments=True)
-
-
-def require_same_bits(ranks: int, cases: list[tuple[str, str]], directory: Path) -> None:
-    found = run_distributed(outcomes, ranks, str(directory), cases, timeout=120)[0]
-    for (dtype, name), outcome in zip(cases, found, strict=True):
-        expected = alone(dtype, LAYOUTS[name][1].get("clip_grad", 0.5), str(directory))
-        bitwise(outcome, expected, KINDS)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            for parameter, value in expected.moments[kind].items():
-                assert torch.equal(outcome.moments[kind][parameter], value), (dtype, name, kind, parameter)
-
-
-def test_layouts_keep_the_same_bits(tmp_path: Path) -> None:
-    require_same_bits(2, [("int8", "tp2")], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("names", [["tp2", "pp2"], ["z0", "z1"], ["z2", "z3", "offload"]], ids=str)
-def test_two_ranks_keep_the_same_bits(dtype: str, names: list[str], tmp_path: Path) -> None:
-    require_same_bits(2, [(dtype, name) for name in names], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("names", [["tp2 sp dp2 z1", "tp2 dp2 z3"], ["tp4"]], ids=str)
-def test_four_ranks_keep_the_same_bits(dtype: str, names: list[str], tmp_path: Path) -> None:
-    require_same_bits(4, [(dtype, name) for name in names], tmp_path)
-
-
 def rest_of(trainer: Trainer) -> Outcome:
     losses = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(STEPS // 2)]
     return Outcome(losses, [], {}, {}, {}, {})
-
-
-def saved(rank: int, ranks: int, directory: str, dtype: str, name: str) -> Outcome:
-    """Half of the steps, a checkpoint, then the other half."""
-    layout, changes = LAYOUTS[name]
-    trainer = trainer_of(dtype, layout, directory, **changes)
-    rest_of(trainer)
-    trainer.save()
-    return rest_of(trainer)
-
-
-def resumed(rank: int, ranks: int, directory: str, dtype: str, name: str) -> Outcome:
-    layout, changes = LAYOUTS[name]
-    return rest_of(trainer_of(dtype, layout, directory, load=directory, **changes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_a_resumed_run_continues_bit_for_bit_on_another_layout(dtype: str, tmp_path: Path) -> None:
-    expected = run_distributed(saved, 2, str(tmp_path), dtype, "tp2", timeout=60)[0]
-    bitwise(run_distributed(resumed, 2, str(tmp_path), dtype, "z3", timeout=60)[0], expected)
-    bitwise(rest_of(trainer_of(dtype, (1, 1, 1), tmp_path, load=str(tmp_path))), expected)
 
 
 def test_a_checkpoint_of_fp32_is_continued_in_8_bits(tmp_path: Path) -> None:

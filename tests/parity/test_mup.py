@@ -12,8 +12,7 @@ import torch
 from megacore.config import validate
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.train.trainer import Trainer
-from tests.distributed import run_distributed
-from tests.parity.runs import Layout, agree, gather, make_config, make_trainer, outcome_of
+from tests.parity.runs import Layout, gather, make_config, make_trainer, outcome_of
 from tools import mup_check
 
 HIDDEN = ("qkv.weight", "output.weight", "up.weight", "down.weight")
@@ -69,25 +68,6 @@ def test_changes_do_not_depend_on_the_width(tmp_path: Path, capsys: pytest.Captu
     assert all(f">change of {quantity}, muP<" in picture.read_text() for quantity in mup_check.QUANTITIES)
     assert mup_check.main(["--widths", "30", "64"]) == 2
     assert "must be two or more multiples of 16" in capsys.readouterr().err
-
-
-def outcomes(rank: int, ranks: int, directory: str, cases: list[tuple[Layout, dict[str, Any]]]) -> list[Any]:
-    return [outcome_of(trainer_of(layout, directory, mup_base_width=8, **changes)) for layout, changes in cases]
-
-
-@pytest.mark.slow
-def test_layouts_train_as_one_process(tmp_path: Path) -> None:
-    cases: list[tuple[Layout, dict[str, Any]]] = [
-        ((2, 1, 1), {}),
-        ((1, 2, 1), {}),
-        ((1, 1, 2), {"zero_stage": 3}),
-        ((1, 1, 2), {"zero_stage": 1, "optimizer": "adam"}),
-    ]
-    for (_, changes), found in zip(
-        cases, run_distributed(outcomes, 2, str(tmp_path), cases, timeout=60)[0], strict=True
-    ):
-        optimizer = {name: value for name, value in changes.items() if name == "optimizer"}
-        agree(found, outcome_of(trainer_of((1, 1, 1), tmp_path, mup_base_width=8, **optimizer)))
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ reaches another one."""
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from megacore.models.gpt import gpt_layers
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 from tests.parity.families import FAMILIES, VOCAB, model_config, reference, translated
-from tests.parity.runs import Layout
-from tests.parity.test_context import LLAMA, MODELS, SHORT, compare
 from tests.parity.test_huggingface import HEADS, HIDDEN, LAYERS, POSITIONS
 from tests.parity.test_huggingface import reference as gpt2
 from tests.parity.test_huggingface import values_of as gpt2_values
@@ -139,34 +136,3 @@ def test_positions_alone_restart_too() -> None:
     assert not torch.equal(stage((tokens, positions))[0, -1], stage((changed, positions))[0, -1])
     _, within = twins("gpt2")
     assert torch.equal(within((tokens, documents, positions))[0, -1], within((changed, documents, positions))[0, -1])
-
-
-# ---- every layout trains on packed samples as one process does; tests/parity/test_context.py has them with cp
-
-PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
-LAYOUTS: list[tuple[str, Layout, dict[str, Any]]] = [
-    ("gpt2 packed", (2, 2, 1), {"cp": 1, "sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 2,
-                                "num_layers": 4}),
-    ("llama packed", (1, 2, 2), {"cp": 1, "schedule": "zero-bubble", "zero_stage": 3, "recompute": "full"}),
-    ("bloom packed", (1, 4, 1), {"cp": 1, "schedule": "gpipe", "num_layers": 4}),
-    ("windows packed", (2, 1, 2), {"cp": 1, "zero_stage": 2, "recompute": "selective", "loss_chunks": 2}),
-    ("llama packed", (2, 2, 1), {"cp": 1, "compile": True, "compile_backend": "aot-eager"}),
-    ("gpt2 packed", (1, 1, 4), {"cp": 1, "zero_stage": 1, "optimizer": "sgd"}),
-    ("positions alone", (2, 2, 1), {"cp": 1}),
-]  # fmt: skip
-MODELS["positions alone"] = LLAMA | {"num_query_groups": 2, "reset_position_ids": True}
-
-
-@pytest.mark.slow
-def test_packed_training_is_that_of_one_process(tmp_path: Path) -> None:
-    compare(LAYOUTS, str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("model", ["gpt2 packed", "llama packed", "windows packed", "bloom packed"])
-def test_twenty_packed_steps_are_those_of_one_process(model: str, cp: int, tmp_path: Path) -> None:
-    changes = SHORT | {"cp": cp, "train_iters": 20}
-    compare(
-        [(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in ("allgather", "ring", "ulysses")], str(tmp_path)
-    )

@@ -11,9 +11,8 @@ import torch
 
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
 from megacore.errors import ConfigError
-from megacore.parallel.mesh import ALONE, Mesh, build_mesh
-from tests.distributed import run_distributed
-from tests.parity.runs import Layout, Outcome, agree, make_config, make_trainer, outcome_of
+from megacore.parallel.mesh import ALONE, Mesh
+from tests.parity.runs import make_config, make_trainer
 from tests.unit.refusals import Refuse, alone, refuse
 
 alone, refuse = alone, refuse  # fixtures
@@ -54,33 +53,6 @@ def test_updates_are_torchs_with_a_group_per_parameter(tmp_path: Path) -> None:
         torch.testing.assert_close(parameters[name].detach(), copy, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def trained(rank: int, ranks: int, directory: str, layout: Layout, changes: dict[str, Any]) -> Outcome:
-    config = make_config(layout, directory, **CHANGES, **changes)
-    return outcome_of(make_trainer(config, build_mesh(config.parallel)))
-
-
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        ((1, 2, 1), {}),
-        ((2, 1, 2), {"zero_stage": 3}),
-        ((1, 1, 2), {"zero_stage": 1, "offload_optimizer": True}),
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_layouts_agree_and_frozen_parameters_stay(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
-    expected = trained(0, 1, str(tmp_path), (1, 1, 1), {})
-    frozen = [name for name in expected.final if name.startswith("blocks.0.")]
-    assert frozen
-    assert all(torch.equal(expected.final[name], expected.initial[name]) for name in frozen)
-    found = run_distributed(trained, 2 if layout != (2, 1, 2) else 4, str(tmp_path), layout, changes)[0]
-    if "offload_optimizer" not in changes:  # then gradients are those before clipping
-        agree(found, expected)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert all(torch.equal(found.final[name], found.initial[name]) for name in frozen)
-
-
 DECOUPLED: dict[str, Any] = {
     "lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 4e-3, "decoupled_min_lr": 2e-3, "lr_warmup_iters": 2, "train_iters": 5,
     "untie_embeddings_and_output_weights": True, "lr_decay_style": "linear",
@@ -109,18 +81,6 @@ def test_embedding_and_head_have_the_rate_of_decoupled_lr(tmp_path: Path) -> Non
         twin.step()
     for name, copy in copies.items():
         torch.testing.assert_close(parameters[name].detach(), copy, rtol=1e-6, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize(("layout", "changes"), [((1, 2, 1), {}), ((2, 1, 1), {"zero_stage": 1})], ids=str)
-@pytest.mark.slow
-def test_layouts_agree_on_decoupled_rates(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
-    expected = train_decoupled(0, 1, str(tmp_path), (1, 1, 1), {})
-    agree(run_distributed(train_decoupled, 2, str(tmp_path), layout, changes)[0], expected)
-
-
-def train_decoupled(rank: int, ranks: int, directory: str, layout: Layout, changes: dict[str, Any]) -> Outcome:
-    config = make_config(layout, directory, **{**DECOUPLED, **changes, "untie_embeddings_and_output_weights": False})
-    return outcome_of(make_trainer(config, build_mesh(config.parallel)))
 
 
 def test_the_norm_is_that_of_what_learns(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from tests.distributed import run_distributed
+from tests.matrix.programs import LLAMA
 from tests.parity.runs import Layout, Outcome, bitwise, gather, make_config, make_trainer, moments_of
-from tests.parity.test_reproducible import LLAMA
 
 Leg = tuple[Layout, dict[str, Any]]  # one part of the run
 MODEL: dict[str, Any] = LLAMA | {

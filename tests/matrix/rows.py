@@ -1,0 +1,430 @@
+"""The table: what changes no number, on which layouts, to which rounding. tests/matrix/runner.py says how to read it.
+
+In `make test` stands every feature once, and each pair that found a defect; `slow` rows are the whole cross products.
+"""
+# fmt: off
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from tests.matrix.programs import DROPOUT, EXACT, LATENT, LLAMA, PROGRAMS, SGD, SMOOTH, Changes
+from tests.matrix.runner import (
+    BITWISE,
+    CONTEXT_BITS,
+    FP32,
+    FROZEN,
+    LEARNED,
+    LEARNS_ALIKE,
+    LONG,
+    LOSSES,
+    LOSSES_NEAR,
+    NEAR_FP32,
+    OFFLOADED,
+    RESHARD,
+    RESHARD_NEAR,
+    RESUME,
+    SGD_WEIGHTS,
+    SIXTEEN_BITS,
+    TORCH,
+    UPDATED,
+    WEIGHTS,
+    Relation,
+    Row,
+    follows,
+    resharded,
+)
+
+STAGES = range(4)
+
+LAYOUTS = [
+    # Degree 4 stands in other layouts, and so does each pair of dimensions.
+    Row("layouts", "gpt2", {}, ["tp2", "tp4", "pp2", "pp3", "pp4", "dp2", "dp4", "tp2 pp2", "tp2 dp2", "pp2 dp2", "tp2 pp3", "tp4 dp2", "tp2 pp2 dp2"], whole=True),
+    Row("layouts-twenty-steps", "gpt2", {"num_layers": 5, "train_iters": 20, "lr_warmup_iters": 4}, ["pp2 dp2"]),
+    Row("layouts-more", "gpt2", {}, ["tp4 pp2", "pp4 dp2", "pp2 dp4"], slow=True, whole=True),
+    Row("sgd-untied", "gpt2 untied", SGD, ["tp2", "pp3", "dp2"], SGD_WEIGHTS, whole=True),
+    Row("sgd-untied-cube", "gpt2 untied", SGD, ["tp2 pp2 dp2"], SGD_WEIGHTS, slow=True, whole=True),
+    # Masks are functions of names and indices: with equal micro-batches even dropout is the same on every layout.
+    Row("hidden-dropout", "gpt2", {"hidden_dropout": 0.2, "micro_batch_size": 1}, ["tp2", "pp2 dp2"], whole=True),
+    Row("attention-dropout", "gpt2", {"attention_dropout": 0.2, "micro_batch_size": 1}, ["pp2 dp2"], whole=True),
+    Row("same-again", "gpt2", {"seed": 7}, ["tp2 dp2 | log_interval=11"], BITWISE),
+    # Sequence parallelism.
+    Row("sp", "gpt2", {}, ["tp2 sp", "tp4 sp", "tp2 pp2 sp", "tp2 dp2 sp z3"], whole=True),
+    Row("sp-more", "gpt2", {}, ["tp2 dp2 sp z1", "tp2 pp2 dp2 sp z3"], slow=True, whole=True),
+    Row("sp-sgd", "gpt2", SGD, ["tp2 pp2 sp"], whole=True),
+    # Schedules, without exact sums.
+    Row("schedules", "gpt2", {"num_layers": 5}, ["pp4 zb", "zb", "tp2 dp2 zb z3"]),
+    Row("schedules-whole", "gpt2", {"num_layers": 8}, ["tp2 pp2 dp2 interleaved virtual2 z2", "pp4 zb", "zb", "tp2 dp2 zb z3"], slow=True, whole=True),
+    Row("schedules-cube", "gpt2", {"num_layers": 5}, ["tp2 pp2 dp2 interleaved virtual2 z2"], slow=True),
+]
+
+ZERO = [
+    # Four microbatches a step on every layout. In `make test` every stage runs by itself and beside a pipeline.
+    Row("zero-torch", "gpt2", SMOOTH, ["dp2 mb1 z0", "dp2 mb1 z1", "dp2 mb1 z2", "dp2 mb1 z3", "pp2 dp2 mb1 z1", "pp2 dp2 mb1 z3", "tp2 pp2 dp2 mb1 z2"], TORCH),
+    Row("zero-torch-dp4", "gpt2", SMOOTH | {"global_batch_size": 16}, ["dp4 z2", "dp4 z3"], TORCH),
+    *(
+        Row(f"zero{stage}-torch-whole", "gpt2", SMOOTH, [f"{words} z{stage}" for words in ("", "pp2", "tp2", "tp2 pp2", "dp2 mb1", "pp2 dp2 mb1", "tp2 pp2 dp2 mb1", "tp2 dp2 mb1", "pp4 dp2 mb1")], TORCH, slow=True, whole=True)
+        for stage in STAGES
+    ),
+    Row("zero-torch-dp4-whole", "gpt2", SMOOTH | {"global_batch_size": 16}, [f"{words} z{stage}" for stage in STAGES for words in ("dp4", "tp2 dp4")], TORCH, slow=True, whole=True),
+    Row("zero-without-dp", "gpt2", {}, ["tp2 | z1", "tp2 | z3", "pp3 | z1", "pp3 | z3"], LOSSES, whole=True),
+    Row("overlap", "gpt2", SMOOTH | {"num_layers": 3}, ["dp2 z0 | waits", "pp2 dp2 z1 | waits", "dp2 z2 | waits", "pp2 dp2 z3 | waits"], BITWISE),
+    Row("overlap-more", "gpt2", SMOOTH | {"num_layers": 3}, ["pp2 dp2 z0 | waits", "dp2 z1 | waits", "pp2 dp2 z2 | waits", "dp2 z3 | waits"], BITWISE, slow=True),
+    Row("bucket-sizes", "gpt2", SMOOTH, [f"dp2 z{stage} bucket_size_mb={size}" for stage in (1, 2) for size in ("1e-6", "100.0")]),
+    Row("zero-sgd-untied", "gpt2 untied", SGD | {"sgd_momentum": 0.9, "lr": 0.05}, ["pp2 dp2 z2", "pp2 dp2 z3"], whole=True),
+    # Master weights keep what 16 bits lose.
+    Row("sixteen-bits", "gpt2", {}, ["dp2 z0 precision=bf16", "dp2 z1 precision=fp16", "dp2 z2 precision=bf16", "dp2 z3 precision=fp16"], NEAR_FP32, whole=True),
+    Row("sixteen-bits-more", "gpt2", {}, ["dp2 z0 precision=fp16", "dp2 z1 precision=bf16", "dp2 z2 precision=fp16", "dp2 z3 precision=bf16"], NEAR_FP32, slow=True, whole=True),
+    Row("offload", "gpt2", {"num_layers": 3}, ["| offload", "dp2 z1 | offload", "dp2 z2 precision=bf16 | offload", "tp2 dp2 z3 | offload"], OFFLOADED),
+    Row("offload-bf16-pp", "gpt2", {"num_layers": 3}, ["pp2 dp2 z2 precision=bf16 | offload"], OFFLOADED, slow=True),
+    Row("offload-fp16-sgd", "gpt2", {"num_layers": 3, "optimizer": "sgd"}, ["dp2 z3 precision=fp16 | offload"], OFFLOADED),
+    Row("offload-reproducible", "gpt2", {"num_layers": 3, "reproducible": True, "train_iters": 3}, ["pp2 dp2 z1 | offload"], OFFLOADED),
+    Row("zero-shards", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z2 shards2"], TORCH),
+    Row("zero-shards-more", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z1 shards2", "dp4 z3 shards2", "dp4 z2 shards2 waits", "dp2 cp2 mb1 z2 shards2"], TORCH, slow=True),
+    Row("zero-shards-offload", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16, "clip_grad": 100.0}, ["dp4 z3 shards2 offload"], TORCH, slow=True),
+]
+
+RECOMPUTE = ("recompute=selective", "recompute=light", "recompute=full", "recompute=full recompute_num_layers=1")
+SAVERS = [  # dropout included
+    # Each way on two of three layouts, in turn.
+    Row("recompute", "gpt2", DROPOUT | {"train_iters": 2}, [f"{words} | {way}" for turn, words in enumerate(("", "pp2 dp2 z3", "tp2 pp2")) for number, way in enumerate(RECOMPUTE) if (turn + number) % 3 < 2], BITWISE, whole=True),
+    Row("recompute-more", "gpt2", DROPOUT | {"train_iters": 2}, [f"{words} | {way}" for turn, words in enumerate(("", "pp2 dp2 z3", "tp2 pp2")) for number, way in enumerate(RECOMPUTE) if (turn + number) % 3 == 2], BITWISE, slow=True, whole=True),
+    # The gradients of weights are computed later, from outputs of norms that are computed once more.
+    Row("recompute-split-backward", "gpt2", DROPOUT | {"train_iters": 2}, ["tp2 pp2 sp zb | recompute=light"], BITWISE),
+    Row("recompute-split-backward-pp", "gpt2", DROPOUT | {"train_iters": 2}, ["pp2 zb | recompute=light"], BITWISE, slow=True),
+    Row("recompute-swiglu-experts", "gpt2", {"num_experts": 4, "disable_bias_linear": True, "activation": "swiglu"}, ["dp2 ep2 z3 | recompute=light"], BITWISE),
+    Row("recompute-experts", "gpt2", {"num_experts": 4, "disable_bias_linear": True}, ["tp2 ep2 etp1 sp | recompute=light", "pp2 zb | recompute=light"], BITWISE),
+    Row("recompute-experts-reproducible", "gpt2", {"num_experts": 4, "disable_bias_linear": True, "reproducible": True}, ["tp2 | recompute=light"], BITWISE),
+    Row("savers-together", "gpt2", DROPOUT | {"train_iters": 2}, ["tp2 dp2 sp z2 | recompute=full"], BITWISE, whole=True),
+]
+
+FOUR = EXACT | {"num_layers": 4}
+SIX = EXACT | {"num_layers": 6}
+SCHEDULES = [  # exact sums
+    Row("schedules-exact", "gpt2", FOUR, ["pp2 gpipe", "pp2 interleaved virtual2", "pp2 zb", "pp4 zb", "pp2 dp2 interleaved virtual2 z1", "pp2 dp2 interleaved virtual2 z3", "pp2 dp2 zb z1 recompute=full", "zb", "dp2 zb", "dp2 zb z2", "dp2 zb z3"], BITWISE),
+    Row("schedules-exact-pp4-gpipe", "gpt2", FOUR, ["pp4 gpipe"], BITWISE, slow=True),
+    Row("schedules-exact-untied", "gpt2 untied", SIX, ["pp2 interleaved virtual3"], BITWISE),
+    Row("schedules-exact-six-blocks", "gpt2", SIX, ["pp3 interleaved virtual2"], BITWISE),
+    Row("schedules-exact-virtual3", "gpt2", SIX, ["pp2 dp2 interleaved virtual3 z2"], BITWISE, slow=True),
+    Row("schedules-exact-dropout", "gpt2", FOUR | {"hidden_dropout": 0.1}, ["pp2 dp2 zb z2 recompute=selective", "zb recompute=full"], BITWISE),
+    Row("schedules-exact-bf16", "gpt2", FOUR | {"precision": "bf16"}, ["pp2 dp2 zb z3"], BITWISE),
+    Row("schedules-exact-flops", "gpt2", EXACT | {"num_layers": 5}, ["pp3 zb pipeline_balance=flops"], BITWISE),
+    Row("schedules-exact-own-layout", "gpt2", EXACT | {"num_layers": 7}, ["pp2 interleaved virtual2 pipeline_layout=E,t|3*t|t|2*t,H"], BITWISE),
+    Row("schedules-one-microbatch", "gpt2", FOUR | {"global_batch_size": 1}, ["pp2 interleaved virtual2", "pp2 zb"], BITWISE),
+    Row("schedules-three-microbatches", "gpt2", FOUR | {"global_batch_size": 3}, ["pp2 gpipe", "pp2 interleaved virtual2"], BITWISE),
+    Row("schedules-one-microbatch-gpipe", "gpt2", FOUR | {"global_batch_size": 1}, ["pp2 gpipe"], BITWISE, slow=True),
+    Row("schedules-three-microbatches-zb", "gpt2", FOUR | {"global_batch_size": 3}, ["pp2 zb"], BITWISE, slow=True),
+    # Embedding and head are one parameter on one stage, whose gradient no operator has alone. Each microbatch costs tens of messages.
+    Row("schedules-tp", "gpt2", FOUR | {"global_batch_size": 4}, ["tp2 sp | pp2 gpipe", "tp2 | pp2 interleaved virtual2", "tp2 sp | pp2 zb", "tp2 | zb"], BITWISE),
+    Row("schedules-tp-more", "gpt2", FOUR | {"global_batch_size": 4}, ["tp2 | pp2 gpipe", "tp2 sp | pp2 interleaved virtual2", "tp2 | pp2 zb"], BITWISE, slow=True),
+    *(  # Uneven stages: 18 blocks on 8 ranks, with embedding and head.
+        Row(f"schedules-eight-ranks-{batch}", "gpt2", EXACT | {"num_layers": 18, "global_batch_size": batch}, ["pp8", "pp8 gpipe", "pp8 interleaved virtual2", "pp8 zb"], BITWISE, slow=True)
+        for batch in (4, 8)
+    ),
+    Row("schedule-of-ones-own", "gpt2", FOUR | {"global_batch_size": 4}, ["pp2 own-schedule"], BITWISE),
+]
+
+# Microbatches and ranks have unequal numbers of masked tokens and of pairs, none included.
+BERT = [
+    Row("bert", "bert", {}, ["tp2 pp2 sp", "pp2 dp2 z2", "tp2 dp2 z3 sp", "zb", "dp2 z3 zb"], whole=True),
+    Row("bert-interleaved", "bert", {"num_layers": 5}, ["pp2 interleaved virtual2"], whole=True),
+    Row("bert-more", "bert", {}, ["tp2", "tp4", "tp4 sp", "pp4", "pp3 zb", "dp2 z1", "dp4 z2", "dp4 z3 recompute=full", "pp2 dp2 z3", "tp2 pp2 zb sp", "pp4 dp2 gpipe", "tp2 pp2 dp2", "tp2 pp2 dp2 z3 sp recompute=selective"], slow=True, whole=True),
+    Row("bert-interleaved-cube", "bert", {"num_layers": 6}, ["tp2 pp2 dp2 z1 interleaved virtual2"], slow=True, whole=True),
+    Row("modern-bert", "modern bert", {}, ["tp2 pp2 sp"], whole=True),
+    Row("modern-bert-rmsnorm", "modern bert", {"normalization": "RMSNorm", "norm_bias": True}, ["tp2 sp"], whole=True),
+    Row("modern-bert-more", "modern bert", {}, ["tp4", "pp3 zb", "tp2 dp2 zb z3", "pp2 interleaved virtual2", "dp4 z3 recompute=full", "tp2 pp2 dp2 z2 sp"], slow=True, whole=True),
+    Row("bert-reproducible", "bert", EXACT | {"train_iters": 3}, ["pp2 dp2 z2"], BITWISE),
+    Row("bert-reproducible-whole", "bert", EXACT | {"train_iters": 8}, ["pp2 dp2 z2"], BITWISE, slow=True, whole=True),
+    Row("bert-chunks", "bert", {"num_layers": 3}, ["chunks3", "pp2 zb chunks3"]),
+    Row("modern-bert-chunks", "modern bert", {"num_layers": 3}, ["tp2 sp chunks3"]),
+    *(
+        Row(f"bert-reproducible-cp-{style.replace(' ', '-')}", style, EXACT | {"global_batch_size": 4, "num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}, ["cp2", "tp2 cp2 sp z2"], BITWISE, slow=True)
+        for style in ("bert", "modern bert")
+    ),
+]
+
+# Logits and loss a chunk of the vocabulary at a time, against all logits.
+CHUNKS = [
+    Row("chunks", "gpt2", {"num_layers": 3}, ["chunks3", "tp2 dp2 sp z2 chunks3"]),
+    Row("chunks-smoothing", "gpt2", {"num_layers": 3, "label_smoothing": 0.1, "z_loss": 1e-3}, ["chunks3", "tp2 chunks3"]),
+    Row("chunks-split-backward", "gpt2", {"num_layers": 3}, ["pp2 zb chunks3"], slow=True),
+    Row("chunks-untied", "gpt2 untied", {"num_layers": 3}, ["tp2 pp2 zb sp chunks3", "pp2 dp2 z3 chunks3"]),
+    Row("chunks-reproducible", "gpt2", EXACT | {"num_layers": 3, "train_iters": 3, "loss_chunks": 3}, ["pp2 dp2 z1 zb"], BITWISE),
+    Row("chunks-reproducible-1f1b", "gpt2", EXACT | {"num_layers": 3, "train_iters": 3, "loss_chunks": 3}, ["pp2 dp2 z1"], BITWISE, slow=True),
+]
+
+TWO = {"num_layers": 2, "train_iters": 4, "lr_warmup_iters": 1}
+ADAM, NESTEROV, LAMB = {"optimizer": "adam"}, {"optimizer": "sgd", "sgd_nesterov": True, "lr": 0.1}, {"optimizer": "lamb", "lr": 1e-2}
+MUON, ADAFACTOR, LION = {"optimizer": "muon", "lr": 1e-2}, {"optimizer": "adafactor", "lr": 1e-2}, {"optimizer": "lion", "lr": 1e-4}
+MUON_HEADS = MUON | {"muon_split_qkv": "heads", "num_query_groups": 2}
+RULES = ("blocks.0.*:freeze", "*.mlp.*.weight:lr=0.5,weight-decay=3", "embedding.*:weight-decay=0")
+GROUPS = {"param_group": RULES, "lr_layer_decay": 0.5, "num_layers": 3, "train_iters": 4, "lr_warmup_iters": 4}
+DECOUPLED = {"min_lr": 1e-4, "decoupled_lr": 4e-3, "decoupled_min_lr": 2e-3, "lr_warmup_iters": 2, "train_iters": 5, "num_layers": 5, "lr_decay_style": "linear"}
+OF_TWO_RANKS = ["tp2 mb1", "pp2 mb1", "cp2 mb1", "dp2 mb1", "dp2 mb1 z1", "dp2 mb1 z2", "dp2 mb1 z3"]
+OF_FOUR_RANKS = ["tp2 dp2 mb1 sp z1", "tp2 pp2 mb1", "tp2 dp2 mb1", "tp2 dp2 mb1 z3", "dp4 z2", "dp4 z3 shards2"]
+EACH_OPTIMIZER: dict[str, tuple[Changes, Relation]] = {"adam": (ADAM, LEARNED), "sgd": (NESTEROV, LEARNED), "lamb": (LAMB, LEARNED), "muon": (MUON, LEARNED), "muon-heads": (MUON_HEADS, LEARNED), "lion": (LION, FP32)}
+OPTIMIZERS = [
+    # What needs whole parameters.
+    Row("lamb-z1", "gpt2", TWO | LAMB, ["dp2 mb1 z1"], LEARNED),
+    Row("muon-tp-z0", "gpt2", TWO | MUON, ["tp2 mb1", "dp2 mb1"], LEARNED),
+    Row("adafactor-more", "gpt2", TWO | ADAFACTOR, [words for words in OF_TWO_RANKS + OF_FOUR_RANKS if "tp" not in words], UPDATED, slow=True),
+    Row("adafactor-offload", "gpt2", TWO | ADAFACTOR | {"clip_grad": 0.0}, ["dp2 mb1 z1 offload"], UPDATED, slow=True),
+    Row("adafactor-experts", "gpt2 experts", TWO | ADAFACTOR, ["dp2 mb1 ep2 z1", "dp4 ep2 z2"], UPDATED, slow=True),
+    *(Row(f"{name}-two-ranks", "gpt2", TWO | changes, OF_TWO_RANKS, relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
+    *(Row(f"{name}-four-ranks", "gpt2", TWO | changes, OF_FOUR_RANKS, relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
+    *(Row(f"{name}-offload", "gpt2", TWO | changes | {"clip_grad": 0.0}, ["dp2 mb1 z1 offload"], UPDATED if name == "sgd" else relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
+    *(Row(f"{name}-experts", "gpt2 experts", TWO | changes, ["dp2 mb1 ep2 z1", "dp4 ep2 z2", "tp2 dp2 mb1 ep2"], relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
+    Row("parameter-groups", "gpt2", GROUPS, ["pp2", "tp2 dp2 z3"], FROZEN, slow=True),
+    Row("parameter-groups-offload", "gpt2", GROUPS, ["dp2 z1 offload"], LEARNS_ALIKE, slow=True),
+    Row("decoupled-rates", "gpt2", DECOUPLED, ["pp2", "tp2 z1"], slow=True),
+    Row("mup", "gpt2", TWO | {"train_iters": 3, "mup_base_width": 8}, ["tp2 mb1", "pp2 mb1", "dp2 mb1 z3"], slow=True),
+    Row("mup-adam", "gpt2", TWO | ADAM | {"train_iters": 3, "mup_base_width": 8}, ["dp2 mb1 z1"], slow=True),
+    # A batch that grows.
+    Row("rampup", "gpt2", {"rampup_batch_size": ("4", "4", "24"), "global_batch_size": 16, "train_iters": 7, "num_layers": 3}, ["pp2 dp2 z2"]),
+]
+
+MOMENTS = [  # the same bits of moments in 16 and 8 bits
+    Row("int8-moments", "gpt2", TWO | EXACT | {"moments_dtype": "int8"}, ["tp2"], BITWISE),
+    *(
+        row
+        for dtype in ("bf16", "int8")
+        for row in (
+            Row(f"{dtype}-moments-more", "gpt2", TWO | EXACT | {"moments_dtype": dtype}, ["tp2", "pp2", "dp2", "dp2 z1", "dp2 z2", "dp2 z3", "tp2 dp2 sp z1", "tp2 dp2 z3", "tp4"], BITWISE, slow=True),
+            Row(f"{dtype}-moments-offload", "gpt2", TWO | EXACT | {"moments_dtype": dtype, "clip_grad": 0.0}, ["dp2 z1 offload"], BITWISE, slow=True),
+            Row(f"{dtype}-moments-resume", "gpt2", TWO | EXACT | {"moments_dtype": dtype}, ["tp2", "dp2 z3", ""], RESUME, slow=True),
+        )
+    ),
+]
+
+SIX_STEPS = {"num_layers": 2, "train_iters": 6, "lr_warmup_iters": 1}
+USUAL: dict[str, Changes] = {"onebitadam": {}, "onebitlamb": LAMB}
+COMPRESSED = [  # what is sent in fewer bits follows the run that sends all
+    Row("compressed", "gpt2", SIX_STEPS, ["dp2 mb1 | grad_reduce_compression=int8"], follows(1, 2e-3)),
+    Row("compressed-lion", "gpt2", SIX_STEPS | LION, ["dp2 mb1 z2 | grad_reduce_compression=int8"], follows(1, 2e-3)),
+    *(
+        Row(f"compressed-{compression}-{name}", "gpt2", SIX_STEPS | changes, [f"{words} z{stage} | grad_reduce_compression={compression}" for stage in STAGES], follows(1, rel), slow=True)
+        for compression, rel in (("bf16", 2e-4), ("int8", 2e-3))
+        for name, words, changes in (
+            ("tp-sp", "tp2 dp2 mb1 sp", {}),
+            ("pp-lamb", "pp2 dp2 mb1", LAMB),
+            ("cp-sgd", "dp2 cp2 mb1", {"optimizer": "sgd", "lr": 1e-2}),
+            # To all experts: where a token chooses, a rounding may change its choice, and the loss by 3e-4.
+            ("experts", "dp4 ep2", {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 16, "disable_bias_linear": True}),
+            ("muon-offload", "dp4 offload", {"optimizer": "muon", "lr": 1e-3}),
+            ("int8-moments", "tp2 dp2 mb1 overlap_grad_reduce=False", {"moments_dtype": "int8"}),
+        )
+    ),
+    *(
+        Row(f"compressed-resume-{name}", "gpt2", SIX_STEPS, [f"{first} mb1 grad_reduce_compression=int8", f"{other} mb1 grad_reduce_compression=int8"], resharded(rel), slow=slow)
+        for name, first, other, rel, slow in (("z0", "dp2", "dp2 z1", 1e-4, False), ("z0-alone", "dp2", "", 1e-3, False), ("z3", "dp2 z3", "dp2 z1", 1e-4, True), ("z3-alone", "dp2 z3", "", 1e-3, True))
+    ),
+    # Blocks belong to parameters: what is compressed is the same, wherever they lie.
+    Row("onebit-stages", "gpt2", SIX_STEPS | {"optimizer": "onebitadam", "onebit_freeze_step": 2}, ["dp2 mb1 | pp2"], LOSSES_NEAR),
+    *(
+        Row(f"{name}-{place}", "gpt2", SIX_STEPS | usual | changes, [f"{words} | optimizer={name} onebit_freeze_step=2"], follows(2, 1e-2), slow=True)
+        for name, usual in USUAL.items()
+        for place, words, changes in (
+            ("pp2", "pp2 dp2 mb1", {}),
+            ("tp2", "tp2 dp2 mb1", {}),
+            ("tp2-sp", "tp2 dp2 mb1 sp", {}),
+            ("cp2", "dp2 cp2 mb1", {}),
+            ("ep2", "dp4 ep2", {"num_experts": 4, "moe_ffn_hidden_size": 16, "disable_bias_linear": True}),
+            ("bf16", "pp2 dp2 mb1", {"precision": "bf16", "ema_decay": 0.9}),
+        )
+    ),
+]
+
+# Many buckets, tied embeddings, a vocabulary that no tp divides, and five blocks, which no pipeline divides.
+SAVED = EXACT | {"global_batch_size": 4, "num_layers": 5, "train_iters": 4}
+PLACES = {
+    "one": "", "dp2": "dp2 z0", "pp2": "pp2 interleaved virtual2", "pp2-dp2": "pp2 dp2 z1", "tp2": "tp2", "tp2-dp2": "tp2 dp2 z2",
+    "tp2-pp2": "tp2 pp2 gpipe", "cube": "tp2 pp2 dp2 z3", "tp4": "tp4", "pp4": "pp4 zb", "dp4": "dp4 z0", "pp3": "pp3",
+}
+EVERYWHERE = [f"{words.partition(' z')[0]} z{stage}" if "dp" in words else words for words in PLACES.values() for stage in (STAGES if "dp" in words else [0])]
+RESUMES = [
+    *(Row(f"reshard-{name}", "gpt2", SAVED, [PLACES[name], "tp2 pp2 dp2 z0", "dp4 z1", "pp2 interleaved virtual2"], RESUME) for name in ("one", "pp2-dp2", "tp4")),
+    *(Row(f"reshard-{name}-everywhere", "gpt2", SAVED | {"train_iters": 20, "lr_warmup_iters": 4}, [words, *EVERYWHERE], RESUME, slow=True) for name, words in PLACES.items()),
+    Row("recompute-resume", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 4}, ["recompute=light", ""], RESUME),
+    Row("recompute-resume-with-it", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 4}, ["", "recompute=light"], RESUME),
+    *(Row(f"{name}-reshard", "gpt2", TWO | changes, ["tp2 dp2 mb1 sp z1", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True) for name, (changes, _) in EACH_OPTIMIZER.items()),
+    Row("adafactor-reshard", "gpt2", TWO | ADAFACTOR, ["dp4 z2", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True),
+    Row("zero-shards-reshard", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z3 shards2", "dp4 z2", "dp4 z1 shards4", ""], RESHARD, slow=True),
+]
+
+EXPERTS = [
+    Row("experts-etp1", "sigmoid", {}, ["tp2 dp2 ep4 etp1 sp z1"], WEIGHTS),
+    Row("experts-pp", "softmax", {}, ["pp2 dp2 ep2 z2 zb recompute=full"], WEIGHTS),
+    Row("experts-cp", "limited", {}, ["tp2 cp2 ep4 etp1 sp"], WEIGHTS),
+    Row("experts-gelu", "gelu", {}, ["tp2 dp2 ep2 z3", "tp2 dp2 ep2 z3 recompute=light"], WEIGHTS, slow=True),
+    Row("experts-bias", "bias", {}, ["dp4 ep2 z1 recompute=full", "tp2 dp2 ep4 etp1 sp", "pp2 dp2 ep2 z2 replay_interval=1"], WEIGHTS, slow=True),
+    Row("experts-softmax", "softmax", {}, ["dp4 ep4 z1", "tp4 ep4 etp1 sp", "pp2 cp2 ep2 cp_comm=allgather zb", "pp2 dp2 ep2 z2 zb"], WEIGHTS, slow=True),
+    Row("experts-softmax-sgd", "softmax", SGD, ["dp4 ep2"], WEIGHTS, slow=True),
+    Row("experts-softmax-dropout", "softmax", {"hidden_dropout": 0.2, "micro_batch_size": 1}, ["dp4 ep2"], WEIGHTS, slow=True),
+    Row("experts-many", "many", {}, ["dp4 ep2 z3"], WEIGHTS, slow=True),
+    Row("experts-many-offload", "many", {"clip_grad": 0.0}, ["dp4 ep4 z1 offload"], WEIGHTS, slow=True),
+    Row("experts-every", "every", {}, ["dp4 ep4"], WEIGHTS, slow=True),
+    Row("experts-groups", "groups", {}, ["tp2 dp2 ep2 sp"], WEIGHTS, slow=True),
+    Row("experts-groups-latent", "groups", LATENT | {"moe_router_group_best": 1}, ["tp2 dp2 ep4 etp1 sp"], WEIGHTS, slow=True),
+    Row("experts-sigmoid-cp", "sigmoid", {}, ["tp2 cp2 ep2 sp"], WEIGHTS, slow=True),
+    Row("experts-capacity", "capacity", {}, ["dp4 ep2 z1", "tp2 dp2 ep4 etp1 sp"], WEIGHTS, slow=True),
+    Row("experts-first", "first", {}, ["dp2 cp2 ep4"], WEIGHTS, slow=True),
+    Row("experts-global", "global", {}, ["pp2 dp2 ep2 recompute=full zb"], WEIGHTS, slow=True),
+    Row("experts-jitter", "jitter", {}, ["tp2 cp2 ep2 sp", "dp4 ep2"], WEIGHTS, slow=True),
+    Row("experts-padded", "padded", {}, ["tp2 pp2 ep2 etp1 sp", "dp4 ep4 z3"], WEIGHTS, slow=True),
+    *(
+        Row(f"experts-{precision}", "softmax", {"train_iters": 10}, [f"{words} precision={precision} {scale}" for words in ("dp4 ep4 z1", "tp2 dp2 ep4 etp1 sp z2", "pp2 dp2 ep2 zb")], SIXTEEN_BITS, slow=True)
+        for precision, scale in (("bf16", ""), ("fp16", "initial_loss_scale=1024.0"))
+    ),
+    Row("experts-reproducible", "sigmoid", EXACT, ["dp4 ep2 z2", "pp2 dp2 ep2 zb recompute=full"], BITWISE),
+    Row("experts-reproducible-limited", "limited", EXACT, ["dp4 ep2 z2", "pp2 dp2 ep2 zb recompute=full"], BITWISE, slow=True),
+    *(
+        row
+        for program in ("sigmoid", "limited")
+        for row in (
+            Row(f"{program}-reproducible-more", program, EXACT, ["dp4 ep4 z3 recompute=full", "dp4 ep1 z1", "pp2 dp2 ep2 z1 replay_interval=1", "tp2 | dp2 ep2", "tp2 | dp2 z2", "tp2 | pp2"], BITWISE, slow=True),
+            Row(f"{program}-reproducible-pp4", program, EXACT | {"num_layers": 4}, ["pp4"], BITWISE, slow=True),
+        )
+    ),
+    # Ranks route parts of a sequence.
+    Row("experts-reproducible-sp", "sigmoid", EXACT | {"reproducible_blocks": 1}, ["tp2 sp etp1 | ep2", *(f"tp2 sp etp1 | dp2 ep{ep} z1" for ep in (1, 2, 4))], BITWISE, slow=True),
+]
+
+SHORT = SMOOTH | {"num_layers": 2}
+TWENTY = SHORT | {"train_iters": 20}
+COMMS = ("allgather", "ring", "ulysses")
+SHARED = [name for name in PROGRAMS if name.startswith("shared")]
+DECODERS = ["gpt2", "llama", "windows", "bloom", "qwen", "stretched", "gpt2 packed", "llama packed", "windows packed", "bloom packed", *SHARED]
+THREE = SHORT | {"seq_length": 24, "num_attention_heads": 6, "hidden_size": 48}
+TINY = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 1, "position_embedding_type": "rope", "train_iters": 1, "lr_warmup_iters": 0}
+CONTEXT = [
+    Row("context-windows-packed", "windows packed", SHORT, ["pp2 cp2 zb cp_comm=ring"], WEIGHTS),
+    Row("context-qwen", "qwen", SHORT, ["dp2 cp2 z3 recompute=full cp_comm=ulysses"], WEIGHTS),
+    Row("context-gpt2-packed", "gpt2 packed", SHORT, ["tp2 cp2 sp chunks2 cp_comm=allgather"], WEIGHTS),
+    Row("context-shared-learned", "shared learned", SHORT, ["tp2 cp2 cp_comm=ring"], WEIGHTS),
+    Row("context-bert", "bert", SHORT, ["tp2 cp2 sp"], WEIGHTS),
+    Row("context-modern-bert", "modern bert", SHORT, ["pp2 cp2 zb z3 cp_comm=ulysses"], WEIGHTS),
+    Row("context-qwen-more", "qwen", SHORT, ["tp2 cp2 recompute=full cp_comm=ulysses"], WEIGHTS, slow=True),
+    Row("context-bloom", "bloom", SHORT, ["dp2 cp2 z3 recompute=selective cp_comm=allgather", "dp2 cp2 z1 cp_comm=ring"], WEIGHTS, slow=True),
+    Row("context-gpt2", "gpt2", SHORT, ["dp2 cp2 z2 cp_comm=allgather", "tp2 cp2 sp chunks2 cp_comm=allgather"], WEIGHTS, slow=True),
+    Row("context-llama", "llama", SHORT, ["pp2 cp2 cp_comm=ulysses zb"], WEIGHTS, slow=True),
+    Row("context-llama-sgd", "llama", SHORT | {"optimizer": "sgd"}, ["cp4 cp_comm=ring"], WEIGHTS, slow=True),
+    Row("context-llama-offload", "llama", SHORT | {"clip_grad": 0.0}, ["dp2 cp2 z1 offload"], WEIGHTS, slow=True),
+    Row("context-stretched", "stretched", SHORT, ["pp2 cp2 mb1 gpipe"], WEIGHTS, slow=True),
+    Row("context-bert-more", "bert", SHORT, ["cp4 cp_comm=ulysses", "dp2 cp2 z2 recompute=full", "pp2 cp2 zb chunks2 z3"], WEIGHTS, slow=True),
+    Row("context-bert-sgd", "bert", SHORT | {"optimizer": "sgd"}, ["cp4"], WEIGHTS, slow=True),
+    Row("context-bert-interleaved", "bert", SHORT | {"num_layers": 5}, ["pp2 cp2 interleaved virtual2"], WEIGHTS, slow=True),
+    Row("context-modern-bert-more", "modern bert", SHORT, ["pp2 cp2 gpipe recompute=selective", "tp2 cp2 sp recompute=light z1"], WEIGHTS, slow=True),
+    Row("context-windows", "windows", SHORT, ["pp2 cp2 zb cp_comm=ring"], WEIGHTS, slow=True),
+    Row("context-gpt2-packed-ring", "gpt2 packed", SHORT, ["cp4 cp_comm=ring"], WEIGHTS, slow=True),
+    Row("context-llama-packed", "llama packed", SHORT, ["pp2 cp2 cp_comm=ulysses gpipe"], WEIGHTS, slow=True),
+    Row("context-bloom-packed", "bloom packed", SHORT, ["dp2 cp2 z3 recompute=selective cp_comm=ring"], WEIGHTS, slow=True),
+    *(Row(f"context-{name.replace(' ', '-')}-tp", name, SHORT, ["tp2 cp2 cp_comm=allgather", "tp2 cp2 sp cp_comm=ring", "tp2 cp2 cp_comm=ulysses"], WEIGHTS, slow=True) for name in SHARED),
+    *(Row(f"context-{name.replace(' ', '-')}-twenty-steps", name, TWENTY, [f"cp{cp} cp_comm={comm}" for cp in (2, 4) for comm in COMMS], WEIGHTS, slow=True) for name in DECODERS),
+    *(Row(f"context-{name.replace(' ', '-')}-twenty-steps", name, TWENTY, [f"cp{cp} cp_comm={comm}" for cp in (2, 4) for comm in COMMS if comm != "ring"], WEIGHTS, slow=True) for name in ("bert", "modern bert")),
+    # Chunks are no powers of two on three ranks, and `ulysses` gives each two of the heads.
+    *(
+        Row(f"context-{name.replace(' ', '-')}-three-ranks", name, THREE | groups, [f"cp3 cp_comm={comm}" for comm in COMMS], WEIGHTS, slow=True)
+        for name, groups in (("llama", {"num_query_groups": 3}), ("gpt2", {}), ("windows packed", {"num_query_groups": 1}), ("llama packed", {"num_query_groups": 3}))
+    ),
+    *(Row(f"context-{name.replace(' ', '-')}-compiled", name, SHORT, [f"tp2 cp2 compiled cp_comm={comm}" for comm in COMMS if comm != "ring" or "bert" not in name], WEIGHTS, slow=True) for name in ("gpt2", "windows", "modern bert")),
+    *(
+        Row(f"context-{name.replace(' ', '-')}-{precision}", name, SHORT, [f"dp2 cp2 z1 precision={precision} cp_comm={comm}" for comm in COMMS], CONTEXT_BITS, slow=True)
+        for name in ("gpt2", "llama packed") for precision in ("bf16", "fp16")
+    ),
+    # One step of a tiny model: what a score matrix of the whole sequence would make impossible.
+    Row("context-65536-positions", "gpt2", TINY | {"seq_length": 65536, "global_batch_size": 1, "micro_batch_size": 1, "loss_chunks": 16}, ["cp2 cp_comm=ring"], LONG, slow=True),
+    # Packed samples, without context parallelism.
+    Row("packed-gpt2", "gpt2 packed", SHORT | {"num_layers": 4}, ["tp2 pp2 sp interleaved virtual2"], WEIGHTS, slow=True),
+    Row("packed-gpt2-sgd", "gpt2 packed", SHORT | {"optimizer": "sgd"}, ["dp4 z1"], WEIGHTS, slow=True),
+    Row("packed-llama", "llama packed", SHORT, ["pp2 dp2 zb z3 recompute=full", "tp2 pp2 compiled"], WEIGHTS, slow=True),
+    Row("packed-bloom", "bloom packed", SHORT | {"num_layers": 4}, ["pp4 gpipe"], WEIGHTS, slow=True),
+    Row("packed-windows", "windows packed", SHORT, ["tp2 dp2 z2 recompute=selective chunks2"], WEIGHTS, slow=True),
+    Row("packed-positions-alone", "positions alone", SHORT, ["tp2 pp2"], WEIGHTS, slow=True),
+]
+
+SMALL = EXACT | {"global_batch_size": 4, "num_layers": 2}
+HEADS, WIDE = {"num_attention_heads": 8}, {"num_attention_heads": 8, "hidden_size": 64}
+ONE_GROUP = LLAMA | {"num_query_groups": 1, "qk_layernorm": True}
+LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}
+JOINT, EACH = LLAMA | {"qk_layernorm": True, "qk_layernorm_all_heads": True}, ONE_GROUP | {"qk_layernorm_per_head": True}
+LAYER_NORM = {"normalization": "LayerNorm", "precision": "bf16"}
+FEW = EXACT | {"global_batch_size": 4}  # each microbatch costs tens of messages between ranks
+LAYERS: list[tuple[str, Changes, str]] = [
+    ("groups", LLAMA | {"num_query_groups": 2}, ""),
+    ("one-group", ONE_GROUP, ""),
+    ("dropout", {"hidden_dropout": 0.2, "attention_dropout": 0.2}, ""),
+    ("bf16", {"precision": "bf16"}, ""),
+    ("loss", LOSS, "recompute=light"),
+    ("window", HEADS | {"window_size": 5}, ""),
+]
+MODES: list[tuple[str, str, Changes]] = [
+    ("bf16", "gpt2", {"precision": "bf16"}),
+    ("fp16", "gpt2", {"precision": "fp16"}),
+    ("sgd-untied", "gpt2 untied", {"optimizer": "sgd", "lr": 0.1}),
+    ("dropout", "gpt2", {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+    ("two-samples", "gpt2", {"micro_batch_size": 2}),
+]
+# --reproducible: not a bit depends on the layout.
+EXACT_ROWS = [
+    Row("exact", "gpt2", EXACT, ["pp2", "dp2 z2", "dp4 z2 bucket_size_mb=1e-6", "dp4 z3 recompute=full", "pp2 dp2 z1 waits", "pp3 dp2 z3 recompute=selective"], BITWISE, whole=True),
+    Row("exact-more", "gpt2", EXACT, ["pp3", "pp4", "dp2 z0", "dp2 z1", "dp2 z3", "dp4 z0", "pp2 dp2 z2 bucket_size_mb=100.0", "pp2 dp4 z0"], BITWISE, slow=True, whole=True),
+    Row("exact-tp", "gpt2", FEW, ["tp2 pp2 dp2", "tp2 dp2 sp z3"], BITWISE),
+    Row("exact-tp-whole", "gpt2", EXACT, ["tp2 pp2 dp2", "tp2 dp2 sp z3", "tp2 pp2 dp2 sp", "tp2 dp2 z3", "tp2 pp3 z1", "tp2 pp3 sp z1"], BITWISE, slow=True, whole=True),
+    Row("exact-tp-small", "gpt2", FEW, ["tp2 pp2 dp2 sp", "tp2 dp2 z3", "tp2 pp3 z1", "tp2 pp3 sp z1"], BITWISE, slow=True),
+    # More ranks than heads that share keys: three of several features each, and the features one by one.
+    *(
+        row
+        for name, changes, words in (
+            ("fp16-alibi", {"precision": "fp16", "position_embedding_type": "alibi", "embedding_layernorm": True}, ""),
+            ("bf16-dropout", LLAMA | {"num_query_groups": 2, "precision": "bf16", "hidden_dropout": 0.1, "attention_dropout": 0.1}, ""),
+            ("one-group-window", ONE_GROUP | LOSS | HEADS | {"window_size": 5}, "recompute=light"),
+        )
+        for row in (
+            Row(f"exact-tp4-{name}", "gpt2", FEW | changes, [f"tp4 {words}"], BITWISE, whole=True),
+            Row(f"exact-tp4-sp-{name}", "gpt2", FEW | changes, [f"tp4 sp {words}"], BITWISE, slow=True, whole=True),
+        )
+    ),
+    *(
+        Row(f"exact-tp4-{name}", "gpt2", FEW | changes, [f"tp4 {words}", f"tp4 sp {words}"], BITWISE, slow=True, whole=True)
+        for name, changes, words in LAYERS
+    ),
+    # Gradients of a block of positions are contiguous here, and parts of a longer tensor in one process.
+    Row("exact-one-block-a-rank", "gpt2", FEW | {"micro_batch_size": 2}, ["tp4 sp"], BITWISE),
+    *(  # Each mode on one of the two layouts, in turn.
+        Row(f"exact-{name}{'' if is_fast else '-more'}", program, EXACT | changes, [words], BITWISE, slow=not is_fast, whole=True)
+        for number, (name, program, changes) in enumerate(MODES)
+        for turn, words in enumerate(("pp2 dp2 z1", "dp4 z3"))
+        for is_fast in ((number + turn) % 2 == 0,)
+    ),
+    Row("exact-is-ordinary", "gpt2", {"micro_batch_size": 1, "train_iters": 2}, ["reproducible=True", "tp2 reproducible=True", "tp2 reproducible=True blocks1"], whole=True),
+    Row("exact-blocks", "gpt2", EXACT, ["blocks1 | blocks2"]),
+]
+
+EXACT_CONTEXT = [  # over context parallelism, and over tensor parallelism of experts, latent attention, norms of all heads
+    Row("exact-cp", "gpt2", SMALL, ["cp2"], BITWISE),
+    Row("exact-cp-packed", "gpt2 packed", SMALL | LLAMA | {"num_query_groups": 2}, ["tp2 cp2 sp z3"], BITWISE),
+    Row("exact-cp-dropout", "gpt2", SMALL | {"hidden_dropout": 0.1, "attention_dropout": 0.1}, ["tp2 cp2"], BITWISE, slow=True),
+    Row("exact-cp-wide-groups", "gpt2", SMALL | WIDE | LLAMA | {"num_query_groups": 2}, ["cp4"], BITWISE, slow=True),
+    Row("exact-cp-wide", "gpt2", SMALL | WIDE, ["tp2 cp4"], BITWISE, slow=True),
+    Row("exact-cp-wide-bf16", "gpt2", SMALL | WIDE | {"precision": "bf16"}, ["tp2 cp4 sp"], BITWISE, slow=True),
+    Row("exact-cp-wide-fp16", "gpt2", SMALL | WIDE | {"precision": "fp16", "hidden_dropout": 0.1}, ["dp2 cp4 z2"], BITWISE, slow=True),
+    Row("exact-cp-groups-bf16", "gpt2", SMALL | LLAMA | {"num_query_groups": 2, "precision": "bf16", "qk_layernorm": True}, ["pp2 cp2 zb"], BITWISE, slow=True),
+    Row("exact-cp-packed-pp", "gpt2 packed", SMALL, ["pp2 cp2 gpipe recompute=full"], BITWISE, slow=True),
+    Row("exact-cp-one-group", "gpt2", SMALL | LLAMA | {"num_query_groups": 1}, ["tp2 pp2 cp2 sp recompute=selective"], BITWISE, slow=True),
+    Row("exact-cp-alibi", "bloom", SMALL, ["dp2 cp2 z1"], BITWISE, slow=True),
+    Row("exact-cp-window", "gpt2", SMALL | LOSS | {"window_size": 5}, ["tp2 cp2 recompute=light"], BITWISE, slow=True),
+    Row("exact-cp-fused-softmax", "gpt2", SMALL | {"attention": "fused-softmax", "micro_batch_size": 2}, ["cp2"], BITWISE, slow=True),
+    Row("exact-experts-sp", "sigmoid", SMALL | {"moe_shared_expert_size": 16}, ["tp2 sp"], BITWISE),
+    Row("exact-experts-tp4", "softmax", SMALL | {"activation": "gelu"}, ["tp4"], BITWISE),
+    *(
+        Row(f"exact-{name}-{precision}", name, SMALL | {"precision": precision}, ["tp4 sp", "tp2 dp2 ep2 z1", "tp2 dp2 ep2 sp recompute=full", "tp2 pp2 zb", "tp2 cp2"], BITWISE, slow=True)
+        for name, precision in (("softmax", "fp32"), ("limited", "bf16"), ("groups", "fp32"), ("bias", "fp16"))
+    ),
+    Row("exact-experts-cp", "sigmoid", SMALL | {"moe_shared_expert_size": 16}, ["cp2", "tp2 cp2 sp z2"], BITWISE, slow=True),
+    Row("exact-latent", "latent", SMALL, ["tp2", "tp4 sp recompute=selective"], BITWISE, slow=True),
+    Row("exact-latent-bf16", "latent", SMALL | {"precision": "bf16"}, ["tp2 cp2 sp"], BITWISE, slow=True),
+    Row("exact-latent-wide", "latent", SMALL | {"q_lora_rank": None, "v_head_dim": 14, "qk_layernorm": False}, ["tp2 pp2 zb"], BITWISE, slow=True),
+    Row("exact-norm-of-all-heads", "gpt2", SMALL | JOINT, ["tp2", "tp4 sp"], BITWISE, slow=True),
+    Row("exact-norm-of-each-head", "gpt2", SMALL | EACH, ["tp2 cp2", "tp4 sp"], BITWISE, slow=True),
+    Row("exact-layer-norm-of-each-head", "gpt2", SMALL | EACH | LAYER_NORM, ["tp2 cp2 sp"], BITWISE, slow=True),
+    Row("exact-layer-norm-of-all-heads", "gpt2", SMALL | JOINT | LAYER_NORM, ["tp2 cp2"], BITWISE, slow=True),
+]
