@@ -11,6 +11,7 @@ A table of argv.toml is a subject. Its plain values count for its rows, which ho
     variables  further ones of the environment
     says       the problems of a refusal, all of them and whole; of an accepted line (`status = 0`), its notes;
                ... stands for any words
+    partly     whether a change that a problem proposes leads to another problem
     some       whether there are more sentences than these
     equals     the command line that gives the same configuration, or its values by field
 """
@@ -35,6 +36,7 @@ import pytest
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
+from tests.unit.refusals import proposals
 
 Row = dict[str, Any]
 TABLES: dict[str, Row] = tomllib.loads(Path(__file__).with_name("argv.toml").read_text(encoding="utf-8"))
@@ -85,9 +87,8 @@ def wrong(row: Row) -> Iterator[str]:
     """What is not as a row says."""
     place_files(row)
     found = answer(row, row["words"])
-    is_refused = "says" in row and "equals" not in row and row.get("status", 2) == 2
-    if is_refused != (found.config is None):
-        yield f"is {'accepted' if is_refused else 'refused'}: {found.sentences}"
+    if is_refused(row) != (found.config is None):
+        yield f"is {'refused' if found.config is None else 'accepted'}: {found.sentences}"
         return
     yield from _unsaid(row, found)
     if found.config is None or "equals" not in row:
@@ -100,6 +101,11 @@ def wrong(row: Row) -> Iterator[str]:
         yield f"equals a refused line: {other.sentences}"
     else:
         yield from differences(found.config, other.config)
+
+
+def is_refused(row: Row) -> bool:
+    """Whether what a row says is a refusal."""
+    return "says" in row and "equals" not in row and row.get("status", 2) == 2
 
 
 def place_files(row: Row) -> None:
@@ -161,3 +167,38 @@ def test_command_lines(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.chdir(place)
         failures += [f"{row['words']} {row.get('text', '')}\n    {line}" for line in wrong(row)]
     assert not failures, "\n".join([f"{len(failures)} of {subject} in tests/argv.toml:", *failures])
+
+
+@pytest.mark.parametrize("subject", [name for name, table in TABLES.items() if "file" not in table])
+def test_what_a_refusal_proposes_is_accepted(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every row with one problem; where there are several, a change solves its own."""
+    failures, tried = [], 0
+    refused = [row for row in rows_of(subject) if is_refused(row) and not row.get("partly", False)]
+    for number, row in enumerate(refused):
+        (place := tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(place)
+        place_files(row)
+        for problem in row["says"]:
+            for change in proposals(problem):
+                tried += 1
+                left = refused_after(row, change)
+                if problem in left or (left and len(row["says"]) == 1):
+                    failures.append(f"{row['words']}: {change} of {problem!r} leaves {left}")
+    assert not failures, "\n".join(failures)
+    assert tried or len(refused) < 10
+
+
+def refused_after(row: Row, change: dict[str, Any]) -> list[str]:
+    """The problems of a row's command line after a change of values by field."""
+    values = dict(change)
+    changed = {**row, "plain": "", "ranks": values.pop("world_size", row["ranks"])}
+    words = shlex.split(f"{row['plain']} {row['words']}")
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        for first in [i for i, word in enumerate(words) if word.split("=")[0] == flag][::-1]:
+            last = next((i for i in range(first + 1, len(words)) if words[i].startswith("--")), len(words))
+            del words[first:last]
+        if value is not None:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+    found = answer(changed, shlex.join(words))
+    return found.sentences if found.config is None else []

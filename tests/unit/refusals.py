@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,3 +51,57 @@ def problems(message: str) -> list[str]:
     assert last == "Flags and their defaults: pretrain_gpt.py --help"
     assert all(line.startswith("  - ") for line in lines)
     return [line.removeprefix("  - ") for line in lines]
+
+
+# ---- what a problem proposes -----------------------------------------------------------------------------------------
+
+_OR = re.compile(r", or (?:use )?(?=--|start |leave |add |choose |\d)")
+_NUMBER = r"-?\d[\d.]*(?:e[+-]?\d+)?"
+_WAY = re.compile(
+    rf"(?:use, for example, )?(?:(--[a-z0-9-]+) )?({_NUMBER}(?:(?:, | or ){_NUMBER})*)"
+    rf"( or more| or less| to {_NUMBER}| \(the default\))?"
+)
+_NO_VALUE = r"(?!(?:DIR|FLOAT|INT|N|PATH|PREFIX|TEXT|too)\b)"
+_COMBINED = re.compile(
+    rf"((?:--[a-z0-9-]+ (?:\d+ \d+ \d+|{_NO_VALUE}[\w.:-]+)(?: with | and |$))*)"
+    r"(?:leave ((?:--[a-z0-9-]+(?: and )?)+) out)?"
+)
+_START = re.compile(r"(?:, and )?start (\d+)(?: or (\d+))? process.*")
+
+
+def field_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _value(text: str) -> Any:
+    words = tuple(text.split())
+    if re.fullmatch(_NUMBER, text):
+        return int(text) if text.isdecimal() else float(text)
+    return text if len(words) == 1 else words
+
+
+def proposals(problem: str) -> Iterator[dict[str, Any]]:
+    """Every change of values that a message proposes in numbers; `world_size` stands for the processes."""
+    said, _, ways = problem.partition(": ")
+    for way in _OR.split(ways.removeprefix("use ")):
+        way, start = _START.sub("", way), _START.search(way)
+        processes: list[dict[str, Any]] = [{"world_size": int(n)} for n in start.groups() if n] if start else [{}]
+        if (found := _WAY.fullmatch(way)) is not None:
+            flag, values, bound = found.groups()
+            numbers = [_value(value) for value in re.findall(_NUMBER, values)]
+            if bound in (" or more", " or less") and " and below " not in said:
+                further = numbers[0] + (1 if bound == " or more" else -1)
+                numbers += [further] if further > 0 else []
+            needed = re.search(r" needs (--[a-z0-9-]+)$", said)
+            name = field_of(flag or (needed[1] if needed else re.findall(r"--[a-z0-9-]+", said)[0]))
+            changed: list[dict[str, Any]] = [{name: number} for number in numbers]
+        elif (found := _COMBINED.fullmatch(way)) is not None:
+            given, left_out = (text or "" for text in found.groups())
+            pairs = re.findall(r"(--[a-z0-9-]+) (\d+ \d+ \d+|[\w.:-]+)", given)
+            values_of = {field_of(flag): _value(text) for flag, text in pairs}
+            changed = [{**values_of, **dict.fromkeys(map(field_of, re.findall(r"--[a-z0-9-]+", left_out)))}]
+        elif way == "leave the flag out":
+            changed = [{field_of(re.findall(r"--[a-z0-9-]+", said)[0]): None}]
+        else:
+            continue
+        yield from ({**one, **other} for one in changed for other in processes if one or other)

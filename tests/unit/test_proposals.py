@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, violations
+from megacore.config import SECTIONS, Config, violations
 from megacore.config.cli import save_toml
+from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.problem import Problem, Values, Way
 from megacore.config.proposals import with_tried_ways
 from megacore.config.validation import Validation, degrees_product
 from megacore.errors import ConfigError
+from tests.unit.refusals import field_of, proposals
 from tests.unit.test_config import make
 
 _SIZES: Mapping[str, tuple[Any, ...]] = {
@@ -67,48 +70,7 @@ _DURATIONS: Mapping[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "lion"),
     "moments_dtype": ("fp32", "bf16"),
 }
-_OR = re.compile(r", or (?:use )?(?=--|start |leave |add |choose |\d)")
-_WAY = re.compile(r"(?:(--[a-z-]+) )?(\d+(?:(?:, | or )\d+)*)( or more| or less| to \d+)?")
-_COMBINED = re.compile(
-    r"((?:--[a-z-]+ (?:\d+ \d+ \d+|[\w.:-]+)(?: with | and |$))*)(?:leave ((?:--[a-z-]+(?: and )?)+) out)?"
-)
-_START = re.compile(r"(?:, and )?start (\d+)(?: or (\d+))? process.*")
-
-
 _Runs = Iterator[tuple[dict[str, Any], int | None]]
-
-
-def _field(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _value(text: str) -> Any:
-    words = tuple(text.split())
-    return int(text) if text.isdecimal() else text if len(words) == 1 else words
-
-
-def _proposals(problem: str) -> Iterator[dict[str, Any]]:
-    """Every change of values that a message proposes in numbers; `world_size` stands for the processes."""
-    said, _, ways = problem.partition(": ")
-    for way in _OR.split(ways.removeprefix("use ")):
-        way, start = _START.sub("", way), _START.search(way)
-        processes: list[dict[str, Any]] = [{"world_size": int(n)} for n in start.groups() if n] if start else [{}]
-        if (found := _WAY.fullmatch(way)) is not None:
-            flag, values, bound = found.groups()
-            numbers = [int(value) for value in re.findall(r"\d+", values)]
-            if bound:
-                step = -1 if bound == " or less" else 1
-                numbers = [number for number in (numbers[0], numbers[0] + step) if number > 0]
-            name = _field(flag or re.findall(r"--[a-z-]+", said)[0])
-            changed: list[dict[str, Any]] = [{name: number} for number in numbers]
-        elif (found := _COMBINED.fullmatch(way)) is not None:
-            given, left_out = (text or "" for text in found.groups())
-            pairs = re.findall(r"(--[a-z-]+) (\d+ \d+ \d+|[\w.:-]+)", given)
-            values_of = {_field(flag): _value(text) for flag, text in pairs}
-            changed = [{**values_of, **dict.fromkeys(map(_field, re.findall(r"--[a-z-]+", left_out)))}]
-        else:
-            continue
-        yield from ({**one, **other} for one in changed for other in processes if one or other)
 
 
 def _layouts() -> _Runs:
@@ -144,7 +106,7 @@ def _made(values: Mapping[str, Any], world_size: int | None) -> tuple[Config, in
 
 
 def _is_about(problem: str, names: set[str]) -> bool:
-    return bool(names & {_field(flag) for flag in re.findall(r"--[a-z-]+", problem.partition(": ")[0])})
+    return bool(names & {field_of(flag) for flag in re.findall(r"--[a-z-]+", problem.partition(": ")[0])})
 
 
 @pytest.mark.parametrize(("kind", "part"), [(_layouts, 0), (_layouts, 1), (_layouts, 2), (_runs, 0)])
@@ -160,12 +122,41 @@ def test_every_proposal_of_a_random_layout_is_valid(kind: Callable[[], _Runs], p
         tried += 1
         assert not problems[0].endswith(": the change proposed above solves this too")  # which a line above names
         for problem in problems:
-            for changes in _proposals(problem):
+            for changes in proposals(problem):
                 proposed += 1
                 left = violations(*_made({**values, **changes}, world_size))
                 given = f"{values} on {world_size}: {changes} of {problem!r} leaves {left}"
                 assert len(problems) > 1 or not left, given
                 assert not [other for other in left if _is_about(other, set(changes))], given
+
+
+_BEYOND = (0, -1, -(2**70), 2**70, 0.5, math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_value_beyond_its_bounds_is_refused_with_one_that_is_valid(section: str) -> None:
+    """Whatever the field, and without an exception."""
+    for info in field_infos(SECTIONS[section]).values():
+        for value in _wrong_values(info):
+            about = [one for one in violations(make(**{info.name: value}), 1) if one.startswith(f"{info.flag} ")]
+            assert about, f"{info.flag} {value}"
+            proposed = [change for change in proposals(about[0]) if change.keys() == {info.name}]
+            assert proposed or not info.range or "give a number" in about[0], about
+            for change in proposed:
+                assert info.name not in getattr(make(**change), section).wrong_fields(), about
+
+
+def _wrong_values(info: FieldInfo) -> Iterator[Any]:
+    """Values outside of a field's range, some of them just so, and a name that no registry has."""
+    if info.choices:
+        yield "no-such-name"
+    if info.range is not None:
+        low, high = info.range.low, info.range.high
+        least = 1 if info.kind is int else 1e-9
+        edges = [info.range.above, info.range.below, low and low - least * abs(low), high and high + least * abs(high)]
+        for value in (*_BEYOND, *(edge for edge in edges if edge is not None)):
+            if value not in info.range and not (info.kind is int and value == 0.5):
+                yield value
 
 
 def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
