@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ class Relation:
 
     Attributes:
         compare: raises where a run (first) is not as it should be beside the other one.
-        is_exact: no number is rounded in another way.
+        is_exact: no number is rounded in another way, so that no router's choice may change either.
         reference: `run`: of the layout's left side; `torch`: torch.optim.AdamW on transformers' GPT-2; `saved`: the run
             of the row's first layout, which saves half-way, and which each layout resumes there.
     """
@@ -214,10 +215,7 @@ class Row:
     whole: bool = False
 
 
-Compared = Callable[[Callable[..., None]], Callable[..., None]]
-
-
-def items_of(rows: Sequence[Row]) -> Compared:
+def items_of(rows: Sequence[Row]) -> pytest.MarkDecorator:
     """One test a row, or two: small, and whole in `make test-slow`."""
     params = [pytest.param(replace(row, whole=False), id=row.id) for row in rows if not row.slow]
     for row in rows:
@@ -234,7 +232,8 @@ class Case:
 
     Attributes:
         changes: by field name, tp, pp and dp included.
-        part: `whole`; `begins`: saves half-way, and what comes out is of the rest; `rest`: resumes there.
+        part: `whole`; `begins`: saves half-way, and what comes out is of the rest; `rest`: resumes there; `torch`: not
+            on ranks, but plain torch's.
         folder: of the checkpoint.
     """
 
@@ -245,7 +244,7 @@ class Case:
     @property
     def ranks(self) -> int:
         degrees = dict(self.changes)
-        return int(torch.tensor([degrees.get(name, 1) for name in ("tp", "pp", "dp", "cp")]).prod())
+        return math.prod(degrees.get(name, 1) for name in ("tp", "pp", "dp", "cp"))
 
 
 def case_of(row: Row, words: str, layout: str | None = None, **options: Any) -> Case:
