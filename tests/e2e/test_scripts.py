@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import pretrain_gpt
 from megacore.commands.plan import dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
@@ -20,6 +19,7 @@ from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
 from megacore.verify.rehearse import cut
 from tests.e2e import rehearsal
+from tests.e2e.launching import alone
 from tests.patience import patience
 from tests.unit import data_bytes
 
@@ -143,8 +143,9 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: 
     ],
 )
 def test_a_rehearsal_that_cannot_be_is_refused(
-    variable: str, flags: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    variable: str, flags: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGACORE_REHEARSE", variable)
-    assert pretrain_gpt.main(flags.split()) == 2
-    assert said in capfd.readouterr().err
+    refused = alone(*flags.split(), timeout=30)
+    assert refused.returncode == 2
+    assert said in refused.stderr

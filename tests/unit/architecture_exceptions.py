@@ -14,6 +14,7 @@ LATE_IMPORTS = {
     ("megacore/commands/plan.py", "megacore.commands.plan_calibration"): "only --calibrate needs it",
     ("megacore/commands/plan.py", "megacore.convert.start"): "slow to load, and only --init-from-hf needs it",
     ("megacore/commands/plan.py", "megacore.data.gpt.build"): "slow to load, and only a tokenizer needs it",
+    ("megacore/verify/rehearse.py", "torch"): "only a run on accelerators needs it",
     ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/quickstart.py", "torch"): "takes seconds, in which nothing would be said",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
