@@ -138,8 +138,9 @@ def _parse_rule(text: str) -> Rule:
             raise ValueError(_problem(text, f"has the factor {number}, which must be at least 0"))
     if frozen and values:
         raise ValueError(_problem(text, "freezes parameters and also has factors, which then have no effect"))
-    factors = {name.replace("-", "_"): factor for name, factor in values.items()}
-    return Rule(pattern=pattern.strip(), scale=replace(ParameterScale(frozen=frozen), **factors))
+    lr, decay, of_vectors = (values.get(*each) for each in (("lr", 1.0), ("weight-decay", 1.0), ("vector-decay", 0.0)))
+    scale = ParameterScale(lr=lr, weight_decay=decay, vector_decay=of_vectors, frozen=frozen)
+    return Rule(pattern=pattern.strip(), scale=scale)
 
 
 def _problem(text: str, what: str) -> str:
