@@ -73,7 +73,7 @@ class OptimizerConfig(Section):
     lr_range_test_start: Annotated[float, Range(above=0)] = 1e-7
     """First learning rate of --lr-range-test. Below --lr."""
     weight_decay: Annotated[float, Range(0)] = 0.1
-    """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
+    """Weight decay of matrices. Biases and norm weights are not decayed, unless --param-group says so. 0: off."""
     start_weight_decay: Annotated[float | None, Range(0)] = None
     """Weight decay at the first step, with --weight-decay-incr-style linear or cosine, which require it. Default:
     none."""
@@ -85,8 +85,8 @@ class OptimizerConfig(Section):
     --end-weight-decay."""
     param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
     """Sets other rates for some parameters (docs/reference/optimizers.md). PATTERN matches global names, such as
-    blocks.*.bias. SETTINGS are lr=FACTOR and weight-decay=FACTOR, separated by a comma, or freeze. The first match
-    applies."""
+    blocks.*.bias. SETTINGS are lr=FACTOR, weight-decay=FACTOR and vector-decay=FACTOR, separated by commas, or freeze.
+    The first match applies."""
     lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
     embedding at this times the rate of the first block. 1: off."""

@@ -22,13 +22,15 @@ class ParameterScale:
 
     Attributes:
         lr: factor of the learning rate.
-        weight_decay: factor of the weight decay.
+        weight_decay: factor of the weight decay of a matrix.
+        vector_decay: factor of the weight decay of a vector, such as a bias.
         frozen: the parameter keeps its value, and its gradient counts as zero.
         decoupled: `lr` is a factor of the rate of --decoupled-lr, and not of --lr.
     """
 
     lr: float = 1.0
     weight_decay: float = 1.0
+    vector_decay: float = 0.0
     frozen: bool = False
     decoupled: bool = False
 
@@ -126,7 +128,7 @@ def _parse_rule(text: str) -> Rule:
         if name == FREEZE and not equals:
             frozen = True
             continue
-        if name not in ("lr", "weight-decay") or not equals:
+        if name not in ("lr", "weight-decay", "vector-decay") or not equals:
             raise ValueError(_problem(text, f"has the setting {setting.strip()!r}"))
         try:
             values[name] = parse_float(number)
@@ -136,12 +138,13 @@ def _parse_rule(text: str) -> Rule:
             raise ValueError(_problem(text, f"has the factor {number}, which must be at least 0"))
     if frozen and values:
         raise ValueError(_problem(text, "freezes parameters and also has factors, which then have no effect"))
-    scale = ParameterScale(lr=values.get("lr", 1.0), weight_decay=values.get("weight-decay", 1.0), frozen=frozen)
+    lr, decay, of_vectors = (values.get(*each) for each in (("lr", 1.0), ("weight-decay", 1.0), ("vector-decay", 0.0)))
+    scale = ParameterScale(lr=lr, weight_decay=decay, vector_decay=of_vectors, frozen=frozen)
     return Rule(pattern=pattern.strip(), scale=scale)
 
 
 def _problem(text: str, what: str) -> str:
     return (
-        f"--param-group {text} {what}: use PATTERN:lr=FACTOR, PATTERN:weight-decay=FACTOR, both with a comma between, "
-        f"or PATTERN:{FREEZE}, for example 'blocks.*.attention.*:lr=0.5,weight-decay=0'"
+        f"--param-group {text} {what}: use PATTERN:lr=FACTOR, PATTERN:weight-decay=FACTOR, PATTERN:vector-decay=FACTOR"
+        f", several with a comma between, or PATTERN:{FREEZE}, for example 'blocks.*.attention.*:lr=0.5,weight-decay=0'"
     )

@@ -31,7 +31,7 @@ class Optimizer(ABC, Generic[S]):
     Args:
         runs: all that this rank updates; there may be none.
         settings: of this optimizer.
-        weight_decay: of matrices; vectors (biases, norm weights) have none.
+        weight_decay: of matrices; vectors (biases, norm weights) have none unless their `ParameterScale` says so.
         adam: the settings of Adam's moments, which several optimizers share.
 
     Attributes:
@@ -114,7 +114,7 @@ class Optimizer(ABC, Generic[S]):
         alike: dict[tuple[float, float], list[tuple[LocalRun, Tensor]]] = {}
         for run, grad in present:
             if not run.scale.frozen:
-                decay = self.weight_decay * run.scale.weight_decay if run.is_matrix else 0.0
+                decay = self.weight_decay * (run.scale.weight_decay if run.is_matrix else run.scale.vector_decay)
                 rate = lr if self.decoupled_lr is None or not run.scale.decoupled else self.decoupled_lr
                 alike.setdefault((rate * run.scale.lr, decay), []).append((run, grad))
         for (rate, decay), members in alike.items():

@@ -15,7 +15,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,7 @@ class Holders:
 
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
+_MEETINGS = count()
 
 ReplicaRole = str
 """The role of a group that holds copies of a parameter and sums its gradients: the name of a group of `Mesh`."""
@@ -510,13 +512,22 @@ def _alike(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
 
 
 def _job_store(timeout: timedelta) -> dist.Store:
-    """The launcher's store. torchrun's serves several attempts (--max-restarts), and may still hold where the ranks of
-    the last one listened: each has separate names."""
+    """The launcher's store. It may still hold where the ranks listened in an earlier attempt (torchrun --max-restarts),
+    or before they left and joined again: each meeting has separate names. Every rank joins equally often."""
+    store = _launchers_store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megacore/attempt-{attempt}/meeting-{next(_MEETINGS)}", store)
+
+
+@cache
+def _launchers_store(address: str | None, port: str | None, timeout: timedelta) -> dist.Store:
+    """Connected once, and for as long as the process lives: where a rank serves it, other ranks may already join again
+    while that one still leaves."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
         return store
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    return dist.PrefixStore(f"megacore/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    assert address is not None and port is not None
+    return dist.TCPStore(address, int(port), timeout=timeout)
 
 
 def serves_store() -> bool:

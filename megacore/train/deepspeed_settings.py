@@ -139,7 +139,7 @@ def of_torch(optimizer: torch.optim.Optimizer, problems: list[str]) -> dict[str,
     """The fields that say what an optimizer of torch's does."""
     kind = type(optimizer).__name__
     groups: list[dict[str, Any]] = optimizer.param_groups
-    decay = _decay(groups, kind, problems)
+    decay = _decays(groups, kind, problems)
     shared = {name: [group[name] for group in groups] for name in groups[0] if name not in ("params", "weight_decay")}
     for name, each in shared.items():
         if any(value != each[0] for value in each):
@@ -150,30 +150,32 @@ def of_torch(optimizer: torch.optim.Optimizer, problems: list[str]) -> dict[str,
             problems.append(f"optimizer {kind}: {name} {first[name]} is not in megacore: leave it out")
     if isinstance(optimizer, _ADAM_KINDS):
         decoupled = isinstance(optimizer, torch.optim.AdamW) or first.get("decoupled_weight_decay", False)
-        ours = "adamw" if decoupled or not decay else "adam"  # which are one without weight decay
+        ours = "adamw" if decoupled or not decay["weight_decay"] else "adam"  # which are one without weight decay
         names = {"adam_beta1": first["betas"][0], "adam_beta2": first["betas"][1], "adam_eps": first["eps"]}
-        return {"optimizer": ours, "lr": float(first["lr"]), "weight_decay": decay, **names}
+        return {"optimizer": ours, "lr": float(first["lr"]), **decay, **names}
     if isinstance(optimizer, torch.optim.SGD):
         names = {"sgd_momentum": first["momentum"], "sgd_nesterov": first["nesterov"]}
-        return {"optimizer": "sgd", "lr": float(first["lr"]), "weight_decay": decay, **names}
+        return {"optimizer": "sgd", "lr": float(first["lr"]), **decay, **names}
     problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extend/optimizer.md)")
     return {}
 
 
-def _decay(groups: Iterable[Mapping[str, Any]], what: str, problems: list[str]) -> float:
-    """The weight decay of matrices, where groups decay as megacore does: matrices alike, and vectors not."""
+def _decays(groups: Iterable[Mapping[str, Any]], what: str, problems: list[str]) -> dict[str, Any]:
+    """The fields that decay matrices and vectors as groups of torch's do."""
     of_matrices, of_vectors = set[float](), set[float]()
     for group in groups:
         for parameter in group["params"]:
             (of_matrices if parameter.dim() >= 2 else of_vectors).add(float(group.get("weight_decay", 0.0)))
-    decay = max(of_matrices, default=0.0)
-    if len(of_matrices) > 1 or of_vectors - {0.0}:
+    decay, of_vector = max(of_matrices, default=0.0), max(of_vectors, default=0.0)
+    if len(of_matrices) > 1 or len(of_vectors) > 1 or (of_vector and not decay):
         problems.append(
             f"{what}: weight decay is {sorted(of_matrices)} for matrices and {sorted(of_vectors)} for vectors, but "
-            "megacore decays all matrices alike and no vectors: give vectors a group with weight_decay 0, and the "
-            "matrices one value"
+            "megacore decays all matrices alike, and all vectors alike if matrices decay too: give the matrices one "
+            "value, and the vectors one value or 0"
         )
-    return decay
+        return {"weight_decay": decay}
+    rule = {"param_group": (f"*:vector-decay={of_vector / decay!r}",)} if of_vector else {}
+    return {"weight_decay": decay, **rule}
 
 
 def check_parameters(parameters: Any, model: nn.Module) -> None:
@@ -200,6 +202,11 @@ def check_parameters(parameters: Any, model: nn.Module) -> None:
     if others:
         problems.append(f"model_parameters: groups with {', '.join(others)} of their own are not in megacore")
     if any("weight_decay" in group for group in groups):
-        _decay([{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems)
+        decays = _decays([{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems)
+        if "param_group" in decays:
+            problems.append(
+                "model_parameters: the optimizer of the configuration decays no vectors: give vectors a group with "
+                "weight_decay 0, or take the optimizer out of the configuration and give one of torch's"
+            )
     if problems:
         raise ConfigError(problems)

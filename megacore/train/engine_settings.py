@@ -150,7 +150,7 @@ def _translated(
     if settings is not None:
         problems.append("optimizer_settings has no effect beside an optimizer of torch's: leave one of them out")
     try:
-        made = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
+        made = optimizer([torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
         problems.append(f"optimizer {describe_call(optimizer)} cannot be made ({error}): {ways}")
         return OptimizerConfig(), None

@@ -208,8 +208,9 @@ def test_an_optimizer_of_torchs_says_the_same_as_a_configuration() -> None:
     [
         lambda model: torch.optim.Adam(groups(model), lr=1e-2),
         lambda model: torch.optim.SGD(groups(model), lr=1e-2, momentum=0.9, nesterov=True),
+        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.3),
     ],
-    ids=["Adam with weight decay", "SGD with Nesterov's momentum"],
+    ids=["Adam with weight decay", "SGD with Nesterov's momentum", "weight decay of vectors"],
 )
 def test_other_optimizers_of_torchs_train_as_there(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     config = document()
@@ -331,14 +332,17 @@ def test_what_is_not_possible_is_refused(changes: dict[str, Any], arguments: dic
         megacore.initialize(model=net(), config=document(**changes), **arguments, **UNWATCHED)
 
 
-def test_weight_decay_of_vectors_and_unknown_optimizers_are_refused() -> None:
+def test_two_optimizers_several_decays_and_unknown_optimizers_are_refused() -> None:
     model, config = net(), document()
     with pytest.raises(ConfigError, match="the configuration has one too"):
         megacore.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config, **UNWATCHED)
     del config["optimizer"]
-    everything = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.1)
+    only_vectors, decaying = groups(model), [group | {"weight_decay": 0.1} for group in groups(model)]
+    only_vectors[0]["weight_decay"], only_vectors[1]["weight_decay"] = 0.0, 0.1
+    with pytest.raises(ConfigError, match="give the matrices one value, and the vectors one value or 0"):
+        megacore.initialize(model=model, optimizer=torch.optim.AdamW(only_vectors), config=config, **UNWATCHED)
     with pytest.raises(ConfigError, match="give vectors a group with weight_decay 0"):
-        megacore.initialize(model=model, optimizer=everything, config=config, **UNWATCHED)
+        megacore.initialize(model=model, model_parameters=decaying, config=document(), **UNWATCHED)
     with pytest.raises(ConfigError, match="RMSprop is not in megacore"):
         megacore.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=config, **UNWATCHED)
 

@@ -124,29 +124,42 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), again, nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.0)), nn.Linear(6, 6))
 
 
-def train_sequential(rank: int, ranks: int, pp: int, *, by_hand: bool = False) -> dict[str, Tensor]:
-    """The weights after three steps of AdamW; every rank builds another model, of which the first one's counts."""
+def train_sequential(
+    rank: int, ranks: int, pp: int, make: partial[torch.optim.Optimizer], *, by_hand: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps, and the weights; every rank builds another model, of which the first one's counts."""
     torch.manual_seed(rank)
-    model, make = sequential(), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    model, losses = sequential(), list[float]()
     if by_hand:
         optimizer = make(model.parameters())
         for step in range(3):
             optimizer.zero_grad()
-            F.mse_loss(model(batch(step)[0]), batch(step)[1]).backward()
+            loss = F.mse_loss(model(batch(step)[0]), batch(step)[1])
+            loss.backward()
             optimizer.step()
-        return model.state_dict()
+            losses.append(loss.item())
+        return losses, model.state_dict()
     engine = engine_of(model, pp=pp, dp=ranks // pp, optimizer=make)
-    for step in range(3):
-        engine.train_batch(engine.split(*batch(step)))
+    losses = [float(engine.train_batch(engine.split(*batch(step)))) for step in range(3)]
     state = engine.state_dict()
     engine.close()
-    return state
+    return losses, state
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_a_sequential_model_trains_as_in_torch(pp: int) -> None:
-    expected = train_sequential(0, 1, 1, by_hand=True)
-    state, *_ = run_distributed(train_sequential, 2, pp)
+@pytest.mark.parametrize(
+    ("pp", "make"),
+    [
+        (1, partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)),
+        (2, partial(torch.optim.AdamW, lr=1e-2, weight_decay=3.0)),
+        (2, partial(torch.optim.Adam, lr=1e-2, weight_decay=0.3)),
+        (1, partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=3.0)),
+    ],
+)
+def test_a_sequential_model_trains_as_in_torch(pp: int, make: partial[torch.optim.Optimizer]) -> None:
+    """Vectors decay as there, too."""
+    in_torch, expected = train_sequential(0, 1, 1, make, by_hand=True)
+    (losses, state), *_ = run_distributed(train_sequential, 2, pp, make)
+    assert losses == pytest.approx(in_torch, rel=1e-5)
     model = sequential()
     again = {"2.weight": state["0.weight"]}  # a tied weight is there once
     model.load_state_dict(state | again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
 from megacore.parallel import direct, gloo, mesh
 from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
-from megacore.parallel.mesh import Group, Holders, agree_on_devices, build_mesh, join_job, select_device
+from megacore.parallel.mesh import Group, Holders, agree_on_devices, build_mesh, join_job, leave, select_device
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
@@ -53,6 +54,20 @@ def test_the_groups_of_a_rank_share_a_thread_where_many_ranks_share_a_core() -> 
     assert [sums for sums, _ in crowded] == [sums for sums, _ in apart]
     assert [sums[-1] for sums, _ in apart] == [28.0] * 8
     assert ({threads for _, threads in crowded}, {threads for _, threads in apart}) == ({2}, {4})  # one for the world
+
+
+def sums_of_joining_again(rank: int, world_size: int) -> list[float]:
+    os.environ.pop("TORCH_GLOO_LAZY_INIT")  # ranks connect where they join, as under torchrun
+    sums = []
+    for _ in range(30):
+        built = build_mesh(make_config((2, 1, 2), "unused").parallel)
+        sums += [all_reduce_(torch.ones(1), group).item() for group in (built.layer, built.replicas, built.world)]
+        leave(built)
+    return sums
+
+
+def test_a_process_may_leave_and_join_again() -> None:
+    assert run_distributed(sums_of_joining_again, 4, init=False) == [[2.0, 2.0, 4.0] * 30] * 4
 
 
 def communicators_of_a_tied_model(rank: int, world_size: int, directory: str) -> int:
