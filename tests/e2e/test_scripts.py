@@ -148,3 +148,23 @@ def test_a_rehearsal_that_cannot_be_is_refused(
     monkeypatch.setenv("MEGACORE_REHEARSE", variable)
     assert pretrain_gpt.main(flags.split()) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("most", "kept", "unchecked"),
+    [
+        (1, "--recompute none", "--schedule interleaved, --sequence-parallel, --zero-stage 1"),
+        (2, "--zero-stage 1", "--schedule interleaved, --sequence-parallel"),
+        (4, "--schedule interleaved --zero-stage 1", "--sequence-parallel"),
+    ],
+)
+def test_a_rehearsal_names_what_its_degrees_switch_off(
+    most: int, kept: str, unchecked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda words, **options: subprocess.CompletedProcess(words, 0))
+    shape = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data"
+    degrees = "--pp 2 --tp 2 --dp 2 --schedule interleaved --virtual-stages 2 --sequence-parallel --zero-stage 1"
+    words = f"{shape} {degrees} --global-batch-size 8 --train-iters 9 --rehearse={most}"
+    assert pretrain_gpt.main(words.split()) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"kept: {kept} " in said and said.endswith(f" {unchecked}")
