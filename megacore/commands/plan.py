@@ -147,10 +147,16 @@ def _full_parser(entry: str) -> PlanParser:
     return parser
 
 
+_WORLD_SIZE = (
+    "number of ranks. Default: --tp x --cp x --pp x --dp; for --dry-run under a launcher, its WORLD_SIZE if the "
+    "degrees divide it"
+)
+
+
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
-    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --cp x --pp x --dp")
+    add("--world-size", type=positive, metavar="N", help=_WORLD_SIZE)
     add("--json", action="store_true", help="print JSON instead of a report")
 
 
@@ -293,6 +299,7 @@ def _read(args: argparse.Namespace) -> _Request:
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
         ],
         planned=True,
+        may_be_launched=args.is_dry_run,
         searched=searched(args),
         computes_on_cpu=None if cluster is None else lambda _: cluster.on_cpu,
         world_size=None if args.usual_batch is not None or is_smaller else args.world_size,

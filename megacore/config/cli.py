@@ -36,6 +36,7 @@ from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
 from megacore.config.no_effect import without_effect
+from megacore.config.nodes import launched_processes
 from megacore.config.numbers import parse_int
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
@@ -84,6 +85,7 @@ def parse_config(
     planned: bool = False,
     files_elsewhere: bool = False,
     world_size: int | None = None,
+    may_be_launched: bool = False,
     searched: Searched | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
     problems: Sequence[str] = (),
@@ -108,6 +110,7 @@ def parse_config(
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
         files_elsewhere: input files that this machine lacks are no problem.
         world_size: of a planned run, the number of its processes, where it is given.
+        may_be_launched: a planned run without `world_size` has the processes of its launcher, if its degrees allow it.
         searched: what a search chooses that begins from the run: flags that need other values of that than the run
             has are not refused, and the run gets these values.
         computes_on_cpu: whether the ranks compute on a CPU, given --device; None: not known, and what is on by default
@@ -121,7 +124,8 @@ def parse_config(
         ConfigError: everything that is wrong with it, where the process does not end.
     """
     config_class = with_registered(cast(type[Config], kind))
-    process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
+    started = launched_processes() if may_be_launched else 0
+    process = _planned_process(argv, config_class, shape, started) if planned else _Process.of_environment()
     if planned and world_size is not None:
         process = replace(process, world_size=world_size, follows_degrees=False)
     _answer_question(argv, prog, description, config_class, process)
@@ -222,12 +226,15 @@ class _Process:
         return _Process(rank, local_rank, world_size, tuple(problems))
 
 
-def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | None) -> _Process:
-    """The first process of a run that has as many as its degrees say."""
+def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | None, started: int) -> _Process:
+    """The first process of a run that has as many as were started, if its degrees allow it, or else as they say."""
     alone = _Process(0, 0, 1)
     if help_topic(argv) is not None or "--version" in argv:
         return alone
-    ranks = degrees_product(_read(argv, alone, kind, shape, is_planned=True).config)
+    config = _read(argv, alone, kind, shape, is_planned=True).config
+    ranks = degrees_product(config)
+    if started > 1 and (started == ranks or (config.parallel.dp is None and started % ranks == 0)):
+        return replace(alone, world_size=started)
     return _Process(0, 0, ranks, follows_degrees=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed_values import of_saved_inputs
-from megacore.config.megatron_values import ForeignFlag, Shape, Translation, nearest, whole_number
+from megacore.config.megatron_values import ForeignFlag, MissingField, Shape, Translation, nearest, whole_number
 from megacore.config.rampup import BatchSizes
 
 MIB = 1 << 20
@@ -42,9 +42,7 @@ def _remote_device(flag: str, text: str, shape: Shape) -> Translation:
 
 
 def _ulysses(flag: str, text: str, shape: Shape) -> Translation:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} '{text}' is not a whole number of 1 or more: use, for example, 2")
-    ranks = int(text)
+    ranks = whole_number(flag, text)
     return Translation({"cp": ranks}, {"cp_comm": "ulysses"} if ranks > 1 else {})
 
 
@@ -82,7 +80,8 @@ def _batch_and_samples(flag: str, text: str, shape: Shape) -> tuple[int, Fractio
     """The global batch size, and the samples that have so many tokens."""
     tokens = whole_number(flag, text)
     if shape.global_batch_size is None:
-        raise ValueError(f"{flag} {text} counts tokens: give --global-batch-size too, or count steps")
+        said = f"{flag} {text} counts tokens: give --global-batch-size too, or count steps"
+        raise MissingField("global_batch_size", said)
     length = shape.settings.get("seq_length", DataConfig.seq_length)
     return shape.global_batch_size, Fraction(tokens, max(length, 1))
 

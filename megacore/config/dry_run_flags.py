@@ -28,7 +28,9 @@ DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
         "--dry-run --help lists all flags of a plan. Default: no dry run; plan, where no value follows.",
     ),
     "--world-size": DryRunFlag(
-        "N", "Number of ranks of the job that --dry-run examines. Default: --tp x --cp x --pp x --dp."
+        "N",
+        "Number of ranks of the job that --dry-run examines. Default: the launcher's WORLD_SIZE, if the degrees divide "
+        "it; else --tp x --cp x --pp x --dp.",
     ),
     "--cluster": DryRunFlag(
         "NAME",

@@ -129,6 +129,8 @@ class ExpertsConfig(Section):
         if scores == "sigmoid":
             given = "--moe-router-score-function sigmoid"
             yield from self.without_effect(("moe_router_pre_softmax",), wrong, given, "softmax")
+        elif "moe_router_load_balancing_type" in wrong:
+            return  # Megatron-LM's sinkhorn, which is refused, weights one expert otherwise
         elif chosen == 1 and not self.moe_router_pre_softmax:
             yield (
                 "--moe-router-topk 1 gives every expert the weight 1, so that the router learns nothing: use "

@@ -22,7 +22,7 @@ from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
 from megacore.config.megatron_flags import FOREIGN
 from megacore.config.megatron_model import ELSEWHERE, LISTS, NOTATIONS, SYNONYMS
-from megacore.config.megatron_values import ForeignFlag, ForeignSetting, Shape, translate
+from megacore.config.megatron_values import ForeignFlag, ForeignSetting, MissingField, Shape, Translation, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import nearest_ints, parse_float, parse_int
 from megacore.config.schema import Config, sections_of
@@ -182,13 +182,14 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, w
     """
     sources = {name: flag_and_value(name, value) for name, value in values.items()}
     implied: dict[str, Any] = {}
-    became: dict[tuple[str, str], list[str]] = {}
+    became: dict[tuple[str, str], Translation] = {}
     for setting in sorted(given.foreign, key=lambda one: one.is_last):
         source = setting.source
         try:
             translation = setting.translate(_shape(config, given, values, world_size))
         except ValueError as error:
-            if (problem := f"{setting.where}{error}") not in given.problems:  # of a key that several read
+            is_said = isinstance(error, MissingField) and error.name in given.unread
+            if not is_said and (problem := f"{setting.where}{error}") not in given.problems:  # several may read a key
                 given.problems.append(problem)
             given.unread.update(setting.fields)
             continue
@@ -209,15 +210,17 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, w
         if setting.is_idle:
             given.idle.setdefault(setting.origin, []).append(source)
         else:
-            became[setting.origin, source] = [*translation.values, *translation.implied]
+            became[setting.origin, source] = translation
     if "schedule_csv" in values:
         implied.pop("schedule", None)
     if values.keys() & {"preset", "init_from_hf"}:  # which set the shape
         implied = {name: value for name, value in implied.items() if name not in field_infos(type(config.model))}
     given.values.update({k: v for k, v in implied.items() if k not in values and k not in given.values})
-    for (origin, source), names in became.items():
-        every = {**values, **given.values}
-        ours = ", ".join(flag_and_value(name, every[name]) for name in names if name in every)
+    every = {**values, **given.values}
+    for (origin, source), translation in became.items():
+        fields = [name for name in (*translation.values, *translation.implied) if name in every]
+        # A later setting may have replaced what this one became.
+        ours = ", ".join(flag_and_value(name, translation.values.get(name, every[name])) for name in fields)
         given.translated.setdefault(origin, {})[source] = ours
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from megacore.config.megatron_values import (
     ForeignFlag,
+    MissingField,
     Shape,
     Translation,
     fraction,
@@ -107,10 +108,15 @@ def _backend(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"attention": _BACKENDS[text]})
 
 
+def _without_batch_size(flag: str, text: str, ours: str) -> MissingField:
+    said = f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}"
+    return MissingField("global_batch_size", said)
+
+
 def _train_samples(flag: str, text: str, shape: Shape) -> Translation:
     samples, batch = whole_number(flag, text), shape.global_batch_size
     if batch is None:
-        raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with --train-iters")
+        raise _without_batch_size(flag, text, "--train-iters")
     return Translation({"train_iters": BatchSizes(batch, shape.ramp).steps(samples)})
 
 
@@ -122,7 +128,7 @@ def _in_steps(name: str, ours: str, *, least: int = 1) -> ForeignFlag:
         if samples == 0:
             return Translation(implied={name: 0})
         if batch is None:
-            raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}")
+            raise _without_batch_size(flag, text, ours)
         return Translation({name: nearest(Fraction(samples, batch))})
 
     return ForeignFlag(f"{ours}: its value divided by --global-batch-size, rounded to the nearest step", (name,), steps)
@@ -399,6 +405,15 @@ def _evaluates_only(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"skip_train": True} if text not in ("", "0", "False", "false") else {})
 
 
+def _same_schedule(flag: str, text: str, shape: Shape) -> Translation:
+    for other in ("--override-lr-scheduler", "--override-opt-param-scheduler"):
+        if other in shape.others:
+            raise ValueError(
+                f"{flag} takes the schedule of the checkpoint, and {other} that of the flags: keep one of them"
+            )
+    return Translation({"same_schedule": True})
+
+
 TRAINING: Mapping[str, ForeignFlag] = {
     "--attention-backend": ForeignFlag(
         "--attention: flash and fused are sdpa, unfused and local are fused-softmax", ("attention",), _backend
@@ -583,7 +598,7 @@ TRAINING: Mapping[str, ForeignFlag] = {
     ),
     **dict.fromkeys(
         ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
-        switch("--same-schedule", same_schedule=True),
+        ForeignFlag("--same-schedule", ("same_schedule",), _same_schedule, is_switch=True),
     ),
     "--use-distributed-optimizer": ForeignFlag(
         "--zero-stage 1, where nothing else is given", ("zero_stage",), _distributed_optimizer, is_switch=True

@@ -35,6 +35,14 @@ class Translation:
     note: str = ""
 
 
+class MissingField(ValueError):
+    """A setting that has no translation while a field is not given."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a translation may depend on. None: not given, or an invalid value, which `validate` reports.
@@ -124,8 +132,8 @@ def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shap
     if foreign.is_list:
         return foreign.translate(flag, " ".join(words), shape)
     if len(words) != 1:
-        way_out = "leave it out, as it changes nothing here" if foreign.is_idle else f"it is {foreign.becomes}"
-        raise ValueError(f"{flag} needs one value, and has {len(words)}: {way_out}")
+        way_out = "give it one, or leave the flag out" if foreign.is_idle else f"it is {foreign.becomes}"
+        raise ValueError(f"{flag} needs one value, and has {len(words) or 'none'}: {way_out}")
     return foreign.translate(flag, words[0], shape)
 
 

@@ -11,9 +11,14 @@ _USUAL_PER_NODE = 8
 """GPUs of a common node. A job that needs more processes than this probably needs several nodes."""
 
 
+def launched_processes(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of processes that the launcher says it has started; 0 where it says none."""
+    return _number(environment, "WORLD_SIZE")
+
+
 def has_several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher says that the job has ranks on other nodes too."""
-    return _number(environment, "WORLD_SIZE") > _number(environment, "LOCAL_WORLD_SIZE") > 0
+    return launched_processes(environment) > _number(environment, "LOCAL_WORLD_SIZE") > 0
 
 
 def torchrun_flags(*counts: int, environment: Mapping[str, str] = os.environ) -> str:

@@ -1,12 +1,12 @@
-"""Numbers as a user types them: ASCII digits only, where `int` and `float` also take `1_0`, spaces and other scripts'
-digits. Underscores may divide the digits of a whole number into thousands."""
+"""Numbers as a user types them: ASCII digits only, where `int` and `float` also take spaces and other scripts' digits.
+Single underscores may stand between the digits of a whole number, as `int` has it."""
 
 from __future__ import annotations
 
 import math
 import re
 
-_INT = re.compile(r"[+-]?([0-9]+|[0-9]{1,3}(_[0-9]{3})+)")
+_INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|infinity|nan)", re.IGNORECASE)
 
 

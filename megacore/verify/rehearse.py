@@ -64,6 +64,8 @@ _FEATURES = (
     *("schedule", "zero_stage", "sequence_parallel", "offload_optimizer", "recompute", "optimizer", "precision"),
     *("attention", "normalization", "activation", "position_embedding_type", "lr_decay_style"),
 )
+_USED_BY = {"schedule": "pipeline", "sequence_parallel": "layer", "cp_comm": "sequence", "zero_stage": "replicas"}
+"""The role of the group that a feature is for: it does nothing in a group of one rank."""
 _DROPPED = (
     *("pipeline_layout", "schedule_csv", "load", "init_from_hf", "pretrained_checkpoint", "fim_rate", "eod_mask_loss"),
     *("mup_base_width", "tensorboard_dir", "wandb_project", "whole_word_masking", "compile"),
@@ -281,11 +283,20 @@ def _few_steps(optimizer: ResolvedOptimizer) -> ResolvedOptimizer:
     return replace(optimizer, **{name: min(values[name], few) for name, few in most.items() if values[name]})
 
 
+def _switched_off(full: ResolvedConfig, cut: ResolvedConfig) -> list[str]:
+    """Features whose group has several ranks in the run, and one in the cut one."""
+    sizes = {name: [ranks_of_role(role, c.parallel) for c in (full, cut)] for name, role in _USED_BY.items()}
+    return [name for name, (before, after) in sizes.items() if before > 1 and after == 1]
+
+
 def _left_out(full: ResolvedConfig, cut: ResolvedConfig) -> Iterator[str]:
     """What of the run the cut one does not have."""
     for name in (*_DEGREES, "virtual_stages"):
         if (degree := getattr(full.parallel, name)) > 1 and getattr(cut.parallel, name) == 1:
             yield flag_and_value(name, degree)
+    for name in _switched_off(full, cut):
+        if full.value(name) not in (None, False, "auto"):
+            yield flag_and_value(name, full.value(name))
     for name in (name for name in _DROPPED if name in all_fields(type(full))):
         if full.value(name) and not cut.value(name):
             yield flag_and_value(name, full.value(name))
@@ -322,7 +333,9 @@ def _table(rehearsal: Rehearsal) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, old, new in rows:
         yield f"  {name:{widths[0]}}  {old:>{widths[1]}} -> {new}"
-    kept = [flag_and_value(name, full.value(name)) for name in _FEATURES if full.value(name) not in (None, False)]
+    off = _switched_off(full, cut)
+    features = (name for name in _FEATURES if name not in off and full.value(name) not in (None, False))
+    kept = [flag_and_value(name, full.value(name)) for name in features]
     yield textwrap.fill(f"kept: {' '.join(kept)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     for problem in rehearsal.lacking:
         instead = "; mock data instead" if problem.startswith(_INPUTS) else ""

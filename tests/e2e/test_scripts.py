@@ -17,7 +17,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.verify.rehearse import cut
+from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
 from tests.e2e.launching import alone
 from tests.patience import patience
@@ -149,3 +149,23 @@ def test_a_rehearsal_that_cannot_be_is_refused(
     refused = alone(*flags.split(), timeout=30)
     assert refused.returncode == 2
     assert said in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("most", "kept", "unchecked"),
+    [
+        (1, "--recompute none", "--schedule interleaved, --sequence-parallel, --zero-stage 1"),
+        (2, "--zero-stage 1", "--schedule interleaved, --sequence-parallel"),
+        (4, "--schedule interleaved --zero-stage 1", "--sequence-parallel"),
+    ],
+)
+def test_a_rehearsal_names_what_its_degrees_switch_off(
+    most: int, kept: str, unchecked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda words, **options: subprocess.CompletedProcess(words, 0))
+    shape = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data"
+    degrees = "--pp 2 --tp 2 --dp 2 --schedule interleaved --virtual-stages 2 --sequence-parallel --zero-stage 1"
+    words = f"{shape} {degrees} --global-batch-size 8 --train-iters 9 --rehearse={most}"
+    assert rehearse(words.split(), "pretrain_gpt.py") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"kept: {kept} " in said and said.endswith(f" {unchecked}")

@@ -439,6 +439,25 @@ def test_dry_run_plans_in_place_of_training() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--disable-bias-linear --num-experts 8 --moe-router-topk 2 --ep 8", 8),
+        ("--tp 2", 8),
+        ("--tp 2 --dp 2", 4),
+        ("--tp 2 --pp 8", 16),
+        ("--tp 2 --world-size 4", 4),
+    ],
+)
+def test_a_dry_run_has_the_processes_of_its_launcher_where_its_degrees_allow_it(
+    flags: str, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    run = f"--mock-data --vocab-size 64 --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 {flags}"
+    assert dry_run(f"{run} --global-batch-size 8 --train-iters 2 --dry-run".split(), "pretrain_gpt.py") == 0
+    assert f" on {ranks} x laptop\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("flag", "said"),
     [
         ("--dry_run", "refused: 1 problem\n  - --tokens many must be a number"),
