@@ -32,6 +32,7 @@ from megacore.verify.rehearse import PROCESSES, VARIABLE
 
 _ALLOCATING = ("srun", "mpirun", "mpiexec")  # start any command; the others start a Python program
 _PYTHONS = ("python", "python3")
+_PYTHON_SWITCHES = ("-u", "-B", "-E", "-I", "-O", "-s", "-S", "-v")
 _STARTING = ("torchrun", "deepspeed")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.runner")
 _NODES = ("--nnodes", "--num-nodes", "-N", "--nodes")
@@ -93,11 +94,13 @@ def _run(command: Sequence[str], processes: int) -> int:
 def _in_place_of(launcher: str, words: Sequence[str]) -> int:
     """Do what a launcher is called for, as far as rank 0 is concerned; returns the exit status."""
     if launcher in _PYTHONS:
-        if words[:1] == ["-m"] and words[1:2] and words[1] in _MODULES:
-            return _in_place_of("torchrun", words[2:])
-        if not (words and Path(words[0]).name in ENTRIES):
+        command = list(itertools.dropwhile(lambda word: word in _PYTHON_SWITCHES, words))
+        if command[:1] == ["-m"] and command[1:2] and command[1] in _MODULES:
+            return _in_place_of("torchrun", command[2:])
+        if not (command and Path(command[0]).name in ENTRIES):
             own = shutil.which(launcher, path=os.environ[_BEHIND]) or sys.executable
             return subprocess.run([own, *words], check=False).returncode
+        words = command
     at = next((place for place, word in enumerate(words) if _is_program(launcher, word)), None)
     if at is None:
         print(f"rehearse.py: {launcher} starts no program that is known: {shlex.join(words)}", file=sys.stderr)
