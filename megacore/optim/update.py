@@ -333,7 +333,7 @@ class WeightUpdate:
     def _earlier_checkpoint(self, step: int) -> str:
         """Which checkpoints do not have the weights of a step that was skipped, for the end of a message."""
         last = step - self.skipped_in_a_row
-        return f", from a checkpoint before step {last}, the last that updated the weights" if last > 0 else ""
+        return f", from a checkpoint before step {last}, the last that updated the weights" if last > 1 else ""
 
     def _skip(self, total: Totals, step: int) -> Outcome:
         """Count a step that is not finite, and lower a dynamic loss scale.

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 _LARGE = {"fp16": 1e3, "bf16": 1e12, "fp32": 1e12}
 """Activations above this are near an overflow, because products of them are summed; by --precision."""
+WRONG_FROM_THE_START = (
+    "no useful weight is as large as this one, and no step has updated it: the model is wrong from the start; use "
+    "--init-method-std 0.02, or other weights to start from"
+)
 IMPLAUSIBLE_LOSS = 1e3
 """No useful loss is that large: a model that knows nothing has the logarithm of the vocabulary's size."""
 _MOST_NAMED = 4  # documents
@@ -147,7 +151,9 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
     largest, remarks = steps.update.largest_weight(), list[str]()
     if last_loss >= IMPLAUSIBLE_LOSS:
         remarks.append(f"the loss of the last finite step was {last_loss:.3g}: training had diverged already")
-    if largest.value >= IMPLAUSIBLE_WEIGHT:
+    if largest.value >= IMPLAUSIBLE_WEIGHT and steps.update.updates == 0:
+        remarks.append(WRONG_FROM_THE_START)
+    elif largest.value >= IMPLAUSIBLE_WEIGHT:
         remarks.append("no useful weight is as large as this one: training had diverged already")
     found = _Case(steps, microbatches, weight).diagnosis(remarks)
     return replace(found, lines=(*found.lines, str(largest)))

@@ -29,7 +29,7 @@ from megacore.plan.flops import CONVENTION
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
-from megacore.train.diagnosis import Source
+from megacore.train.diagnosis import WRONG_FROM_THE_START, Source
 from megacore.train.history import History
 from megacore.train.lr_range import RangeTest
 from megacore.train.memory_check import check_memory_of_ranks
@@ -195,10 +195,12 @@ class Trainer:
             return
         cause = "" if last.diagnosis is None else f" ({last.diagnosis})"
         lower = f", --initial-loss-scale {update.scaler.scale:g}" if update.scaler.dynamic else ""
+        ways = f": look at the data, or use more --train-iters{lower}, --precision bf16 or a smaller --lr"
+        if update.updates == 0 and WRONG_FROM_THE_START in cause:  # which names the way out
+            ways = ""
         raise TrainingDiverged(
             f"each of {counted(taken, 'step')} was skipped, and the weights are as they were at the start; the last: "
-            f"{last.skipped}{cause}: look at the data, or use more --train-iters{lower}, --precision bf16 or a smaller "
-            "--lr"
+            f"{last.skipped}{cause}{ways}"
         )
 
     @property

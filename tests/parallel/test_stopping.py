@@ -298,7 +298,10 @@ STREAKS: list[Any] = [
     ((1, 1, 1), range(0), FP16 | {"train_iters": 3}, "each of 3 .*initial-loss-scale 1.34218e.08", None, "overflowed"),
     ((1, 1, 2), range(0), FP16 | {"exit_interval": 3}, "done", "step_00000003", "overflowed"),
     ((1, 1, 1), range(1, 8), {"exit_interval": 3}, "done", "none of the 1 checkpoints .* nevertheless", "stopped"),
-    ((1, 1, 1), range(0), {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 2}, r"for 2 .*largest weight is 2.6e\+19",
+    ((1, 1, 1), range(0), {"train_iters": 3, "init_method_std": 1e30},
+     "each of 3 .*the model is wrong from the start; use --init-method-std 0.02(?!.*--train-iters)", None, "skipped"),
+    ((1, 1, 1), range(0), {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 2},
+     r"for 2 .*or --clip-grad \(likely .*largest weight is 2.6e\+19",
      None, "not saved: the largest weight is 2.6e+19"),
 ]  # fmt: skip
 
