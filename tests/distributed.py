@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -403,14 +404,17 @@ class _Process:
         return dist.distributed_c10d._world.group_count
 
     def _what_stays(self) -> tuple[object, ...]:
-        """Threads, children, the default group and signal handlers."""
+        """Threads, children, the default group, signal handlers and limits."""
         try:
             has_children = os.waitpid(-1, os.WNOHANG) is not None
         except ChildProcessError:
             has_children = False
         handlers = tuple(signal.getsignal(number) for number in signal.valid_signals())
         world = dist.group.WORLD if dist.is_initialized() else None
-        return (frozenset(threading.enumerate()), has_children, id(world), handlers)
+        limits = tuple(
+            resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
+        )
+        return (frozenset(threading.enumerate()), has_children, id(world), handlers, limits)
 
 
 def _pickled(error: BaseException) -> bytes | None:
