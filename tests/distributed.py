@@ -411,9 +411,8 @@ class _Process:
             has_children = False
         handlers = tuple(signal.getsignal(number) for number in signal.valid_signals())
         world = dist.group.WORLD if dist.is_initialized() else None
-        limits = tuple(
-            resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
-        )
+        kinds = (getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+        limits = tuple(resource.getrlimit(kind) for kind in kinds)
         return (frozenset(threading.enumerate()), has_children, id(world), handlers, limits)
 
 
