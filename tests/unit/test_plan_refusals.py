@@ -131,7 +131,7 @@ def test_a_directory_without_a_run_is_refused(
     [
         ("--calibrate {tmp}", ["{tmp}: config.toml is missing", "{tmp}: metrics.jsonl is missing"]),
         ("--calibrate {tmp}/none", ["--calibrate {tmp}/none is not a directory"]),
-        ("--calibrate", ["--calibrate needs a value: --calibrate DIR"]),
+        ("--calibrate", ["--calibrate needs a value: --calibrate RUN"]),
         (
             "pretrain_gpt.py --preset gpt2-small --cluster h100 --world-size 4 --search --max-memory-gb 0.1",
             ["--search: no layout of --world-size 4 fits h100"],
