@@ -23,6 +23,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 import megacore
 from megacore.config import megatron_script
 from megacore.config.deepspeed import read_deepspeed
+from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos
 from megacore.config.flags import FILES, Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
@@ -233,7 +234,8 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
         return alone
     config = _read(argv, alone, kind, shape, is_planned=True).config
     ranks = degrees_product(config)
-    if started > 1 and (started == ranks or (config.parallel.dp is None and started % ranks == 0)):
+    has_derived = any(getattr(config.parallel, name) is None for name in degree_fields())
+    if started > 1 and (started == ranks or (has_derived and started % ranks == 0)):
         return replace(alone, world_size=started)
     return _Process(0, 0, ranks, follows_degrees=True)
 
