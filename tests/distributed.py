@@ -12,8 +12,8 @@ a second. They meet at a TCPStore which the calling process serves on a port tha
 
 An exception or a death in one rank fails the call with that rank's traceback and kills the others at once; a hang
 fails it after `timeout` seconds (longer on a busy machine, `tests/patience.py`) with the Python stack of every thread
-of every rank. Ranks that did their call well stay, and the next call of as many ranks finds them; they end with the
-process that called them.
+of every rank. Ranks that may stay and did their call well are found by the next such call of as many ranks; they end
+with the process that called them.
 """
 
 from __future__ import annotations
@@ -168,11 +168,12 @@ def run_distributed(
     timeout: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
-    fresh: bool = False,
+    stay: bool = False,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` processes and return their results by rank.
 
-    The processes may have run an earlier call: what that made (groups, settings of torch, random states) is undone.
+    With `stay` the processes may have run an earlier call: what that made (groups, settings of torch, random states) is
+    undone.
 
     Args:
         fn: A module-level function; it and its arguments are pickled.
@@ -183,7 +184,7 @@ def run_distributed(
             its device.
         init: Whether the harness initialises the default process group; without it, `init_process_group()` in `fn`
             works as it does under torchrun.
-        fresh: Take new processes: for what measures memory, or changes megacore for as long as the process lives.
+        stay: The processes stay alive for the next such call: for functions that leave no message under way.
 
     Raises:
         RankFailed: A rank raised, died or hung.
@@ -194,7 +195,7 @@ def run_distributed(
     start_server()
     seconds = patience(timeout)
     kind = (world_size, frozenset(os.environ.items()))
-    may_stay = init and not fresh and backend == "gloo"
+    may_stay = stay and init and backend == "gloo"
     ranks = _alive.pop(kind, None) if may_stay else None
     if ranks is None:
         _make_room(world_size)

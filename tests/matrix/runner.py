@@ -335,7 +335,8 @@ class Runner:
         missing = [case for case in dict.fromkeys(cases) if case not in self.kept]
         for ranks, group in itertools.groupby(sorted(missing, key=lambda case: case.ranks), lambda case: case.ranks):
             these = list(group)
-            found = run_distributed(train_cases, ranks, str(self.directory), these, timeout=60.0 + 60.0 * len(these))[0]
+            seconds = 60.0 + 60.0 * len(these)
+            found = run_distributed(train_cases, ranks, str(self.directory), these, timeout=seconds, stay=True)[0]
             self.kept |= dict(zip(these, found, strict=True))
         return [self.kept[case][0] for case in cases]
 
