@@ -78,6 +78,7 @@ class _Gang:
     backend: str
     init: bool
     patience: float  # seconds on this machine that the first call may take
+    stay: bool
     environment: dict[str, str]
     stacks: str  # directory of the hang dumps
 
@@ -118,7 +119,7 @@ class _Rank:
 class _Live:
     """Ranks that are alive."""
 
-    def __init__(self, world_size: int, backend: str, *, init: bool, seconds: float) -> None:
+    def __init__(self, world_size: int, backend: str, *, init: bool, stay: bool, seconds: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self.gang = _Gang(
@@ -126,6 +127,7 @@ class _Live:
             backend=backend,
             init=init,
             patience=seconds,
+            stay=stay,
             environment=_environment(self._store.port, world_size),
             stacks=self._folder.name,
         )
@@ -199,7 +201,7 @@ def run_distributed(
     ranks = _alive.pop(kind, None) if may_stay else None
     if ranks is None:
         _make_room(world_size)
-        ranks = _Live(world_size, backend, init=init, seconds=seconds)
+        ranks = _Live(world_size, backend, init=init, stay=may_stay, seconds=seconds)
     try:
         replies = ranks.call(_Call(work=work, import_path=sys.path), timeout, seconds)
         if may_stay and replies[0].groups is not None and len({reply.groups for reply in replies}) == 1:
@@ -339,7 +341,8 @@ def _rank_main(
             sys.path[:] = call.import_path
             fn, args = pickle.loads(call.work)
             payload = pickle.dumps(fn(rank, gang.world_size, *args))
-            reply = _Reply(ok=True, payload=payload, groups=as_found.leave_groups())
+            # A group that ends while a message is under way can keep gloo's thread in a loop for ever.
+            reply = _Reply(ok=True, payload=payload, groups=as_found.leave_groups() if gang.stay else None)
         except BaseException as error:
             reply = _Reply(ok=False, payload=_pickled(error), text=traceback.format_exc())
         sys.stdout.flush()

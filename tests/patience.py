@@ -25,6 +25,8 @@ from dataclasses import dataclass
 REFERENCE = 0.03
 # By how much a timeout exceeds what the measurements ask for.
 MARGIN = 3.0
+# What hangs and spins makes the machine busy: without a limit it would lengthen the wait for itself.
+MOST = 6.0
 # Time between two looks of `until`, in seconds.
 INTERVAL = 0.02
 
@@ -58,10 +60,10 @@ def scaled_minutes(minutes: float) -> float:
 
 
 def factor() -> float:
-    """By how much everything takes longer now than stated; at least 1."""
+    """By how much everything takes longer now than stated: at least 1, and at most what a hang may cost."""
     machine = measured()
     # The slowness holds the load of the start; the load of now counts where it is higher.
-    return max(1.0, machine.slowness) * max(1.0, _load() / max(1.0, machine.load))
+    return min(MOST, max(1.0, machine.slowness) * max(1.0, _load() / max(1.0, machine.load)))
 
 
 def until(condition: Callable[[], object], seconds: float, failure: str | Callable[[], str]) -> None:

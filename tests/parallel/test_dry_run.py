@@ -204,7 +204,7 @@ def planted(rank: int, world_size: int, kind: str) -> list[RankReport]:
             kind
         ]()
 
-    with mock.patch.object(gpt_task, "gpt_layers", layers):
+    with mock.patch.dict(gpt_task.GPTTask.__init__.__kwdefaults__, layers=layers):
         config = make_config((1, 3, 1), "unused", num_layers=3)
         return list(run_ranks(config, on_cpu=False, workers=1))
 

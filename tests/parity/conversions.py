@@ -46,6 +46,8 @@ def change_manifest(checkpoint: Path, drop: str) -> None:
     """Take the files whose names begin so out of a checkpoint's manifest."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"] = {name: entry for name, entry in manifest["files"].items() if not name.startswith(drop)}
+    if drop == "tokenizer/":
+        manifest["tokenizer"] = None
     (checkpoint / "manifest.json").write_text(sealed(manifest))
 
 
