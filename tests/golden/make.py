@@ -139,19 +139,19 @@ def _steps(row: dict[str, Any], name: str, worker: Worker) -> Outcome:
 COLLECTIONS: dict[str, Callable[[], Work]] = {"argv": argv, "tools": tools, "runs": runs}
 
 
-def collect(tree: Path, only: str, workers: int) -> dict[str, Outcome]:
-    """Everything chosen, in one tree.
+def chosen(only: str) -> dict[str, set[str]]:
+    """The collections and keys that `--only` names: `argv`, or `runs:zero` for the runs with this in their names."""
+    name, _, word = only.partition(":")
+    works = {each: work for each, work in COLLECTIONS.items() if name in ("", each)}
+    return {each: {key for key in work() if word in key} for each, work in works.items()}
 
-    Args:
-        only: `argv`, or `runs:zero` for the runs with this in their names; empty for all.
-    """
-    chosen, _, word = only.partition(":")
-    found: dict[str, Outcome] = {}
-    for name, work in COLLECTIONS.items():
-        if chosen in ("", name):
-            mine = {key: function for key, function in work().items() if word in key}
-            found[name] = on_workers(tree, mine, workers)
-    return found
+
+def collect(tree: Path, keys: Mapping[str, set[str]], workers: int) -> dict[str, dict[str, Outcome]]:
+    """What the chosen keys of each collection do in one tree."""
+    return {
+        name: on_workers(tree, {key: work for key, work in COLLECTIONS[name]().items() if key in mine}, workers)
+        for name, mine in keys.items()
+    }
 
 
 def compare(base: str, only: str, workers: int) -> int:
@@ -160,7 +160,7 @@ def compare(base: str, only: str, workers: int) -> int:
         tree = Path(name, "tree")
         subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", ROOT, tree], check=True)
         subprocess.run(["git", "-C", tree, "checkout", "-q", base], check=True)
-        old, new = (collect(place, only, workers) for place in (tree, ROOT))
+        old, new = (collect(place, chosen(only), workers) for place in (tree, ROOT))
     count = 0
     for collection, outcomes in new.items():
         different = {key: list(differences(old[collection][key], outcomes[key])) for key in outcomes}
@@ -175,29 +175,42 @@ def compare(base: str, only: str, workers: int) -> int:
 
 
 def portable(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """Without what a processor decides: the values of tensors. Of a configuration, only what differs from that of
-    its script's plain line stays."""
+    """Without what the machine decides: the values of tensors, and words that name its free memory. Of a
+    configuration, only what differs from that of its script's plain line stays."""
     plain = {key: outcomes[key]["fields"] for key in map(plain_line, SCRIPTS) if key in outcomes}
     found = {}
     for key, outcome in outcomes.items():
         found[key] = dict(outcome)
         if "tensors" in outcome:
             found[key]["tensors"] = {name: text.rsplit(" ", 1)[0] for name, text in outcome["tensors"].items()}
+        if "MemAvailable" in outcome.get("says", ""):
+            del found[key]["says"]
         if "fields" in outcome:
             first = plain[plain_line(json.loads(key)["script"])]
             found[key]["fields"] = {k: v for k, v in outcome["fields"].items() if k not in first or first[k] != v}
     return found
 
 
+def written(collection: str) -> dict[str, Outcome]:
+    """What is written down of a collection."""
+    if collection == "tools":
+        found: dict[str, Outcome] = json.loads((HERE / "tools.json").read_text())
+        return found
+    rows = [json.loads(line) for line in (HERE / "argv.jsonl").read_text().splitlines()]
+    return {json.dumps(row.pop("given")): row for row in rows}
+
+
 def write(only: str, workers: int) -> None:
-    """Write the data that no processor decides from this tree."""
-    if only in ("", "argv"):
-        found = portable(collect(ROOT, "argv", workers)["argv"])
-        rows = ({"given": json.loads(key), **outcome} for key, outcome in found.items())
-        (HERE / "argv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if only in ("", "tools"):
-        found = portable(collect(ROOT, "tools", workers)["tools"])
-        (HERE / "tools.json").write_text(json.dumps(found, indent=0) + "\n")
+    """Write the data that no processor decides from this tree; of a collection, what is chosen."""
+    for name, keys in chosen(only).items():
+        if name != "runs":
+            found = portable(collect(ROOT, {name: keys | set(map(plain_line, SCRIPTS))}, workers)[name])
+            rows = {key: found.get(key) or written(name)[key] for key in COLLECTIONS[name]()}
+            if name == "argv":
+                lines = [json.dumps({"given": json.loads(key), **outcome}) for key, outcome in rows.items()]
+                (HERE / "argv.jsonl").write_text("\n".join(lines) + "\n")
+            else:
+                (HERE / "tools.json").write_text(json.dumps(rows, indent=0) + "\n")
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -24,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Of metrics.jsonl, what follows from the numbers alone: times, memory and rates are the machine's.
 NUMBERS = ("consumed_", "eval/", "moe/", "train/")
+# Lines about the start of a run say how long it took.
+_STARTING = re.compile(r"^starting .*\n", re.MULTILINE)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,8 +77,10 @@ class Worker:
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         names = {str(folder): "{dir}", str(owner): "{tree}", str(self.tree): "{tree}"}
-        for found, name in names.items():
-            answer |= {kind: answer[kind].replace(found, name) for kind in ("out", "err")}
+        for kind in ("out", "err"):
+            answer[kind] = _STARTING.sub("", answer[kind])
+            for found, name in names.items():
+                answer[kind] = answer[kind].replace(found, name)
         return Ended(**answer)
 
     def close(self) -> None:

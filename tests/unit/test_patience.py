@@ -15,7 +15,8 @@ from tests.patience import MARGIN, Machine, patience, scaled, scaled_minutes, un
         (3.0, 0.2, 0.9, 30.0),  # a slow one
         (1.0, 0.2, 4.0, 40.0),  # it became busy: four processes per core
         (4.0, 4.0, 4.0, 40.0),  # it was as busy when it was measured
-        (4.0, 4.0, 8.0, 80.0),
+        (2.0, 2.0, 4.0, 40.0),
+        (4.0, 4.0, 80.0, 60.0),  # what hangs made it busy: the limit
         (4.0, 4.0, 0.1, 40.0),
     ],
 )
