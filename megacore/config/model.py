@@ -88,6 +88,9 @@ class ModelConfig(Section):
     """Epsilon: the term added to the variance in LayerNorm and to the mean square in RMSNorm."""
     norm_bias: bool = True
     """Gives LayerNorm a bias."""
+    norm_affine: bool = True
+    """Gives norms weights, and LayerNorm a bias. Without them all norms of a model, also those of --qk-layernorm, only
+    normalise, as in the first OLMo."""
     multi_latent_attention: bool = False
     """Multi-head latent attention, as in DeepSeek-V2 and V3: the keys and values of all heads are projections of
     one latent vector per token. Needs --position-embedding-type rope and --disable-bias-linear."""
@@ -111,6 +114,9 @@ class ModelConfig(Section):
     dimensions, as in OLMoE and OLMo 2."""
     qk_layernorm_per_head: bool = False
     """Gives each head weights of its own in --qk-layernorm, and no biases, as in StableLM 2 12B."""
+    clip_qkv: Annotated[float | None, Range(above=0)] = None
+    """Clips queries, keys and values to -N to N before queries and keys are rotated, as in some OLMo 7B. Default: no
+    limit."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
     activation: Annotated[str, Choices(ACTIVATIONS)] = "gelu"
@@ -387,7 +393,7 @@ class ModelConfig(Section):
                 yield f"{given} needs {needs}: add it, or leave {given} out"
         names = (
             *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
-            *("qk_layernorm_per_head", "attention_pattern", "attention_multiplier"),
+            *("qk_layernorm_per_head", "clip_qkv", "attention_pattern", "attention_multiplier"),
         )
         yield from self.without_effect(names, wrong, given, f"attention without {given}")
         for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
@@ -401,6 +407,8 @@ class ModelConfig(Section):
     def idle_fields(self) -> dict[str, str]:
         """Fields that have no effect, each with the field that disables it. The values need not be valid."""
         idle = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
+        if not self.norm_affine:
+            idle |= dict.fromkeys(("norm_bias", "layernorm_1p", "qk_layernorm_per_head"), "norm_affine")
         if not self.parallel_residual:
             idle["shared_parallel_norm"] = "parallel_residual"
         if self.position_embedding_type != "learned":
@@ -420,7 +428,8 @@ class ModelConfig(Section):
             if cause in wrong:
                 continue
             if isinstance(getattr(self, cause), bool):
-                yield from self.without_effect((name,), wrong, f"no {flag(cause)}", flag(cause))
+                given = "--no-norm-affine" if cause == "norm_affine" else f"no {flag(cause)}"
+                yield from self.without_effect((name,), wrong, given, flag(cause))
                 continue
             positions = "learned" if name == "position_offset" else "rope"
             needed = {"normalization": "LayerNorm", "position_embedding_type": positions}.get(cause)

@@ -188,6 +188,7 @@ class SelfAttention(Attention):
             norm = partial(build_norm, config, device=context.device, size=d, group=ranks, blocks=context.blocks)
             self.query_norm, self.key_norm = norm(), norm()
         self.output = RowParallelLinear(n * d, h, bias=config.attention_output_bias, **context.linear_arguments)
+        self.limit = config.clip_qkv
         self.query_factor: float | None = None  # what queries are multiplied by, beside the 1 / sqrt(d) of scores
         if config.attention_multiplier is not None:
             self.query_factor = config.attention_multiplier * math.sqrt(d)
@@ -210,6 +211,8 @@ class SelfAttention(Attention):
         """What the heads of this rank find, before the output projection: [b, s, n d / t]; arguments as for `forward`.
         It always has the whole positions of x: ranks of sequence parallelism have gathered them."""
         projected = self.qkv(x)
+        if self.limit is not None and self.query_norm is None:
+            projected = projected.clamp(-self.limit, self.limit)
         whole_groups = self.layer_group.size <= self.groups and not self.blocks.divide
         if self.rotary is not None and self.query_norm is None and whole_groups:
             packed = projected.unflatten(-1, (-1, self.head_size))
@@ -268,10 +271,14 @@ class SelfAttention(Attention):
         return self._normalized(query.to(dtype), key, value)
 
     def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalised if configured. The values are then copied, so that the projection that they are
-        views of can be freed."""
-        if self.query_norm is not None and self.key_norm is not None:
-            return self.query_norm(query.contiguous()), self.key_norm(key.contiguous()), value.contiguous()
+        """Queries and keys, normalised if configured, and then all three clipped as the others were before. The values
+        are then copied, so that the projection that they are views of can be freed."""
+        if self.query_norm is None or self.key_norm is None:
+            return query, key, value
+        query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
+        if self.limit is None:
+            return query, key, value.contiguous()
+        query, key, value = (one.clamp(-self.limit, self.limit) for one in (query, key, value.contiguous()))
         return query, key, value
 
     def _rotated(
@@ -307,6 +314,7 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
         "--position-embedding-type alibi": (mixing["alibi"] is not None, "", "use --position-embedding-type learned"),
         "--num-query-groups": (config.query_groups != heads, f"{config.query_groups}", f"use {heads}, or leave it out"),
         "--qk-layernorm": (config.qk_layernorm, "", "leave it out"),
+        "--clip-qkv": (config.clip_qkv is not None, f"{config.clip_qkv}", "leave it out"),
         "--attention-dropout": (dropout > 0, f"{dropout:g}", "use 0"),
         "--attn-logit-softcapping": (config.attn_logit_softcapping is not None, "", "leave it out"),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ class LayerNorm(ShardedModule):
     Args:
         hidden_size: h.
         epsilon: added to the variance.
-        bias: whether there is one.
+        affine: whether there is a weight.
+        bias: whether there is one beside the weight.
         plus_one: whether the factor is 1 + weight.
         group: ranks that normalise different vectors, such as heads: parameters' gradients are summed over it.
     """
@@ -29,6 +32,7 @@ class LayerNorm(ShardedModule):
         hidden_size: int,
         epsilon: float,
         *,
+        affine: bool = True,
         bias: bool = True,
         plus_one: bool = False,
         group: Group = ALONE,
@@ -36,8 +40,8 @@ class LayerNorm(ShardedModule):
     ) -> None:
         super().__init__()
         self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
-        self.weight = replicated(hidden_size, device=device)
-        self.bias: ShardedParameter | None = replicated(hidden_size, device=device) if bias else None
+        self.weight: ShardedParameter | None = replicated(hidden_size, device=device) if affine else None
+        self.bias: ShardedParameter | None = replicated(hidden_size, device=device) if affine and bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
@@ -51,12 +55,9 @@ class LayerNorm(ShardedModule):
         """The normalised sum of two tensors [..., h], and the sum."""
         return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
 
-    def _parameters_of_group(self) -> tuple[Tensor, Tensor | None]:
-        if self.group.size == 1:
-            return (self.weight + 1.0 if self.plus_one else self.weight), self.bias
+    def _parameters_of_group(self) -> tuple[Tensor | None, Tensor | None]:
         bias = None if self.bias is None else copy_to_group(self.bias, self.group)
-        weight = copy_to_group(self.weight, self.group)
-        return (weight + 1.0 if self.plus_one else weight), bias
+        return _weight_of_group(self), bias
 
 
 class RMSNorm(ShardedModule):
@@ -65,6 +66,7 @@ class RMSNorm(ShardedModule):
     Args:
         hidden_size: h.
         epsilon: added to the mean square.
+        affine: whether there is a weight.
         plus_one: whether the factor is 1 + weight.
         group: as for LayerNorm.
     """
@@ -74,29 +76,26 @@ class RMSNorm(ShardedModule):
         hidden_size: int,
         epsilon: float,
         *,
+        affine: bool = True,
         plus_one: bool = False,
         group: Group = ALONE,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
-        self.weight = replicated(hidden_size, device=device)
+        self.weight: ShardedParameter | None = replicated(hidden_size, device=device) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        return ops.rms_norm(x, self._weight_of_group(), self.epsilon)
+        return ops.rms_norm(x, _weight_of_group(self), self.epsilon)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
-        return ops.rms_norm_with_input(x, self._weight_of_group(), self.epsilon)
+        return ops.rms_norm_with_input(x, _weight_of_group(self), self.epsilon)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""
-        return ops.add_rms_norm(x, residual, self._weight_of_group(), self.epsilon)
-
-    def _weight_of_group(self) -> Tensor:
-        weight = copy_to_group(self.weight, self.group)
-        return weight + 1.0 if self.plus_one else weight
+        return ops.add_rms_norm(x, residual, _weight_of_group(self), self.epsilon)
 
 
 class JointHeadNorm(ShardedModule):
@@ -127,36 +126,35 @@ class JointHeadNorm(ShardedModule):
         self.ranks, self.group, self.size = ranks, group, heads * config.head_size
         self.epsilon, self.is_rms = config.norm_epsilon, config.normalization == "RMSNorm"
         self.plus_one = config.layernorm_1p
-        self.weight = replicated(self.size, device=device)
-        has_bias = not self.is_rms and config.norm_bias
+        has_bias = not self.is_rms and config.norm_affine and config.norm_bias
+        self.weight = replicated(self.size, device=device) if config.norm_affine else None
         self.bias: ShardedParameter | None = replicated(self.size, device=device) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, n, d] or, of this rank's heads, [b, s, n/t, d] -> the same"""
-        weight = copy_to_group(self.weight, self.group)
-        weight = weight + 1.0 if self.plus_one else weight
+        weight = _weight_of_group(self)
         bias = None if self.bias is None else copy_to_group(self.bias, self.group)
         if self.blocks.divide:
             return self._of_blocks(x, weight, bias)
         vectors = x.flatten(2).contiguous()
         if vectors.shape[-1] < self.size:
             here = slice(self.ranks.rank * vectors.shape[-1], (self.ranks.rank + 1) * vectors.shape[-1])
-            normed = self._of_ranks(vectors, weight[here], None if bias is None else bias[here])
+            normed = self._of_ranks(vectors, *(None if one is None else one[here] for one in (weight, bias)))
         elif self.is_rms:
             normed = ops.rms_norm(vectors, weight, self.epsilon)
         else:
             normed = ops.layer_norm(vectors, weight, bias, self.epsilon)
         return normed.view(x.shape)
 
-    def _of_ranks(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _of_ranks(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """[b, s, n d/t] -> the same, by means over all ranks"""
         wide = x.float()
         if not self.is_rms:
             wide = wide - self._mean(wide)
-        normed = wide * torch.rsqrt(self._mean(wide.square()) + self.epsilon) * weight.float()
-        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+        normed = wide * torch.rsqrt(self._mean(wide.square()) + self.epsilon)
+        return _scaled_and_shifted(normed, weight, bias).to(x.dtype)
 
-    def _of_blocks(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _of_blocks(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """[b, s, heads of this rank, d] -> the same, by means over the blocks of all ranks"""
         parts = [part.float().flatten(2) for part in self.blocks.split(x, 2)]
         if not self.is_rms:
@@ -164,8 +162,8 @@ class JointHeadNorm(ShardedModule):
         normed = []
         squares = self._means([part.square() for part in parts])
         for part, square, (start, stop) in zip(parts, squares, self.blocks.bounds(self.size), strict=True):
-            y = part * torch.rsqrt(square + self.epsilon) * weight[start:stop].float()
-            normed.append(y if bias is None else y + bias[start:stop].float())
+            of_part = (None if one is None else one[start:stop] for one in (weight, bias))
+            normed.append(_scaled_and_shifted(part * torch.rsqrt(square + self.epsilon), *of_part))
         return joined_blocks(normed, 2).to(x.dtype).view(x.shape)
 
     def _means(self, parts: list[Tensor]) -> list[Tensor]:
@@ -241,8 +239,8 @@ class _OfBlocks:
         over = self.blocks.over_heads if self.of_heads else self.blocks.over_positions
         return over(self._normed, [x], [self.weight, getattr(self, "bias", None)])  # type: ignore[attr-defined]
 
-    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = weight + 1.0 if self.plus_one else weight  # type: ignore[attr-defined]
+    def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        weight = weight + 1.0 if weight is not None and self.plus_one else weight  # type: ignore[attr-defined]
         epsilon: float = self.epsilon  # type: ignore[attr-defined]
         if isinstance(self, RMSNorm):
             return ops.rms_norm(x, weight, epsilon)
@@ -269,6 +267,20 @@ class RMSNormOfBlocks(_OfBlocks, RMSNorm):
 HeadNorm = LayerNorm | RMSNorm | JointHeadNorm | NormOfEachHead
 
 
+def _weight_of_group(norm: LayerNorm | RMSNorm | JointHeadNorm) -> Tensor | None:
+    """What a norm multiplies by, if it has a weight, whose gradient is summed over its group."""
+    if norm.weight is None:
+        return None
+    weight = copy_to_group(norm.weight, norm.group)
+    return weight + 1.0 if norm.plus_one else weight
+
+
+def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x in fp32 times the weight, plus the bias, as far as there are any."""
+    scaled = x if weight is None else x * weight.float()
+    return scaled if bias is None else scaled + bias.float()
+
+
 def build_norm(
     config: ResolvedModel,
     *,
@@ -288,16 +300,11 @@ def build_norm(
         blocks: where sums over positions, or over heads, are cut.
         of_heads: whether the vectors are those of heads; None: they are if there is a size.
     """
-    length, plus_one = size or config.hidden_size, config.layernorm_1p
-    norm: LayerNorm | RMSNorm
-    if config.normalization == "RMSNorm":
-        kind = RMSNormOfBlocks if blocks.divide else RMSNorm
-        norm = kind(length, config.norm_epsilon, plus_one=plus_one, group=group, device=device)
-    else:
-        of_layer = LayerNormOfBlocks if blocks.divide else LayerNorm
-        norm = of_layer(
-            length, config.norm_epsilon, bias=config.norm_bias, plus_one=plus_one, group=group, device=device
-        )
+    kind: type[LayerNorm] | type[RMSNorm] = RMSNormOfBlocks if blocks.divide else RMSNorm
+    arguments: dict[str, Any] = {"affine": config.norm_affine, "plus_one": config.layernorm_1p, "group": group}
+    if config.normalization == "LayerNorm":
+        kind, arguments["bias"] = LayerNormOfBlocks if blocks.divide else LayerNorm, config.norm_bias
+    norm = kind(size or config.hidden_size, config.norm_epsilon, device=device, **arguments)
     if isinstance(norm, _OfBlocks):
         norm.blocks, norm.of_heads = blocks, size is not None if of_heads is None else of_heads
     return norm

@@ -91,6 +91,7 @@ def implementations(
     attention: Attention,
     *,
     norm: str = "layer_norm",
+    affine: bool = True,
     activation: str = "gelu",
     positions: str = "learned",
     capped: bool = False,
@@ -101,13 +102,14 @@ def implementations(
         device: where the model computes.
         attention: what was asked for.
         norm: `layer_norm` or `rms_norm`.
+        affine: whether norms have weights.
         activation: of the feed-forward layer, as the configuration names it.
         positions: likewise.
         capped: whether attention scores have a soft cap.
     """
     kernels = described(device)
     softmax = kernels if positions != "alibi" else "torch"
-    names = {norm: kernels}
+    names = {norm: kernels if affine else "torch"}
     if positions == "rope":
         names["rotary"] = kernels
     fused = "torch in blocks" if capped else "torch sdpa"

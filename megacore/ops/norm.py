@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm over the last dimension, each also with the residual addition before it folded in.
 
 LayerNorm is Ba et al. 2016 (arXiv 1607.06450), RMSNorm Zhang and Sennrich 2019 (arXiv 1910.07467). Means and squares
-are summed in fp32, and the result is rounded once. In plain torch they are torch's functions.
+are summed in fp32, and the result is rounded once. In plain torch they are torch's functions, and so they are without a
+weight.
 """
 
 from __future__ import annotations
@@ -145,12 +146,12 @@ class _WithInput(Node):
         return *_gradients(ctx, dy, dx), None, None
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
     """LayerNorm over the last dimension.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype.
+        weight: [h], of x's dtype; None: there is none.
         bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance.
 
@@ -161,18 +162,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     _check(x, epsilon, weight, bias)
-    if not uses_triton(x):
-        return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+    if weight is None or not uses_triton(x):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
     y: Tensor = _norm_forward(x, None, weight, bias, epsilon, False)[0]
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> Tensor:
     """RMSNorm over the last dimension: x / sqrt(mean(x^2) + epsilon) * weight.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype.
+        weight: [h], of x's dtype; None: there is none.
         epsilon: added to the mean square.
 
     Returns:
@@ -182,21 +183,21 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     _check(x, epsilon, weight)
-    if not uses_triton(x):
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+    if weight is None or not uses_triton(x):
+        return F.rms_norm(x, x.shape[-1:], weight, epsilon)
     y: Tensor = _norm_forward(x, None, weight, None, epsilon, True)[0]
     return y
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """s = x + residual and LayerNorm of s, reading and writing each once.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
         residual: like x.
-        weight: [h], of x's dtype.
+        weight: [h], of x's dtype; None: there is none.
         bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance.
 
@@ -207,20 +208,20 @@ def add_layer_norm(
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     _check(x, epsilon, weight, bias, residual)
-    if not uses_triton(x):
+    if weight is None or not uses_triton(x):
         summed = x + residual
-        return F.layer_norm(summed, weight.shape, weight, bias, epsilon), summed
+        return F.layer_norm(summed, x.shape[-1:], weight, bias, epsilon), summed
     y, summed, *_ = _norm_forward(x, residual, weight, bias, epsilon, False)
     return y, summed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
     """s = x + residual and RMSNorm of s; otherwise like `add_layer_norm`.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
         residual: like x.
-        weight: [h], of x's dtype.
+        weight: [h], of x's dtype; None: there is none.
         epsilon: added to the mean square.
 
     Returns:
@@ -230,21 +231,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     _check(x, epsilon, weight, None, residual)
-    if not uses_triton(x):
+    if weight is None or not uses_triton(x):
         summed = x + residual
-        return F.rms_norm(summed, weight.shape, weight, epsilon), summed
+        return F.rms_norm(summed, x.shape[-1:], weight, epsilon), summed
     y, summed, *_ = _norm_forward(x, residual, weight, None, epsilon, True)
     return y, summed
 
 
 def layer_norm_with_input(
-    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm of x, and x for whoever reads it besides: kernels then add up its gradients in one pass.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype.
+        weight: [h], of x's dtype; None: there is none.
         bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance.
 
@@ -254,19 +255,19 @@ def layer_norm_with_input(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not uses_triton(x) or torch.compiler.is_compiling():
+    if weight is None or not uses_triton(x) or torch.compiler.is_compiling():
         return layer_norm(x, weight, bias, epsilon), x
     _check(x, epsilon, weight, bias)
     both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, False)
     return both
 
 
-def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
+def rms_norm_with_input(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
     """RMSNorm of x, and x; otherwise like `layer_norm_with_input`.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype.
+        weight: [h], of x's dtype; None: there is none.
         epsilon: added to the mean square.
 
     Returns:
@@ -275,7 +276,7 @@ def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tup
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not uses_triton(x) or torch.compiler.is_compiling():
+    if weight is None or not uses_triton(x) or torch.compiler.is_compiling():
         return rms_norm(x, weight, epsilon), x
     _check(x, epsilon, weight)
     both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, None, epsilon, True)
@@ -283,11 +284,11 @@ def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tup
 
 
 def _check(
-    x: Tensor, epsilon: float, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor, epsilon: float, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> None:
     if epsilon > 0 and fit(x, vectors=(weight, bias), alike=(residual,)):
         return
-    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    parameters = {name: one for name, one in (("weight", weight), ("bias", bias)) if one is not None}
     require_rows(x=x)
     require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")
     require_shape(x.shape[-1:], "x's last dimension", **parameters)

@@ -431,7 +431,8 @@ def _repeated_heads_bytes(config: ResolvedConfig, block: ResolvedModel) -> float
 
 
 def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
-    """Queries, keys and values, and what mixing them keeps; with norms of queries and keys also what these keep."""
+    """Queries, keys and values, and what mixing them keeps; with norms of queries and keys, and limits, also what these
+    keep."""
     e, t, s, tokens = _element(config), _layer_ranks(config), config.data.seq_length, _tokens(config)
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
     queries, keys = _attention_widths(config, block)
@@ -449,6 +450,8 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
             rows = [(1, n * d // t), (1, max(g * d // t, d))]
         kept = sum(number * _norm_bytes(config, block, size, on_cpu=on_cpu) for number, size in rows)
         normed = tokens * (e * (queries + keys) * (2 if block.qk_layernorm_per_head else 1) + kept)
+    if block.clip_qkv is not None:  # what is clipped
+        normed += e * tokens * (queries + 2 * keys if block.qk_layernorm else (n + 2 * g) * d / t)
     taken = _attention_input_bytes(config, block)
     if recompute == "selective":
         return normed + taken
@@ -581,9 +584,10 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
     e = _element(config)
     if block.normalization == "LayerNorm":
         return 2 * (e if on_cpu else 4)  # mean and deviation
-    if not on_cpu or config.training.compile:
+    if config.training.compile or (block.norm_affine and not on_cpu):
         return 4
-    return 4 + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
+    # Plain torch: in fp32 the input, in place of the one of the run's dtype, and what a weight multiplies.
+    return 4 + size * ((8 if block.norm_affine else 4) - e)
 
 
 @once_per_layers

@@ -154,6 +154,8 @@ def head_norm_parameters(config: ResolvedModel) -> int:
 
 
 def norm_parameters(config: ResolvedModel, size: int | None = None) -> int:
-    """A weight for each dimension, and a bias where LayerNorm has one."""
+    """A weight for each dimension, and a bias where LayerNorm has one; or neither."""
+    if not config.norm_affine:
+        return 0
     has_bias = config.normalization == "LayerNorm" and config.norm_bias
     return (size or config.hidden_size) * (2 if has_bias else 1)

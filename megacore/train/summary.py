@@ -194,6 +194,7 @@ def _operators(config: ResolvedConfig, device: torch.device) -> str:
         device,
         config.training.attention,
         norm="rms_norm" if model.normalization == "RMSNorm" else "layer_norm",
+        affine=model.norm_affine,
         activation=model.activation,
         positions=model.position_embedding_type,
         capped=model.attn_logit_softcapping is not None,

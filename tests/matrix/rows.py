@@ -347,6 +347,7 @@ ONE_GROUP = LLAMA | {"num_query_groups": 1, "qk_layernorm": True}
 LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}
 JOINT, EACH = LLAMA | {"qk_layernorm": True, "qk_layernorm_all_heads": True}, ONE_GROUP | {"qk_layernorm_per_head": True}
 LAYER_NORM = {"normalization": "LayerNorm", "precision": "bf16"}
+PLAIN = {"norm_affine": False, "clip_qkv": 0.5}
 FEW = EXACT | {"global_batch_size": 4}  # each microbatch costs tens of messages between ranks
 LAYERS: list[tuple[str, Changes, str]] = [
     ("groups", LLAMA | {"num_query_groups": 2}, ""),
@@ -425,6 +426,7 @@ EXACT_CONTEXT = [  # over context parallelism, and over tensor parallelism of ex
     Row("exact-latent-wide", "latent", SMALL | {"q_lora_rank": None, "v_head_dim": 14, "qk_layernorm": False}, ["tp2 pp2 zb"], BITWISE, slow=True),
     Row("exact-norm-of-all-heads", "gpt2", SMALL | JOINT, ["tp2", "tp4 sp"], BITWISE, slow=True),
     Row("exact-norm-of-each-head", "gpt2", SMALL | EACH, ["tp2 cp2", "tp4 sp"], BITWISE, slow=True),
+    Row("exact-plain-norm-of-all-heads", "gpt2", SMALL | JOINT | LAYER_NORM | PLAIN, ["tp2 cp2", "tp4 sp", "dp2 z3"], BITWISE, slow=True),
     Row("exact-layer-norm-of-each-head", "gpt2", SMALL | EACH | LAYER_NORM, ["tp2 cp2 sp"], BITWISE, slow=True),
     Row("exact-layer-norm-of-all-heads", "gpt2", SMALL | JOINT | LAYER_NORM, ["tp2 cp2"], BITWISE, slow=True),
 ]

@@ -81,6 +81,10 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "parallel blocks of one norm, light": ((1, 1, 1), PARALLEL | {"recompute": "light"}),
     "four norms": ((1, 1, 1), FOUR_NORMS),
     "four norms, bf16, light": ((1, 1, 1), FOUR_NORMS | {"precision": "bf16", "recompute": "light"}),
+    "norms without weights, clipping, bf16": (
+        (1, 1, 1),
+        {"norm_affine": False, "clip_qkv": 8.0, "position_embedding_type": "rope", "precision": "bf16"},
+    ),
     "norms after the layers": ((1, 1, 1), FOUR_NORMS | {"norm_placement": "after"}),
     "soft caps": ((1, 1, 1), {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     "soft caps, bf16, recomputed": (

@@ -98,7 +98,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, sliding_window=7),
     "qwen2-moe": lambda: Qwen2MoeConfig(**_GROUPED, **_EXPERTS, shared_expert_intermediate_size=40),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=16, norm_topk_prob=True),
-    "olmoe": lambda: OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5),
+    "olmoe": lambda: OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5, clip_qkv=0.5),
     "deepseek-v2": lambda: DeepseekV2Config(
         **_DEEPSEEK, q_lora_rank=None, v_head_dim=12, topk_method="group_limited_greedy", routed_scaling_factor=2.0
     ),
@@ -126,6 +126,8 @@ CONFIGS |= {
     "smollm3": lambda: transformers.SmolLM3Config(
         **{**_GROUPED, "num_hidden_layers": 3}, no_rope_layers=[1, 0, 1], tie_word_embeddings=True
     ),
+    "olmo": lambda: transformers.OlmoConfig(**_GROUPED, clip_qkv=0.5, tie_word_embeddings=True),
+    "olmo-untied": lambda: transformers.OlmoConfig(**_SHAPE, intermediate_size=48),
     "olmo2": lambda: transformers.Olmo2Config(**_GROUPED),
     "phi3": lambda: transformers.Phi3Config(**_GROUPED, sliding_window=9),
     "phi3-partial": lambda: transformers.Phi3Config(
@@ -168,7 +170,14 @@ CONFIGS |= {
         vocab_size=VOCAB, n_positions=POSITIONS, n_embd=32, n_head=4, n_layer=2, initializer_range=0.2, **_ENDS
     ),
     "mpt": lambda: transformers.MptConfig(
-        vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=POSITIONS, initializer_range=0.2, **_ENDS
+        vocab_size=VOCAB,
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=POSITIONS,
+        initializer_range=0.2,
+        attn_config={"clip_qkv": 0.5},
+        **_ENDS,
     ),
     "gemma": lambda: transformers.GemmaConfig(**{**_GROUPED, "initializer_range": 0.1}, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(

@@ -117,6 +117,8 @@ def test_every_layer_has_the_parameters_that_its_description_says(name: str) -> 
         variants.append(dataclasses.replace(config, norm_bias=False, disable_bias_linear=True, add_qkv_bias=True))
         variants.append(dataclasses.replace(config, qk_layernorm=True, activation="geglu", num_query_groups=1))
         variants.append(dataclasses.replace(config, qk_layernorm=True, qk_layernorm_per_head=True, num_query_groups=1))
+    plain: dict[str, Any] = {"norm_affine": False, "norm_bias": True, "layernorm_1p": False}
+    variants.append(dataclasses.replace(config, **plain, qk_layernorm=not config.qk_layernorm_per_head))
     for variant in variants:
         layers = layers_of(variant, META)
         for layer in (layers[0], layers[1], layers[-2], layers[-1]):  # blocks are alike, except the first of some

@@ -49,6 +49,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_divisor": 3.0,
         "attention_pattern": "f,n",
     },
+    "olmo": {
+        **_ROPE,
+        "normalization": "LayerNorm",
+        "norm_affine": False,
+        "clip_qkv": 0.02,
+        "activation": "swiglu",
+        "disable_bias_linear": True,
+    },
     "olmo-2": {
         **_ROPE,
         "norm_placement": "after",
@@ -93,6 +101,10 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("gemma-3", (4, 1, 1), {}),
     ("granite", (2, 1, 1), {"cp": 2, "zero_stage": 1, "loss_chunks": 3}),
     ("granite", (1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
+    ("olmo", (2, 1, 1), {"sequence_parallel": True, "loss_chunks": 3}),
+    ("olmo", (4, 2, 1), {"schedule": "zero-bubble"}),
+    ("olmo", (1, 1, 2), {"zero_stage": 3, "qk_layernorm": True, "qk_layernorm_all_heads": True, "recompute": "light"}),
+    ("olmo", (1, 2, 1), {"cp": 2, "normalization": "RMSNorm"}),
     ("olmo-2", (2, 1, 2), {"sequence_parallel": True, "zero_stage": 2}),
     ("olmo-2", (1, 3, 1), {"recompute": "full"}),
     ("norms", (2, 2, 1), {"recompute": "light"}),
@@ -110,7 +122,9 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("phi-longrope", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
     ("phi-longrope", (1, 3, 1), {}),
 ]
-FEW = {0, 3, 8}
+# What changes numbers, and so is given to the run of one process too.
+_NUMBERS = ("loss_chunks", "attention_dropout", "normalization", "qk_layernorm", "qk_layernorm_all_heads")
+FEW = {0, 3, 5, 12}
 
 
 @pytest.mark.parametrize(
@@ -119,12 +133,12 @@ FEW = {0, 3, 8}
     ids=str,
 )
 def test_a_layout_equals_one_process(model: str, layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
-    kept = {name: value for name, value in changes.items() if name in ("loss_chunks", "attention_dropout")}
+    kept = {name: value for name, value in changes.items() if name in _NUMBERS}
     agree(outcome(layout, tmp_path / "layout", model, **changes), outcome((1, 1, 1), tmp_path / "one", model, **kept))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma-2", "gpt-j", "opt"])
+@pytest.mark.parametrize("model", ["gemma-2", "gpt-j", "olmo", "opt"])
 @pytest.mark.parametrize(
     ("layout", "changes"), [((2, 1, 1), {"sequence_parallel": True}), ((1, 3, 1), {}), ((1, 1, 1), {"cp": 2})]
 )

@@ -29,7 +29,7 @@ _LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_
 _DEEPSEEK = {**_REST, **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _DEEPSEEK |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 16, "max_position_embeddings": 32}
 SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "topk_group": 1}}
-SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma", "gemma2"), SMALL["llama"])
+SMALL |= dict.fromkeys(("granite", "smollm3", "olmo", "olmo2", "phi3", "starcoder2", "gemma", "gemma2"), SMALL["llama"])
 SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
 SMALL |= {"falcon": {k: v for k, v in _REST.items() if k != "num_key_value_heads"}, "gptj": SMALL["gpt2"]}
 SMALL |= dict.fromkeys(("phi", "cohere", "cohere2", "olmo3", "exaone4", "glm", "glm4"), SMALL["llama"])
@@ -104,7 +104,10 @@ def read(model_type: str, /, **changes: Any) -> ResolvedModel:
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads 2$"),
         ("mistral", {"sliding_window": 0}, "sliding_window is '0'"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"clip_qkv": -8}, "clip_qkv -8 must be above 0"),
+        ("olmo", {"clip_qkv": "8"}, "clip_qkv is '8', not a number"),
+        ("olmo", {"rms_norm_eps": 1e-6}, "rms_norm_eps is a field that megacore does not know"),
+        ("mpt", {"attn_config": {"clip_qkv": True}}, "clip_qkv is True, not a number"),
         ("olmoe", {"head_dim": 8}, "head_dim is 8, but the norms of this family are as wide as hidden_size"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 must be at most num_local_experts 4$"),
         ("mixtral", {"num_local_experts": "4"}, "num_local_experts is '4', not a whole number"),
@@ -254,6 +257,11 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
             {"layer_types": ["full_attention"] * 2, "sliding_window": None},
             {"attention_pattern": None, "window_size": None},
         ),
+        ("olmo", {}, {"norm_affine": False, "clip_qkv": None, "normalization": "LayerNorm", "norm_epsilon": 1e-5}),
+        ("olmo", {"clip_qkv": 8}, {"clip_qkv": 8.0}),
+        ("olmoe", {"clip_qkv": 8.0}, {"clip_qkv": 8.0}),
+        ("mpt", {"attn_config": {"clip_qkv": 6}}, {"clip_qkv": 6.0}),
+        ("mpt", {"attn_config": {"clip_qkv": 0}}, {"clip_qkv": None}),
         ("cohere", {}, {"rotary_base": 5e5, "logits_divisor": 16.0, "shared_parallel_norm": True, "norm_bias": False}),
         ("cohere", {"attention_bias": True}, {"add_qkv_bias": True, "add_attention_output_bias": True}),
         ("cohere2", {"sliding_window_pattern": 2}, {"attention_pattern": "w,n", "rotary_base": 1e4}),

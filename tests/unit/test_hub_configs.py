@@ -49,6 +49,8 @@ SIZES = {
     "LGAI-EXAONE/EXAONE-4.0-32B": 32.003,
     "CohereForAI/c4ai-command-r7b-12-2024": 8.028,
     "CohereForAI/c4ai-command-r-v01": 34.981,
+    "allenai/OLMo-1B-hf": 1.1768,
+    "allenai/OLMo-1.7-7B-hf": 6.888,
     "allenai/Olmo-3-1025-7B": 7.298,
     "EleutherAI/gpt-neo-1.3B": 1.3156,
     "microsoft/phi-2": 2.78,

@@ -197,9 +197,9 @@ def test_what_cannot_be_written_for_megatron_is_refused(tmp_path: Path, capsys: 
     assert to_megatron(tmp_path / "geglu", tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert "--to megatron and torch_dist cannot write --activation geglu or --window-size 9: use --to hf" in said
-    checkpoint_of(dataclasses.replace(LLAMA, logits_divisor=2.0), tmp_path / "divisor")
+    checkpoint_of(dataclasses.replace(LLAMA, norm_affine=False, clip_qkv=8.0, logits_divisor=2.0), tmp_path / "divisor")
     assert to_megatron(tmp_path / "divisor", tmp_path / "out") == 2
-    assert "cannot write --logits-divisor 2: use --to hf" in capsys.readouterr().err
+    assert "cannot write --no-norm-affine, --clip-qkv 8 or --logits-divisor 2: use --to hf" in capsys.readouterr().err
     checkpoint_of(LLAMA, tmp_path / "llama")
     assert to_megatron(tmp_path / "llama", tmp_path / "out", tp=4, pp=3) == 2
     said = capsys.readouterr().err

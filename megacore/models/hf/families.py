@@ -24,7 +24,7 @@ from megacore.models.hf.gpt_neo import GPT_NEO
 from megacore.models.hf.gptj import GPTJ
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megacore.models.hf.llama_relatives import ARCEE, ERNIE, HELIUM, MINISTRAL3, NEMOTRON, SEED_OSS
-from megacore.models.hf.llama_variants import GRANITE, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
+from megacore.models.hf.llama_variants import GRANITE, OLMO, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
 from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.mpt import MPT
@@ -41,7 +41,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
-        *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
+        *(GRANITE, SMOLLM3, OLMO, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
         *(OPT, FALCON, GPTJ, ROBERTA),
         *(PHI, GPT_NEO, OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4),
         *(NEMOTRON, SEED_OSS, ERNIE, HELIUM, ARCEE, MINISTRAL3),

@@ -1,5 +1,5 @@
-"""Granite, SmolLM3, OLMo 2, Phi-3 and StableLM: Llama's block with multipliers, layers without positions, norms after
-its layers, fused projections, or LayerNorm."""
+"""Granite, SmolLM3, OLMo, OLMo 2, Phi-3 and StableLM: Llama's block with multipliers, layers without positions, norms
+without weights or after its layers, fused projections, or LayerNorm."""
 
 from __future__ import annotations
 
@@ -88,8 +88,30 @@ SMOLLM3 = llama_like(
 )
 
 
-# ---- OLMo 2 ----------------------------------------------------------------------------------------------------------
+# ---- OLMo and OLMo 2 -------------------------------------------------------------------------------------------------
 
+OLMO = llama_like(
+    "olmo",
+    "OlmoForCausalLM",
+    same=(
+        *(
+            one
+            for one in same_fields(groups=None, positions=2048, inner=11008, vocabulary=50304, head=None)
+            if one.ours != "norm_epsilon"
+        ),
+        Same("clip_qkv", ("clip_qkv",), None),
+    ),
+    fixed={"attention_bias": ((False,), False)},
+    constants={
+        "disable_bias_linear": True,
+        "normalization": "LayerNorm",
+        "norm_affine": False,
+        "norm_epsilon": 1e-5,
+    },
+    read=read_common,
+    write=lambda config: write_rope(config) | write_tied(config),
+    rules=block_rules(),
+)
 OLMO2 = llama_like(
     "olmo2",
     "Olmo2ForCausalLM",

@@ -203,13 +203,16 @@ OLMOE = _family(
     LLAMA,
     "olmoe",
     "OlmoeForCausalLM",
-    same=tuple(
-        one
-        for one in _same(LLAMA, ("num_experts", "num_local_experts"), 64, 8, num_layers=16, hidden_size=2048,
-                         num_attention_heads=16, max_position_embeddings=4096, vocab_size=50304, norm_epsilon=1e-5)
-        if one.ours not in ("ffn_hidden_size", "kv_channels")
+    same=(
+        *(
+            one
+            for one in _same(LLAMA, ("num_experts", "num_local_experts"), 64, 8, num_layers=16, hidden_size=2048,
+                             num_attention_heads=16, max_position_embeddings=4096, vocab_size=50304, norm_epsilon=1e-5)
+            if one.ours not in ("ffn_hidden_size", "kv_channels")
+        ),
+        Same("clip_qkv", ("clip_qkv",), None),
     ),
-    fixed={"attention_bias": ((False,), False), "clip_qkv": ((None,), None)},
+    fixed={"attention_bias": ((False,), False)},
     read=_read_olmoe,
     write=_write_olmoe,
     rules=_rules(QWEN3, "mlp", "gate", _PROJECTIONS),

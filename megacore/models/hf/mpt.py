@@ -12,7 +12,6 @@ _ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_type": ("multihead_attention",),
     "alibi": (True,),
     "alibi_bias_max": (8,),
-    "clip_qkv": (None,),
     "softmax_scale": (None,),
     "prefix_lm": (False,),
     "qk_ln": (False,),
@@ -29,16 +28,19 @@ def _read_mpt(reader: ConfigReader) -> dict[str, Any]:
             reader.problem(f"attn_config.{name}", f"is {str(table[name])[:40]!r}, but megacore has only {allowed[0]!r}")
     if type(heads) is int and heads & (heads - 1):
         reader.problem("n_heads", f"is {heads}, no power of two, for which this family's ALiBi has slopes of its own")
-    dropout = table.get("attn_pdrop", 0.0)
-    return {
+    dropout, clipping = table.get("attn_pdrop", 0.0), ConfigReader(table, reader.where)
+    fields = {
+        "clip_qkv": clipping.copied("clip_qkv", ("clip_qkv",), None) or None,  # 0 is no limit to transformers
         "attention_dropout": float(dropout) if type(dropout) in (int, float) else 0.0,
         **read_tied(reader, default=True),
     }
+    reader.problems += clipping.problems
+    return fields
 
 
 def _write_mpt(config: ResolvedModel) -> dict[str, Any]:
     table = {name: allowed[0] for name, allowed in _ATTENTION.items()}
-    return write_tied(config) | {"attn_config": table}
+    return write_tied(config) | {"attn_config": table | {"clip_qkv": config.clip_qkv}}
 
 
 def _weight(ours: str, theirs: str, layout: Layout | None = None) -> TensorRule:
