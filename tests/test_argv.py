@@ -11,7 +11,6 @@ A table of argv.toml is a subject. Its plain values count for its rows, which ho
     variables  further ones of the environment
     says       the problems of a refusal, all of them and whole; of an accepted line (`status = 0`), its notes;
                ... stands for any words
-    partly     whether a change that a problem proposes leads to another problem
     some       whether there are more sentences than these
     equals     the command line that gives the same configuration, or its values by field
 """
@@ -173,7 +172,7 @@ def test_command_lines(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_a_refusal_proposes_is_accepted(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every row with one problem; where there are several, a change solves its own."""
     failures, tried = [], 0
-    refused = [row for row in rows_of(subject) if is_refused(row) and not row.get("partly", False)]
+    refused = [row for row in rows_of(subject) if is_refused(row)]
     for number, row in enumerate(refused):
         (place := tmp_path / str(number)).mkdir()
         monkeypatch.chdir(place)

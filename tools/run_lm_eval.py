@@ -1,10 +1,13 @@
 """lm-evaluation-harness with checkpoints of megacore as a type of model: its program, and all its flags.
 
-python tools/run_lm_eval.py output --tasks hellaswag --batch_size 16
+    python tools/run_lm_eval.py output --tasks hellaswag --batch_size 16
+
+`--program my.py` is megacore's, as of its other tools: the Python file that trained a model with layers of your own.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -38,14 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_model(words: list[str]) -> list[str]:
-    """The words for the harness, where the first is a run: it is an argument of the model, beside others of it."""
-    if not words or words[0].startswith("-") or not Path(words[0]).exists():
-        return words
-    (run, *rest), flag = words, "--model_args"
+    """The words for the harness, where the first is a run: it is an argument of the model, as --program is, beside
+    others of it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--program")
+    found, rest = parser.parse_known_args(words)
+    arguments = [] if found.program is None else [f"program={found.program}"]
+    if rest and not rest[0].startswith("-") and Path(rest[0]).exists():
+        arguments.insert(0, f"checkpoint={rest.pop(0)}")
+    if not arguments:
+        return rest
+    flag = "--model_args"
     if flag not in rest[:-1]:
-        return [flag, f"checkpoint={run}", *rest]
+        return [flag, ",".join(arguments), *rest]
     at = rest.index(flag) + 1
-    return [*rest[:at], f"checkpoint={run},{rest[at]}", *rest[at + 1 :]]
+    return [*rest[:at], ",".join([*arguments, rest[at]]), *rest[at + 1 :]]
 
 
 if __name__ == "__main__":

@@ -220,8 +220,7 @@ class BertConfig(Config):
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
         messages = super().wrong_fields(wrong)
-        has_data = self.data.data_path or self.data.train_data_path
-        if not wrong & {"data_path", "mock_data", "tokenizer"} and has_data and self.data.tokenizer is None:
+        if not wrong & {"mock_data", "tokenizer"} and not self.data.mock_data and self.data.tokenizer is None:
             messages["tokenizer"] = (
                 "--data-path needs the tokenizer that made it, because pretrain_bert.py inserts [MASK] and other "
                 "special tokens: use --tokenizer PATH"

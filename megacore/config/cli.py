@@ -37,8 +37,7 @@ from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
 from megacore.config.no_effect import without_effect
-from megacore.config.nodes import launched_processes
-from megacore.config.numbers import parse_int
+from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.problem import Change, Problem, Values
@@ -203,16 +202,17 @@ class _Process:
         problems: list[str] = []
 
         def read(name: str, default: int, low: int = 0) -> int:
-            text = os.environ.get(name) or str(default)
-            with contextlib.suppress(ValueError):
-                if (value := parse_int(text)) >= low:
-                    return value
-            problems.append(f"the environment's {name} is '{text}', not a number from {low}: start through torchrun")
-            return default
+            try:
+                return launcher_number(name, default, low=low)
+            except ConfigError as error:
+                problems.extend(error.problems)
+                return default
 
         rank = read("RANK", 0)
         world_size = read("WORLD_SIZE", rank + 1, low=1)
         local_rank = read("LOCAL_RANK", rank)
+        for name, low in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", 0)):  # which only the run itself reads
+            read(name, low, low)
         if rank >= world_size:
             problems.append(
                 f"the environment's RANK {rank} must be below WORLD_SIZE {world_size}: start through torchrun"

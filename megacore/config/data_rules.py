@@ -12,13 +12,12 @@ from megacore.config.schema import Config
 DATA_RULES = Rules()
 
 
-@DATA_RULES.about("vocab_size", "tokenizer", "mock_data", "data_path", "preset", "init_from_hf")
+@DATA_RULES.about("vocab_size", "tokenizer", "preset", "init_from_hf")  # whatever is wrong with the data
 def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     if (
         config.model.vocab_size is None
         and config.checkpoint.init_from_hf is None  # its config.json has the size, or is refused
         and config.data.tokenizer is None
-        and (config.data.mock_data or config.data.data_path or config.data.train_data_path)
     ):
         source = "--mock-data" if config.data.mock_data else "--data-path"
         yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"

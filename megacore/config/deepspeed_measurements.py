@@ -125,7 +125,8 @@ def measurement_keys() -> dict[str, Key]:
                           "sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather",
                           "keep_int_input_tensors", "keep_all_input_tensors", "passes")}  # fmt: skip
     keys |= {f"compile.{name}": idle("a key of an earlier DeepSpeed: --compile decides")
-             for name in ("enabled", "backend", "kwargs")}  # fmt: skip
+             for name in ("enabled", "backend", "kwargs", "disable", "fullgraph", "dynamic", "mode", "options",
+                          "dump_graphs")}  # fmt: skip
     keys |= {f"aio.{name}": idle(NO_NVME)
              for name in ("block_size", "queue_depth", "intra_op_parallelism", "thread_count", "single_submit",
                           "overlap_events", "use_gds")}  # fmt: skip

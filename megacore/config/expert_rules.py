@@ -92,7 +92,7 @@ def _widths(config: Config, world_size: int) -> Iterator[str]:
         yield Problem(
             f"--moe-first-dense-layers {dense} must be below --num-layers {layers}",
             up_to("moe_first_dense_layers", dense, layers - 1, low=0),
-            Change("leave --num-experts out"),
+            Change("leave --num-experts and --moe-first-dense-layers out"),
         )
 
 

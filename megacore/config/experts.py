@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos, flag
-from megacore.config.messages import divisors, one_of
-from megacore.config.problem import Problem, divisors_of, up_to
+from megacore.config.problem import Change, Problem, divisors_of, up_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +152,13 @@ class ExpertsConfig(Section):
             yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk: use 1 to {groups}"
             return
         if chosen > groups:
-            yield (
-                f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}: use {groups} or "
-                "less"
-            )
+            said = f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}"
+            yield Problem(said, up_to("moe_router_group_topk", chosen, groups))
         elif self.moe_router_group_best is None and self.moe_router_topk % chosen:
-            yield (
-                f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}: use "
-                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}, or --moe-router-group-best"
+            yield Problem(
+                f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}",
+                divisors_of("moe_router_group_topk", chosen, self.moe_router_topk, bare=True),
+                Change("--moe-router-group-best"),
             )
         elif self.moe_router_group_best is not None and self.moe_router_group_best > experts // groups:
             yield (

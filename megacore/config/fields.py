@@ -274,7 +274,8 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
 
 def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
     if not all(text.strip() for text in texts):
-        return f"{info.flag} is empty: give it a value, or leave the flag out"
+        others = "" if info.kind is tuple else ", or leave the flag out"  # a run needs data
+        return f"{info.flag} is empty: give it a value{others}"
     for text in texts:
         if "\0" in text:
             return f"{info.flag} {text!a} has a null byte, which no name of a file has: use another name"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megacore.config.messages import one_of
+from megacore.errors import UserError
 
 WINDOW, FULL, WITHOUT_POSITIONS = "w", "f", "n"
 _LONGEST = 10_000
@@ -17,19 +18,19 @@ def parse_pattern(text: str) -> str:
         text: kinds with numbers, separated by commas: `5*w,f`.
 
     Raises:
-        ValueError: the text is not in that notation.
+        UserError: the text is not in that notation.
     """
     kinds = ""
     for part in text.split(","):
         match = re.fullmatch(r"(?:([1-9][0-9]{0,4})\*)?([wfn])", part.strip())
         if match is None:
-            raise ValueError(
+            raise UserError(
                 f"--attention-pattern {text}: '{part[:40]}' is not known: use "
                 f"{one_of([WINDOW, FULL, WITHOUT_POSITIONS])}, with a number before it for several, as in 5*w,f"
             )
         kinds += match[2] * int(match[1] or 1)
     if len(kinds) > _LONGEST:
-        raise ValueError(f"--attention-pattern {text} is longer than {_LONGEST:,} blocks: use a shorter one")
+        raise UserError(f"--attention-pattern {text} is longer than {_LONGEST:,} blocks: use a shorter one")
     return kinds
 
 

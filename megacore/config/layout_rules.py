@@ -147,12 +147,15 @@ def _attention_dropout_of_context(config: Config, world_size: int) -> Iterator[s
 
 @LAYOUT_RULES.about("cp", "cp_comm", "tp", "num_attention_heads", "num_query_groups")
 def _heads_of_context(config: Config, world_size: int) -> Iterator[str]:
-    parallel, heads, groups = config.parallel, config.model.num_attention_heads, config.model.query_groups
-    tp, cp = parallel.tp, parallel.cp
-    if cp == 1 or parallel.cp_comm != "ulysses" or heads % tp:
-        return
+    parallel, model = config.parallel, config.model
+    if parallel.cp_comm == "ulysses":
+        yield from undivided_heads(model.num_attention_heads, model.query_groups, tp=parallel.tp, cp=parallel.cp)
+
+
+def undivided_heads(heads: int, groups: int, *, tp: int, cp: int) -> Iterator[Problem]:
+    """Why --cp-comm ulysses cannot exchange the heads of a tp rank; layers that are built from Python ask too."""
     held = max(groups // tp, 1)
-    if heads // tp % cp or (held % cp and cp % held):
+    if cp > 1 and heads % tp == 0 and (heads // tp % cp or (held % cp and cp % held)):
         yield Problem(
             f"--cp-comm ulysses divides the {counted(heads // tp, 'query head')} and {counted(held, 'key head')} of a "
             f"tp rank over --cp {cp}, which must divide the former, and divide the latter or be a multiple of it",

@@ -163,7 +163,7 @@ def _expert_blocks(flag: str, text: str, shape: Shape) -> Translation:
     if listed is None:
         raise ValueError(f"{flag} {text} is neither a whole number nor a list such as [0]*3+[1]*58: use one")
     if 1 not in listed:
-        raise ValueError(f"{flag} {text} has no block with experts: leave --num-experts out")
+        raise ValueError(f"{flag} {text} has no block with experts: leave --num-experts and {flag} out")
     first = listed.index(1)
     after = listed[first:]
     distance = after.index(1, 1) if 1 in after[1:] else len(after)

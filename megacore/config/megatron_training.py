@@ -78,8 +78,8 @@ def _layout(flag: str, text: str, shape: Shape) -> Translation:
         return Translation({"pipeline_layout": layout})
     if shape.pp == 1 and len(stages) > 1:
         raise ValueError(
-            f"{flag} {text} has {len(stages)} stages, and without a pipeline there is one: use --pp {len(stages)}, or "
-            f"leave {flag} out"
+            f"{flag} {text} has {len(stages)} stages, and without a pipeline there is one: leave {flag} out, or use "
+            f"--pp {len(stages)} with a multiple of {len(stages)} processes"
         )
     virtual, left = divmod(len(stages), shape.pp)
     if left:
@@ -222,7 +222,8 @@ def _moment(flag: str, text: str, shape: Shape) -> Translation:
         return Translation()
     if text != "bf16":
         raise ValueError(
-            f"{flag} {text} has no counterpart: use fp32 or bf16 for both moments, or --moments-dtype int8"
+            f"{flag} {text} has no counterpart: use fp32 or bf16 for both moments, or leave both out and use "
+            "--moments-dtype int8"
         )
     other = _MOMENTS[flag]
     if (format_of_other := shape.others.get(other, "fp32")) != text:

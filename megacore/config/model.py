@@ -18,7 +18,7 @@ from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Choices, Flag, Range, Section, flag
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
-from megacore.config.problem import Problem, divisors_of, multiples_of
+from megacore.config.problem import Change, Problem, Way, divisors_of, multiples_of
 from megacore.config.rope_factors import parse_factors
 
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -433,7 +433,11 @@ class ModelConfig(Section):
                 continue
             positions = "learned" if name == "position_offset" else "rope"
             needed = {"normalization": "LayerNorm", "position_embedding_type": positions}.get(cause)
-            needs = f"{flag(cause)} {needed or one_of(_scalings_with(name))}"
+            needs: str | Way
+            if needed is None:
+                needs = f"{flag(cause)} {one_of(_scalings_with(name))}"
+            else:
+                needs = Change(f"{flag(cause)} {needed}", {cause: needed})
             yield from self.without_effect((name,), wrong, f"{flag(cause)} {getattr(self, cause)}", needs)
 
     def _positions(self, wrong: frozenset[str]) -> Iterator[str]:

@@ -1,14 +1,41 @@
-"""The flags of torchrun that start a number of processes, on one node or on several."""
+"""What a launcher says in the environment, and the flags of torchrun that start a number of processes, on one node or
+on several."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
 from megacore.config.messages import one_of
+from megacore.config.numbers import parse_int
+from megacore.errors import ConfigError
 
 _USUAL_PER_NODE = 8
 """GPUs of a common node. A job that needs more processes than this probably needs several nodes."""
+
+
+def launcher_number(
+    name: str, default: int | None = None, *, low: int = 0, environment: Mapping[str, str] = os.environ
+) -> int:
+    """A number that the launcher has put into the environment.
+
+    Args:
+        name: of the variable.
+        default: where it is not set, or empty; None: it must be.
+        low: the smallest that it may be.
+        environment: the launcher's variables.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    text = environment.get(name, "")
+    if not text and default is not None:
+        return default
+    with contextlib.suppress(ValueError):
+        if (value := parse_int(text)) >= low:
+            return value
+    raise ConfigError([f"the environment's {name} is '{text}', not a number from {low}: start through torchrun"])
 
 
 def launched_processes(environment: Mapping[str, str] = os.environ) -> int:

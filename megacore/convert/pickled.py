@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from megacore.errors import CheckpointError
 from megacore.files import read_bounded
 
 _MOST_INDEX = 1 << 30
+_LONGEST_LINE = 1 << 20  # lines have names and numbers
 _DEEPEST = 100  # containers within containers; checkpoints of other trainers have about ten
 _MOST_PER_BYTE = 8  # values that are read again or copied, for each byte; checkpoints have fewer than one
 _FEW = 4096  # of them are always allowed
@@ -162,6 +163,24 @@ class _Size:
             raise ValueError(f"its containers are nested too deep: more than {_DEEPEST}")
 
 
+class _Bounded:
+    """A pickle's file for pickletools: a text that is too long, such as one in a sparse file, is refused unread."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._end, self.tell = file, file.tell() + _MOST_INDEX, file.tell
+
+    def read(self, size: int) -> bytes:
+        if self.tell() + size > self._end:
+            raise ValueError(f"its pickle has more than {_MOST_INDEX:,} bytes")
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        line = self._file.readline(_LONGEST_LINE + 1)
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(f"its pickle has a line of more than {_LONGEST_LINE:,} bytes")
+        return line
+
+
 def _require_modest(file: BinaryIO) -> None:
     """Refuse a pickle that takes much more than its own size to build, to hash or to walk through.
 
@@ -173,7 +192,7 @@ def _require_modest(file: BinaryIO) -> None:
     """
     stack, marks, memo = list[_Size](), list[int](), dict[int, _Size]()
     single, again, start = _Size(1), 0, file.tell()
-    for command, argument, place in pickletools.genops(file):
+    for command, argument, place in pickletools.genops(cast(BinaryIO, _Bounded(file))):
         name, length = command.name, (place or 0) - start
         if name in _PUTS:
             number = len(memo) if argument is None else argument

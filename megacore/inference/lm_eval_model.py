@@ -24,6 +24,7 @@ class MegacoreLM(LM):
     Args:
         checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint.
         tokenizer: path; None: that of the checkpoint.
+        program: the Python file that trained the model, if it has layers or registered names of its own.
         device: auto, cpu, cuda or another accelerator; None: auto.
         batch_size: texts computed at once; only those of one length are.
         max_length: tokens that the model reads at once; None: its positions.
@@ -37,6 +38,7 @@ class MegacoreLM(LM):
         checkpoint: str,
         *,
         tokenizer: str | None = None,
+        program: str | None = None,
         device: str | None = None,
         batch_size: int | str | None = None,
         max_length: int | None = None,
@@ -55,6 +57,7 @@ class MegacoreLM(LM):
         self.scorer = TextScorer.of_checkpoint(
             checkpoint,
             tokenizer=tokenizer,
+            program=program,
             device=device or "auto",
             batch_size=max(1, size),
             length=max_length,

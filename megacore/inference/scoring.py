@@ -213,6 +213,7 @@ class TextScorer:
         checkpoint: str | Path,
         *,
         tokenizer: str | None = None,
+        program: str | None = None,
         device: str = "auto",
         batch_size: int = 8,
         length: int | None = None,
@@ -223,6 +224,7 @@ class TextScorer:
         Args:
             checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint.
             tokenizer: path; None: that of the checkpoint.
+            program: as for `causal_model`.
             device: auto, cpu, cuda or another accelerator.
             batch_size: as for `Scorer`.
             length: as for this class.
@@ -231,7 +233,7 @@ class TextScorer:
         Raises:
             UserError: the checkpoint cannot be used so.
         """
-        found = causal_model(usable(str(checkpoint)), tokenizer)
+        found = causal_model(usable(str(checkpoint)), tokenizer, program)
         scorer = Scorer(found.stage(device), found.config, batch_size=batch_size)
         return cls(scorer, found.tokenizer, length=length, begin_with_bos=begin_with_bos)
 

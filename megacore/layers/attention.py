@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.config.layout_rules import undivided_heads
 from megacore.errors import ConfigError
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import HeadNorm, JointHeadNorm, NormOfEachHead, build_norm
@@ -56,6 +57,9 @@ class Attention(nn.Module):
         window: as for `ops.attention`.
         rotary: turns queries and keys by their positions; None: nothing does.
         alibi: of this rank's heads; see `alibi_of_rank`.
+
+    Raises:
+        ConfigError: the ranks of a sequence exchange heads, which they cannot divide.
     """
 
     def __init__(
@@ -70,6 +74,11 @@ class Attention(nn.Module):
         alibi: ops.Alibi | None = None,
     ) -> None:
         super().__init__()
+        heads, ranks = config.num_attention_heads, context.attended.group.size
+        if context.attended.comm == "ulysses":
+            refused = undivided_heads(heads, config.query_groups, tp=context.layer_group.size, cp=ranks)
+            if problems := list(refused):
+                raise ConfigError(problems)
         self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.attended
         self.site, self.layer_group = name, context.layer_group

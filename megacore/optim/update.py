@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig, ResolvedPrecision
-from megacore.config.messages import counted
+from megacore.config.messages import counted, one_of
 from megacore.errors import TrainingDiverged
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.lr_schedules import momentum, weight_decay
@@ -62,6 +62,7 @@ class Outcome:
         skipped: why the weights were left as they are, or None.
         is_unexpected: whether something was not finite, and it is no overflow that a smaller loss scale cures.
         stop: why training must end, or None.
+        remedies: where it must, what may help, in words.
         spike: which limit of the spike guard the step exceeds, in words, or None.
         clip_limit: the norm that gradients may have, infinite if it has no limit.
     """
@@ -72,6 +73,7 @@ class Outcome:
     skipped: str | None = None
     is_unexpected: bool = False
     stop: str | None = None
+    remedies: str = ""
     spike: str | None = None
     clip_limit: float = math.inf
 
@@ -364,16 +366,26 @@ class WeightUpdate:
         self._bad_steps += 1
         stop = None
         if self._bad_steps >= self._max_bad_steps:
-            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if loss_is_finite and scaled else ""
-            wider = " --precision bf16," if self._fp16 else ""
+            never = "" if self.updates else ", and no step has updated the weights"
             stop = (
                 f"{where} was not finite for {counted(self._bad_steps, 'step')} in a row "
-                f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
-                f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
-                f"{self._earlier_checkpoint(step)}"
+                f"(--max-bad-steps {self._max_bad_steps}){never}"
             )
+        remedies = self.remedies(loss_is_finite=loss_is_finite) + self._earlier_checkpoint(step)
         skipped = f"{where} is not finite"
-        return Outcome(loss=total.loss, norm=total.norm, skipped=skipped, is_unexpected=True, stop=stop)
+        return Outcome(
+            loss=total.loss, norm=total.norm, skipped=skipped, is_unexpected=True, stop=stop, remedies=remedies
+        )
+
+    def remedies(self, *, loss_is_finite: bool) -> str:
+        """What may keep steps finite where the data is not to blame. Before the first update no --lr has an effect."""
+        scale, found = self.scaler.scale, list[str]()
+        if loss_is_finite and scale != 1.0:
+            dynamic = self.scaler.dynamic
+            found.append(f"--initial-loss-scale {scale:g}" if dynamic else f"a smaller --loss-scale than {scale:g}")
+        found += ["--precision bf16"] if self._fp16 else []
+        start = ["--init-method-std 0.02", "other weights to start from"]
+        return one_of([*found, *(["a smaller --lr", "a longer warm-up", "--clip-grad"] if self.updates else start)])
 
     def non_finite_state(self) -> list[NonFinite]:
         """Weights and moments that are not finite, of all ranks, which call this together."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megacore.config.nodes import launcher_number
 from megacore.parallel.processors import available_cores
 
 # By which the size of torch's record of operations is set: its name, and the one of older releases.
@@ -40,7 +41,7 @@ def few_threads(size: int) -> Iterator[None]:
     hundreds of ranks share a core, that takes most of its time. A shared thread moves the bytes of its groups one after
     the other, so that ranks with cores of their own keep one for each.
     """
-    crowd = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    crowd = launcher_number("LOCAL_WORLD_SIZE", 1, low=1)
     if crowd < _CROWD * available_cores() or size > _MOST_CONNECTED:
         yield
         return

@@ -35,7 +35,7 @@ from megacore.config.dimensions import (
     named_degrees,
 )
 from megacore.config.messages import counted, ranks_in_words
-from megacore.config.nodes import torchrun_flags
+from megacore.config.nodes import launcher_number, torchrun_flags
 from megacore.errors import ConfigError
 from megacore.parallel import gloo
 from megacore.parallel.processors import take_long_turns
@@ -179,7 +179,7 @@ class Mesh:
 
 def world_size() -> int:
     """Number of ranks in the job, as the launcher (torchrun) states it; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launcher_number("WORLD_SIZE", 1, low=1)
 
 
 def select_device(wanted: str) -> torch.device:
@@ -204,7 +204,7 @@ def select_device(wanted: str) -> torch.device:
         raise ConfigError(
             [f"--device {wanted}: torch finds no such device here (accelerator: {available}); use --device cpu or auto"]
         )
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    local_rank, count = launcher_number("LOCAL_RANK", 0), torch.accelerator.device_count()
     if local_rank >= count > 1:
         raise ConfigError(
             [
@@ -266,7 +266,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     if world_size() == 1 or dist.is_initialized():
         device = select_device(config.device)
     else:
-        timeout, rank = _timeout(config), int(os.environ["RANK"])
+        timeout, rank = _timeout(config), launcher_number("RANK")
         with phase(Phase.CONNECT):
             store = _job_store(timeout)
         with post(Phase.MEET, tuple(range(world_size())), 0):
@@ -514,20 +514,20 @@ def _alike(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
 def _job_store(timeout: timedelta) -> dist.Store:
     """The launcher's store. It may still hold where the ranks listened in an earlier attempt (torchrun --max-restarts),
     or before they left and joined again: each meeting has separate names. Every rank joins equally often."""
-    store = _launchers_store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), timeout)
+    store = _launchers_store(os.environ.get("MASTER_ADDR"), launcher_number("MASTER_PORT", low=1), timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"megacore/attempt-{attempt}/meeting-{next(_MEETINGS)}", store)
 
 
 @cache
-def _launchers_store(address: str | None, port: str | None, timeout: timedelta) -> dist.Store:
+def _launchers_store(address: str | None, port: int, timeout: timedelta) -> dist.Store:
     """Connected once, and for as long as the process lives: where a rank serves it, other ranks may already join again
     while that one still leaves."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
         return store
-    assert address is not None and port is not None
-    return dist.TCPStore(address, int(port), timeout=timeout)
+    assert address is not None
+    return dist.TCPStore(address, port, timeout=timeout)
 
 
 def serves_store() -> bool:

@@ -7,6 +7,7 @@ planned before torch is loaded and what is built later are the same stages.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
@@ -60,6 +61,7 @@ def outline(config: ResolvedConfig) -> list[LayerOutline]:
     return gpt_outline(config.model, ranks_of_role("layer", parallel), expert_ranks=expert_ranks)
 
 
+@functools.lru_cache(maxsize=16)  # ways out and a search ask for the same model in many layouts
 def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> list[LayerOutline]:
     """The layers of a causal language model.
 

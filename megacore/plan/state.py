@@ -143,7 +143,7 @@ def shared_table(chunks: Sequence[Sequence[PlannedLayer]]) -> int:
         layer.shared
         for chunk in chunks
         for layer in chunk
-        if any(owner.startswith(f"{other.name}.") for owner in layer.tied.values() for other in chunk)
+        if layer.tied and any(owner.startswith(f"{other.name}.") for owner in layer.tied.values() for other in chunk)
     ]
     return max(tables, default=0)
 

@@ -1,4 +1,4 @@
-"""The panels of a traced run: what was predicted of a step, and what was measured."""
+"""The panels of a traced run: a step as its schedule would be without delays, and as it was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "
 
 
 def traced_panels(path: Path, step: int | None = None) -> list[Panel]:
-    """What was predicted with a run's own mean times, and below it what was measured; in milliseconds.
+    """A step simulated with the run's own mean times, and below it what was measured; in milliseconds.
 
     Args:
         path: of a trace.json.
@@ -26,19 +26,18 @@ def traced_panels(path: Path, step: int | None = None) -> list[Panel]:
     measured = read_trace(path, step)
     schedule = measured.schedule
 
-    def panel(what: str, timeline: Timeline, note: str = "") -> Panel:
+    def panel(kind: str, how: str, timeline: Timeline, note: str = "") -> Panel:
         title = TITLES.get(schedule.name, schedule.name)
         return Panel(
-            title=f"{what}: {title}, {describe_counts(schedule)}, {timeline.end:.4g} ms",
-            bubble=f"bubble {timeline.idle_share:.1%} of the ranks' time{note}",
+            title=f"{kind} {how}: {title}, {describe_counts(schedule)}, {timeline.end:.4g} ms",
+            bubble=f"{kind} bubble {timeline.idle_share:.1%} of the ranks' time{note}",
             timeline=timeline,
             virtual_stages=schedule.virtual_stages,
         )
 
-    note = " (with each stage's mean times)"
-    predicted = panel("predicted", simulate(schedule, measured.costs), note)
+    simulated = panel("simulated", "with each stage's mean times", simulate(schedule, measured.costs))
     apart = f"; the ranks' clocks differ by at least {measured.early:.3g} ms" if measured.early else ""
-    return [predicted, panel(f"measured in step {measured.step}", measured.timeline, apart)]
+    return [simulated, panel("measured", f"in step {measured.step}", measured.timeline, apart)]
 
 
 def describe_counts(schedule: Schedule) -> str:

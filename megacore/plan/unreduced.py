@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer
 from megacore.plan.whole_matrices import WholeBucket, joins_up_and_gate, weights
 
@@ -92,8 +93,17 @@ def pieces(config: ResolvedConfig, layer: PlannedLayer, size: int, *, experts: b
             parts = Piece(table, "apart" if is_apart else "others"), Piece(size - table)
             return tuple(part for part in parts if part.size > 0)
         return (Piece(size),) if size else ()
-    block, found, joins, of_mlp = layer.block, list[Piece](), False, 0
-    for weight in weights(config, block, layer.name, on_cpu=on_cpu):
+    named = layer.name if config.optimizer_settings.takes_some_whole else ""
+    return _of_block(config, layer.block, name=named, size=size, experts=experts, on_cpu=on_cpu)
+
+
+@once_per_layers
+def _of_block(
+    config: ResolvedConfig, block: ResolvedModel, *, name: str, size: int, experts: bool, on_cpu: bool
+) -> tuple[Piece, ...]:
+    """`pieces` of a layer that is a block; `name`: where what the optimizer takes whole may depend on it."""
+    found, joins, of_mlp = list[Piece](), False, 0
+    for weight in weights(config, block, name, on_cpu=on_cpu):
         if weight.of_experts and not experts:
             continue
         piece = Piece(weight.size, "experts" if weight.of_experts else "others", int(weight.is_whole))
@@ -190,22 +200,25 @@ def _buckets(
 
 def _split(last_first: Sequence[Piece], limits: dict[str, float], *, mixes: bool = False) -> list[list[int]]:
     """The numbers of the pieces in each bucket of those that shards may split; `mixes`: and of the others."""
-    members, unfinished = list[list[int]](), dict[Kind, list[int]]()
+    members, unfinished, taken = list[list[int]](), dict[Kind, list[int]](), Counter[Kind]()  # bytes so far
     for at, piece in enumerate(last_first):
         if piece.whole and not mixes:
             continue
-        if piece.kind == "apart":
+        kind, size = piece.kind, _BYTES * piece.size
+        if kind == "apart" or (kind not in unfinished and size >= limits[kind]):
             members.append([at])
             continue
-        bucket = unfinished.setdefault(piece.kind, [])
-        bucket.append(at)
-        if _BYTES * sum(last_first[other].size for other in bucket) >= limits[piece.kind]:
-            members.append(unfinished.pop(piece.kind))
+        unfinished.setdefault(kind, []).append(at)
+        taken[kind] += size
+        if taken[kind] >= limits[kind]:
+            members.append(unfinished.pop(kind))
+            taken[kind] = 0
     return [*members, *unfinished.values()]
 
 
+@functools.lru_cache(maxsize=16)  # ways out ask for the same ones with other batches and recomputation
 def bucket_members(
-    layers: Sequence[tuple[Piece, ...]], limits: tuple[float, float], *, mixes: bool
+    layers: tuple[tuple[Piece, ...], ...], limits: tuple[float, float], *, mixes: bool
 ) -> list[list[Piece]]:
     """The pieces in each bucket of a stage.
 

@@ -118,17 +118,18 @@ def _mixes(config: ResolvedConfig) -> bool:
 def _members(
     config: ResolvedConfig, chunk: Sequence[PlannedLayer], sizes: Sequence[int], *, on_cpu: bool
 ) -> list[list[Piece]]:
-    """The parameters of each bucket of a stage; on ZeRO's stage 3 a bucket has those of a layer. Where shards may not
+    """The parameters of each kind of bucket of a stage; on ZeRO's stage 3 it has those of a layer. Where shards may not
     split matrices they count as a bucket each."""
-    layers = [
+    layers = tuple(
         pieces(config, layer, size, experts=True, on_cpu=on_cpu) for layer, size in zip(chunk, sizes, strict=True)
-    ]
+    )
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes))
     limits = (grown(limit, shards), grown(limit, copies))
     mixes = _mixes(config)
-    stages = [[layer] for layer in layers] if zero_stage(config) == 3 else [layers]
-    whole = [[piece] for layer in layers for piece in layer if piece.whole and not mixes]
+    kinds = list(dict.fromkeys(layers))  # equal layers have equal buckets
+    stages = [(kind,) for kind in kinds] if zero_stage(config) == 3 else [layers]
+    whole = [[piece] for kind in kinds for piece in kind if piece.whole and not mixes]
     return [*(members for stage in stages for members in bucket_members(stage, limits, mixes=mixes)), *whole]
 
 

@@ -13,7 +13,6 @@ trained in a pipeline too, by `train_batch`. docs/guides/any-model.md is the man
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from megacore.config.fields import LARGEST_INT
+from megacore.config.nodes import launcher_number
 from megacore.errors import ConfigError, UserError
 from megacore.files import read_bounded, replace_bytes
 from megacore.models.plain import take_values_of_first_rank
@@ -469,7 +469,7 @@ class Engine:
     @property
     def local_rank(self) -> int:
         """This process's number on its machine."""
-        return int(os.environ.get("LOCAL_RANK", 0))
+        return launcher_number("LOCAL_RANK", 0)
 
     @property
     def global_rank(self) -> int:

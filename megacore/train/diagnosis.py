@@ -86,6 +86,14 @@ class Diagnosis:
     def __str__(self) -> str:
         return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
 
+    def way_out(self, remedies: str) -> str:
+        """What to do about it, after a colon: the data comes first only where it is to blame, and last in doubt."""
+        if WRONG_FROM_THE_START in self.lines:  # which names the way out
+            return ""
+        if self.cause == "data":
+            return f": look at the data of these steps, or use {remedies}"
+        return f": use {remedies}{'' if self.cause == 'overflow' else ', or look at the data of these steps'}"
+
 
 class _Microbatch(NamedTuple):
     """A microbatch of the step.

@@ -25,7 +25,7 @@ from megacore.config.messages import counted
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, describe_non_finite
-from megacore.optim.update import WeightUpdate
+from megacore.optim.update import Outcome, WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
@@ -247,9 +247,9 @@ class TrainStep:
             if microbatches:
                 with section(Phase.EVALUATE):
                     diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
-                self._end_if_hopeless(outcome.stop, diagnosis)
+                self._end_if_hopeless(outcome, diagnosis)
             elif outcome.stop is not None:  # what the caller has computed cannot be computed again
-                raise TrainingDiverged(outcome.stop)
+                raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
         return StepResult(
             step=self.step,
             loss=means.sum(),
@@ -264,12 +264,14 @@ class TrainStep:
             clip_limit=outcome.clip_limit,
         )
 
-    def _end_if_hopeless(self, stop: str | None, diagnosis: Diagnosis) -> None:
+    def _end_if_hopeless(self, outcome: Outcome, diagnosis: Diagnosis) -> None:
         ending = SilentCorruption if diagnosis.is_corruption else TrainingDiverged
         if diagnosis.is_permanent:
             raise ending(f"step {self.step} is not finite, {diagnosis}. {_way_on(diagnosis.is_corruption)}")
-        if stop is not None:
-            raise ending(f"{stop} ({diagnosis})")
+        if outcome.stop is not None and diagnosis.is_corruption:
+            raise ending(f"{outcome.stop}, {diagnosis}. {_way_on(is_corruption=True)}")
+        if outcome.stop is not None:
+            raise ending(f"{outcome.stop}{diagnosis.way_out(outcome.remedies)} ({diagnosis})")
 
     def require_finite(self) -> None:
         """Check weights and moments before they are saved; all ranks call this together.

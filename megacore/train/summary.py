@@ -55,7 +55,7 @@ def launch_summary(
     ]
     virtual = f", of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
-    bubble = f"{parallel.schedule_name}{chosen}{virtual}; bubble {idle_share:.1%} of the ranks' time, predicted"
+    bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the ranks' time"
     one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_csv or parallel.schedule_name}; "
     balanced = ["balanced by parameters: by time they do not fit"] if isinstance(parallel, StagesThatFit) else []
     lines = [

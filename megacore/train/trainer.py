@@ -6,6 +6,7 @@ saving.py; whatever else watches a run is a callback (callbacks.py).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +30,7 @@ from megacore.plan.flops import CONVENTION
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
-from megacore.train.diagnosis import WRONG_FROM_THE_START, Source
+from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.lr_range import RangeTest
 from megacore.train.memory_check import check_memory_of_ranks
@@ -193,11 +194,10 @@ class Trainer:
         taken = self.step - (0 if self.loaded is None else self.loaded.step)
         if update.skipped_in_a_row < taken or not (update.updates == 0 or update.doubts_weights):
             return
-        cause = "" if last.diagnosis is None else f" ({last.diagnosis})"
-        lower = f", --initial-loss-scale {update.scaler.scale:g}" if update.scaler.dynamic else ""
-        ways = f": look at the data, or use more --train-iters{lower}, --precision bf16 or a smaller --lr"
-        if update.updates == 0 and WRONG_FROM_THE_START in cause:  # which names the way out
-            ways = ""
+        remedies = update.remedies(loss_is_finite=math.isfinite(last.loss))
+        cause, ways = "", f": use more --train-iters, {remedies}"  # of overflows that a smaller loss scale cures
+        if last.diagnosis is not None:
+            cause, ways = f" ({last.diagnosis})", last.diagnosis.way_out(remedies)
         raise TrainingDiverged(
             f"each of {counted(taken, 'step')} was skipped, and the weights are as they were at the start; the last: "
             f"{last.skipped}{cause}{ways}"

@@ -25,13 +25,14 @@ from megacore.commands.plan import is_dry_run
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
-from megacore.config.cli import parse_config
+from megacore.config.cli import parse_config, refusal
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.dry_run_flags import REHEARSE
 from megacore.config.fields import flag, flag_and_value
 from megacore.config.flags import all_fields
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
+from megacore.config.nodes import launcher_number
 from megacore.config.optimizer import ResolvedOptimizer
 from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
 from megacore.config.precision import ResolvedPrecision
@@ -41,7 +42,7 @@ from megacore.config.toml import save_toml
 from megacore.config.validation import violations
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
-from megacore.errors import ConfigError, UserError
+from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.plan.fit import computes_on_cpu
 from megacore.verify.narrow import narrow
 
@@ -88,8 +89,12 @@ def rehearse(argv: Sequence[str], entry: str) -> int:
         argv: the words of the command line.
         entry: the name of the entry point.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
+    try:
+        if launcher_number("RANK", 0):
+            return 0
+    except ConfigError as error:
+        print(refusal(entry, error.problems), file=sys.stderr)
+        return EXIT_REFUSED
     own, words = ([word for word in argv if (word.split("=")[0] == REHEARSE) == is_own] for is_own in (True, False))
     parser = ToolParser(prog=f"{entry} {REHEARSE}" if own else VARIABLE, add_help=False)
     parser.add_argument(REHEARSE, nargs="?", type=positive, const=PROCESSES)
@@ -133,7 +138,6 @@ def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
         ConfigError: a file that the shape of the model or the schedule is in is missing.
         UserError: no layout of so few processes has all other features.
     """
-    processes = os.environ.get("WORLD_SIZE")
     is_bert = entry == "pretrain_bert.py"
     full: ResolvedConfig = parse_config(
         words,
@@ -145,7 +149,7 @@ def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
         vocabulary=_vocabulary,
         planned=True,
         files_elsewhere=True,
-        world_size=int(processes) if processes else None,
+        world_size=launcher_number("WORLD_SIZE", low=1) if os.environ.get("WORLD_SIZE") else None,
     )
     lacking = tuple(problem for problem in missing_files(full) if not problem.startswith("--output-dir"))
     if needed := [problem for problem in lacking if problem.startswith(("--init-from-hf", "--schedule-csv"))]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,7 @@ import megacore
 from megacore.config import ResolvedConfig
 from megacore.config.cli import leave_for_launcher
 from megacore.config.dimensions import describe_rank
+from megacore.config.nodes import launcher_number
 from megacore.files import take_lock
 from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
@@ -153,9 +155,9 @@ def note_that_rank_spoke() -> None:
 
 
 def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identity:
-    world_size = int(environment.get("WORLD_SIZE", "1"))
-    rank = int(environment.get("RANK", "0"))
-    local_world_size = int(environment.get("LOCAL_WORLD_SIZE", "0")) or world_size
+    number = partial(launcher_number, environment=environment)
+    world_size, rank = number("WORLD_SIZE", 1, low=1), number("RANK", 0)
+    local_world_size = number("LOCAL_WORLD_SIZE", world_size, low=1)
     return Identity(
         rank=rank,
         world_size=world_size,
@@ -167,7 +169,7 @@ def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identit
         output_dir=os.path.realpath(config.training.output_dir),
         hang_timeout=60.0 * config.watch.hang_timeout_minutes,
         collective_timeout=60.0 * config.parallel.distributed_timeout_minutes,
-        node=int(environment.get("GROUP_RANK", rank // local_world_size)),
+        node=number("GROUP_RANK", rank // local_world_size),
     )
 
 

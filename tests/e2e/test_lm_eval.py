@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -22,6 +25,21 @@ CHOICES = (["w3", "w4 w5"], ["w6", "w7"], ["w8 w9", "w2"])
 def test_without_the_harness_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_lm_eval(["--tasks", "x"]) == 2
     assert "needs the package lm_eval, which is not installed: pip install lm_eval" in capsys.readouterr().err
+
+
+def test_a_run_and_its_program_are_arguments_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the harness is: its package need not be installed."""
+    got: list[list[str]] = []
+    for name in ("lm_eval", "lm_eval.__main__", "megacore.inference.lm_eval_model"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.cli_evaluate = lambda: got.append(sys.argv[1:])  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    run, last = str(tmp_path), ["--tasks", "x", "--model", "megacore"]
+    for words in ([run, "--program", "my.py"], ["--program=my.py", run, "--model_args", "seed=3"]):
+        assert run_lm_eval([*words, "--tasks", "x"]) == 0
+    given = f"checkpoint={run},program=my.py"
+    assert got == [["--model_args", given, *last], ["--model_args", f"{given},seed=3", *last]]
 
 
 def task(folder: Path, name: str, **fields: object) -> None:

@@ -17,6 +17,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
+from megacore.verify.rehearse import VARIABLE as REHEARSE
 from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
 from tests.e2e.launching import alone
@@ -131,23 +132,26 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: 
 
 
 @pytest.mark.parametrize(
-    "variable, flags, said",
+    "variables, flags, said",
     [
-        ("x", "", "'x' is not a whole number: use 1 or more"),
-        ("8", "--tp 2 --nun-layers 2", "--nun-layers is not a flag: did you mean --num-layers?"),
+        ({REHEARSE: "x"}, "", "'x' is not a whole number: use 1 or more"),
+        ({REHEARSE: "8", "RANK": "x"}, "", "the environment's RANK is 'x', not a number from 0"),
+        ({REHEARSE: "8", "WORLD_SIZE": "abc"}, "", "the environment's WORLD_SIZE is 'abc', not a number from 1"),
+        ({REHEARSE: "8"}, "--tp 2 --nun-layers 2", "--nun-layers is not a flag: did you mean --num-layers?"),
         (
-            "8",
+            {REHEARSE: "8"},
             "--mock-data --vocab-size 64 --train-iters 9 --init-from-hf /nowhere",
             "--init-from-hf /nowhere is not a",
         ),
-        ("", "--rehearse --dry-run", "--rehearse runs and --dry-run plans: leave one of them out"),
-        ("", "--rehearse=0", "0 must be at least 1: use 1 or more"),
+        ({}, "--rehearse --dry-run", "--rehearse runs and --dry-run plans: leave one of them out"),
+        ({}, "--rehearse=0", "0 must be at least 1: use 1 or more"),
     ],
 )
 def test_a_rehearsal_that_cannot_be_is_refused(
-    variable: str, flags: str, said: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], flags: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGACORE_REHEARSE", variable)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     refused = alone(*flags.split(), timeout=30)
     assert refused.returncode == 2
     assert said in refused.stderr

@@ -208,14 +208,14 @@ def test_a_process_is_a_rank_by_its_coordinates(traced: tuple[Path, Layout, str,
     assert names == {r * dp + d: f"rank {r * dp + d}: pp {r}, dp {d}, tp 0" for r in range(pp) for d in range(dp)}
 
 
-def test_predicted_and_measured_are_drawn_above_each_other(
+def test_simulated_and_measured_are_drawn_above_each_other(
     traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_dir, (_, pp, dp), _, _ = traced
     picture, trace = tmp_path / "out.svg", output_dir / "trace.json"
     assert main(["--from-trace", str(trace), "--step", "3", "-o", str(picture)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert "predicted: " in said[0] and "measured in step 3" in said[1]
+    assert "simulated with" in said[0] and "measured in step 3" in said[1]
     assert all("bubble" in line for line in said)
     found = rows(events_of(output_dir))
     pipeline = [computed(found[rank * dp, 3]) for rank in range(pp)]

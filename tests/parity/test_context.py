@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import AdamWConfig, ModelConfig, OptimizerConfig, ParallelConfig, WatchConfig
+from megacore.errors import UserError
+from megacore.layers.attention import SelfAttention
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.rotary import Rotary
@@ -59,6 +61,17 @@ def test_ranks_hold_every_position_once_and_as_many_scores(ranks: int) -> None:
     for each, positions in zip(shards, held, strict=True):
         assert each.take(numbers, 1).tolist() == numbers[:, positions].tolist()
         assert each.whole_length(len(positions)) == length
+
+
+def test_what_layers_cannot_compute_is_refused_where_they_are_built() -> None:
+    """As by the command line: nothing validates the configuration of a model of one's own."""
+    shards, device = SequenceShards(Group(ranks=(0, 1, 2)), "ulysses"), torch.device("meta")
+    context = BuildContext(sequence=shards, device=device, streams=RandomStreams(0, torch.device("cpu")))
+    config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=8).resolve(seq_length=12)
+    with pytest.raises(UserError, match=r"ulysses divides the 4 query heads .* 3, .*: use --cp-comm ring"):
+        SelfAttention(config, context, "attention")
+    with pytest.raises(UserError, match="--attention-pattern f,q: 'q' is not known: use w, f or n"):
+        dataclasses.replace(config, attention_pattern="f,q").attention_kinds  # noqa: B018
 
 
 # ---- attention

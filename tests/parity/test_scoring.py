@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from megacore.errors import UserError
 from megacore.inference.generate import Sampling, penalized
 from megacore.inference.scoring import TextScorer, windows
 from tests.e2e.launching import words
@@ -107,6 +108,11 @@ def test_windows_predict_every_token_once() -> None:
 
 def scorer_of(checkpoint: Path, **changes: Any) -> TextScorer:
     return TextScorer.of_checkpoint(checkpoint, device="cpu", **changes)
+
+
+def test_a_program_that_is_not_there_is_refused(pair: tuple[nn.Module, Path]) -> None:
+    with pytest.raises(UserError, match=r"--program gone\.py is no Python file"):
+        scorer_of(pair[1], program="gone.py")
 
 
 def test_continuations_are_as_likely_as_in_transformers(pair: tuple[nn.Module, Path]) -> None:

@@ -184,6 +184,19 @@ def replacing(*pairs: tuple[str, str]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": steps}
 
 
+def part(number: int, data: bytes) -> bytes:
+    """A text or message in a protobuf message, of less than 16 KiB."""
+    return bytes([number << 3 | 2, len(data) & 0x7F | 0x80, len(data) >> 7]) + data
+
+
+def sentencepiece_writing(text: bytes) -> bytes:
+    """A SentencePiece model of two pieces, whose table of replacements has a text."""
+    trie = b"\x00\xc0\x01".ljust(1024, b"\0")
+    table = len(trie).to_bytes(4, "little") + trie + text + b"\0"
+    pieces = part(1, part(1, b"<unk>") + b"\x18\x02") + part(1, part(1, b"a"))
+    return pieces + part(3, part(2, table))
+
+
 BROKEN = {
     "missing": (None, "no such tokenizer"),
     "empty.json": (b"", "the tokenizer file is empty"),
@@ -198,6 +211,7 @@ BROKEN = {
         with_steps(decoder={"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 200}),
         "text 201 times as long",
     ),
+    "grows.model": (sentencepiece_writing(b"b" * 5000), "text 278 times as long"),
     "text.model": (b"hello", "not a SentencePiece model"),
     "pickle.model": (pickle.dumps({"vocab": 1}), "not a SentencePiece model"),
 }

@@ -331,6 +331,26 @@ def test_a_pickle_that_takes_much_more_than_its_size_is_refused_before_it_is_bui
     assert time.monotonic() - started < patience(2)
 
 
+@pytest.mark.parametrize(
+    ("beginning", "problem"),
+    [
+        (b"\x80\2X\xff\xff\xff\xff", "more than 1,073,741,824"),
+        (b"\x80\2c", "a line of more than 1,048,576"),
+    ],
+)
+def test_a_text_that_a_sparse_file_is_full_of_is_not_read(
+    beginning: bytes, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes().partition(pickle.dumps({}, 2))[0] + beginning)
+    os.truncate(path, 5 << 30)
+    started = time.monotonic()
+    assert problem in refused(tmp_path / "in", tmp_path / "out", capsys)
+    assert time.monotonic() - started < patience(2)
+
+
 def nested(depth: int) -> dict[str, Any]:
     table: dict[str, Any] = {"weight": torch.ones(2)}
     for _ in range(depth):

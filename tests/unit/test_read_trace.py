@@ -51,9 +51,9 @@ def everywhere(key: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 def test_a_trace_is_drawn_as_it_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*planned_trace(tmp_path / "t.json"), "-o", str(tmp_path / "t.svg")]) == 0
-    predicted, measured = capsys.readouterr().out.splitlines()
-    for said in (predicted, measured):
-        assert said.endswith("1.2 ms: bubble 25.0% of the ranks' time") or "mean times" in said
+    simulated, measured = capsys.readouterr().out.splitlines()
+    assert "simulated with each stage's mean times: " in simulated and "simulated bubble 25.0% of" in simulated
+    assert measured.endswith("1.2 ms: measured bubble 25.0% of the ranks' time")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""At most how many times as long the steps of a tokenizer.json make a text: a file of a few bytes can ask for any
-amount of memory."""
+"""At most how many times as long a tokenizer.json or a SentencePiece model makes a text: a file of a few bytes can ask
+for any amount of memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def growth(section: Any) -> float:
         elif kind == "Prepend":
             own = len(step["prepend"]) + 1
         elif kind == "Precompiled":
-            own = _longest_of_table(base64.b64decode(step["precompiled_charsmap"] or "")) / _LONGEST_OF_UNICODE
+            own = _growth_of_table(base64.b64decode(step["precompiled_charsmap"] or ""))
         else:
             own = 2 if kind == "ByteLevel" else 1
         before = (size for text, size in written if not pattern or text is None or set(pattern) & set(text))
@@ -48,7 +48,43 @@ def _flat(section: Any) -> Iterator[dict[str, Any]]:
         yield section
 
 
-def _longest_of_table(table: bytes) -> float:
-    """Characters of the longest text in a SentencePiece table: the size of a trie, the trie, texts that zeros end."""
+def growth_of_model(model: bytes) -> float:
+    """The growth of a text that a SentencePiece model normalizes, or decodes.
+
+    Args:
+        model: the message `ModelProto`, which the library accepts.
+    """
+    rules = (rule for number, rule in _parts(model) if number in (3, 5))  # normalizer_spec and denormalizer_spec
+    tables = (table for rule in rules for number, table in _parts(rule) if number == 2)  # precompiled_charsmap
+    return max(map(_growth_of_table, tables), default=1.0)
+
+
+def _growth_of_table(table: bytes) -> float:
+    """By the longest text in a SentencePiece table: the size of a trie, the trie, texts that zeros end."""
     texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-    return max((len(text.decode("utf-8", "replace")) for text in texts), default=0)
+    return max((len(text.decode("utf-8", "replace")) for text in texts), default=0) / _LONGEST_OF_UNICODE
+
+
+def _parts(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The texts and messages in a protobuf message, each with the number of its field."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        if (kind := key & 7) == 0:
+            _, at = _varint(message, at)
+        elif kind == 2:
+            size, at = _varint(message, at)
+            yield key >> 3, message[at : at + size]
+            at += size
+        else:
+            at += {1: 8, 5: 4}.get(kind, 0)
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at a place, and the place behind it."""
+    number = shift = 0
+    while True:
+        number |= (message[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if message[at - 1] < 0x80:
+            return number, at

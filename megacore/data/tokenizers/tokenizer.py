@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
-from megacore.data.tokenizers.growth import growth
+from megacore.data.tokenizers.growth import growth, growth_of_model
 from megacore.data.tokenizers.vocabulary_files import byte_level_bpe, is_plain_vocabulary, wordpiece
 from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
 from megacore.errors import DataError
@@ -108,12 +108,7 @@ class JsonTokenizer:
         ends = () if self.eod is None else (self.eod,)
         self.special_ids = frozenset((*(i for i, token in added if token.special), *self.roles.values(), *ends))
         described = json.loads(backend.to_str())
-        longer = max(growth(described["normalizer"]), growth(described["decoder"]))
-        if longer > _MOST_GROWTH:
-            raise DataError(
-                f"{source}: its replacements may make a text {longer:,.0f} times as long, more than {_MOST_GROWTH} "
-                "times: shorten what its normalizer or decoder writes"
-            )
+        _require_growth(max(growth(described["normalizer"]), growth(described["decoder"])), source)
         self.fingerprint = _json_fingerprint(described)
 
     def encode(self, text: str) -> list[int]:
@@ -175,6 +170,7 @@ class SentencePieceTokenizer:
             self._processor.LoadFromSerializedProto(model)
         except (RuntimeError, OSError) as error:
             raise DataError(f"{source}: not a SentencePiece model ({_first_line(error)}): {_WAY_OUT}") from error
+        _require_growth(growth_of_model(model), source)
         self.vocab_size: int = self._processor.vocab_size()
         if self.vocab_size < 1:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
@@ -422,6 +418,15 @@ def _telling_panics(source: str) -> Iterator[None]:
             f"{source}: `tokenizers` gives up on a text ({_first_line(error)}): simplify the regular expressions of "
             "this tokenizer, or use another one"
         ) from None
+
+
+def _require_growth(longer: float, source: str) -> None:
+    """Refuse a tokenizer that may make a text so many times as long."""
+    if longer > _MOST_GROWTH:
+        raise DataError(
+            f"{source}: its replacements may make a text {longer:,.0f} times as long, more than {_MOST_GROWTH} times: "
+            "shorten what its normalizer or decoder writes"
+        )
 
 
 def _first_known(backend: tokenizers.Tokenizer) -> str | None:
