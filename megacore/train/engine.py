@@ -398,6 +398,7 @@ class PipelineEngine:
         with section(Phase.EXIT):
             if self._trackers is not None:
                 self._trackers.finish()
+            self.model.data_parallel.ready()  # a gloo group that ends before its last message may never end
             leave(self.mesh)
         end_watch()
 

@@ -242,7 +242,7 @@ PLACES = {
 EVERYWHERE = [f"{words.partition(' z')[0]} z{stage}" if "dp" in words else words for words in PLACES.values() for stage in (STAGES if "dp" in words else [0])]
 RESUMES = [
     *(Row(f"reshard-{name}", "gpt2", SAVED, [PLACES[name], "tp2 pp2 dp2 z0", "dp4 z1", "pp2 interleaved virtual2"], RESUME) for name in ("one", "pp2-dp2", "tp4")),
-    *(Row(f"reshard-{name}-everywhere", "gpt2", SAVED | {"train_iters": 20, "lr_warmup_iters": 4}, [words, *EVERYWHERE], RESUME, slow=True) for name, words in PLACES.items()),
+    *(Row(f"reshard-{name}-everywhere", "gpt2", SAVED | {"train_iters": 8, "lr_warmup_iters": 2}, [words, *EVERYWHERE], RESUME, slow=True) for name, words in PLACES.items()),
     Row("recompute-resume", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 4}, ["recompute=light", ""], RESUME),
     Row("recompute-resume-with-it", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 4}, ["", "recompute=light"], RESUME),
     *(Row(f"{name}-reshard", "gpt2", TWO | changes, ["tp2 dp2 mb1 sp z1", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True) for name, (changes, _) in EACH_OPTIMIZER.items()),
@@ -289,7 +289,7 @@ EXPERTS = [
 ]
 
 SHORT = SMOOTH | {"num_layers": 2}
-TWENTY = SHORT | {"train_iters": 20}
+EIGHT_STEPS = SHORT | {"train_iters": 8}
 COMMS = ("allgather", "ring", "ulysses")
 SHARED = [name for name in PROGRAMS if name.startswith("shared")]
 DECODERS = ["gpt2", "llama", "windows", "bloom", "qwen", "stretched", "gpt2 packed", "llama packed", "windows packed", "bloom packed", *SHARED]
@@ -318,8 +318,8 @@ CONTEXT = [
     Row("context-llama-packed", "llama packed", SHORT, ["pp2 cp2 cp_comm=ulysses gpipe"], WEIGHTS, slow=True),
     Row("context-bloom-packed", "bloom packed", SHORT, ["dp2 cp2 z3 recompute=selective cp_comm=ring"], WEIGHTS, slow=True),
     *(Row(f"context-{name.replace(' ', '-')}-tp", name, SHORT, ["tp2 cp2 cp_comm=allgather", "tp2 cp2 sp cp_comm=ring", "tp2 cp2 cp_comm=ulysses"], WEIGHTS, slow=True) for name in SHARED),
-    *(Row(f"context-{name.replace(' ', '-')}-twenty-steps", name, TWENTY, [f"cp{cp} cp_comm={comm}" for cp in (2, 4) for comm in COMMS], WEIGHTS, slow=True) for name in DECODERS),
-    *(Row(f"context-{name.replace(' ', '-')}-twenty-steps", name, TWENTY, [f"cp{cp} cp_comm={comm}" for cp in (2, 4) for comm in COMMS if comm != "ring"], WEIGHTS, slow=True) for name in ("bert", "modern bert")),
+    *(Row(f"context-{name.replace(' ', '-')}-eight-steps", name, EIGHT_STEPS, [f"cp{cp} cp_comm={comm}" for cp in (2, 4) for comm in COMMS], WEIGHTS, slow=True) for name in DECODERS),
+    *(Row(f"context-{name.replace(' ', '-')}-eight-steps", name, EIGHT_STEPS, [f"cp{cp} cp_comm={comm}" for cp in (2, 4) for comm in COMMS if comm != "ring"], WEIGHTS, slow=True) for name in ("bert", "modern bert")),
     # Chunks are no powers of two on three ranks, and `ulysses` gives each two of the heads.
     *(
         Row(f"context-{name.replace(' ', '-')}-three-ranks", name, THREE | groups, [f"cp3 cp_comm={comm}" for comm in COMMS], WEIGHTS, slow=True)
