@@ -203,7 +203,7 @@ class Row:
         layouts: words each, see above.
         relation: what both runs have in common.
         slow: only in `make test-slow`.
-        whole: in `make test-slow` with five blocks and twenty steps; in `make test` small, unless it is `slow`.
+        whole: in `make test-slow` with five blocks and eight steps; in `make test` small, unless it is `slow`.
     """
 
     id: str
