@@ -300,7 +300,7 @@ def _from_source(args: Namespace, source: Source, temporary: Path) -> None:
     between = temporary.with_name(f"{temporary.name}-hf")
     try:
         write_hf(between, source, args.like, str(args.run))
-        _from_hf(Namespace(**{**vars(args), "input": between}), temporary)
+        _from_hf(Namespace(**{**vars(args), "run": between}), temporary)
     finally:
         shutil.rmtree(between, ignore_errors=True)
 

@@ -154,8 +154,7 @@ def test_experts_that_are_stacked_in_memory_are_apart_in_a_directory(name: str, 
     assert all(torch.equal(back[name].read(), value) for name, value in held.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", ["torchtitan", "hf"])
+@pytest.mark.parametrize("names", [pytest.param("torchtitan", marks=pytest.mark.slow), "hf"])
 def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     stored = weights if names == "hf" else titan(weights)
