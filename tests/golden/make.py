@@ -192,11 +192,14 @@ def portable(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
 
 
 def written(collection: str) -> dict[str, Outcome]:
-    """What is written down of a collection."""
+    """What is written down of a collection; nothing of an answer that was never written."""
+    path = HERE / ("argv.jsonl" if collection == "argv" else "tools.json")
+    if not path.exists():
+        return {}
     if collection == "tools":
-        found: dict[str, Outcome] = json.loads((HERE / "tools.json").read_text())
+        found: dict[str, Outcome] = json.loads(path.read_text())
         return found
-    rows = [json.loads(line) for line in (HERE / "argv.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {json.dumps(row.pop("given")): row for row in rows}
 
 
@@ -205,7 +208,8 @@ def write(only: str, workers: int) -> None:
     for name, keys in chosen(only).items():
         if name != "runs":
             found = portable(collect(ROOT, {name: keys | set(map(plain_line, SCRIPTS))}, workers)[name])
-            rows = {key: found.get(key) or written(name)[key] for key in COLLECTIONS[name]()}
+            before = written(name)
+            rows = {key: found.get(key) or before.get(key, {}) for key in COLLECTIONS[name]()}
             if name == "argv":
                 lines = [json.dumps({"given": json.loads(key), **outcome}) for key, outcome in rows.items()]
                 (HERE / "argv.jsonl").write_text("\n".join(lines) + "\n")
