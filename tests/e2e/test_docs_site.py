@@ -43,7 +43,8 @@ class Page(HTMLParser):
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra `docs` is not installed"
+        any(importlib.util.find_spec(name) is None for name in NEEDED),
+        reason="needs the extra `docs`: run `make docs` first",
     ),
 ]
 OPENED = (
@@ -78,7 +79,7 @@ def test_the_site_has_every_page_and_no_dead_link(site: Path) -> None:
     assert not any(re.search(r"https?://", link) for page in pages.values() for link in page.links if is_loaded(link))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: install it, or set CHROMIUM to its path")
 @pytest.mark.parametrize("name", OPENED)
 def test_a_browser_shows_the_page_and_has_nothing_to_complain_about(name: str, site: Path, tmp_path: Path) -> None:
     document, complaints = dom_and_complaints(site / name, tmp_path)

@@ -18,7 +18,7 @@ from tests.e2e.launching import ROOT, run_warm
 
 needs_pretend = pytest.mark.skipif(
     importlib.util.find_spec("tests.accelerator.device") is None or shutil.which("g++") is None,
-    reason="the pretend accelerator needs g++",
+    reason="the pretend accelerator needs g++: apt install g++",
 )
 # State that lies on the device where the optimizer is offloaded.
 ON_DEVICE = {"params", "grads"}

@@ -55,7 +55,7 @@ def task(folder: Path, name: str, **fields: object) -> None:
 
 
 def test_the_harness_gets_the_answers_of_the_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     directory, spoken = save_model(make_model("gpt2"), tmp_path / "hf"), tokenizer({"bos": "<begin>", "eos": "<end>"})

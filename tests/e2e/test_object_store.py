@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
 
-from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, ROOT, alone, free_port, needs_proc, small_run, under_torchrun
 from tests.patience import until
 from tests.unit import data_bytes
 
-pytest.importorskip("s3fs")
-pytest.importorskip("moto.server")
-import s3fs
-
-pytestmark = [needs_proc, pytest.mark.slow]
+pytestmark = needs_proc
 DYING = Path(__file__).with_name("dying.py")
 SECONDS = 120.0
 SAME = {"reproducible": True, "micro_batch_size": 1, "global_batch_size": 4, "lr_decay_iters": 20}
@@ -30,9 +27,7 @@ URL = "s3://bucket/runs/one"
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server, which the environment leads to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, value in {
         "AWS_ACCESS_KEY_ID": "someone",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -78,6 +73,17 @@ def of_one_process(output: Path, **changes: object) -> dict[int, tuple[float, fl
     return losses(output)
 
 
+def test_a_run_goes_on_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
+    for steps in (2, 4):
+        flags = small_run(tmp_path / "out", **{**SAME, "save": URL, "load": "auto", "train_iters": steps})
+        done = alone(*flags, timeout=SECONDS)
+        assert done.returncode == 0, done.stderr
+    assert f"continues {URL}/step_00000002" in " ".join(done.stdout.split())
+    assert losses(tmp_path / "out") == of_one_process(tmp_path / "alone")
+    assert store.exists("bucket/runs/one/step_00000004")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "number", "kept", "async_save"),
     [
@@ -128,6 +134,7 @@ def test_a_run_that_dies_in_a_save_goes_on_from_s3_on_another_layout(
     assert done.returncode == 0, done.stdout  # bit for bit, weights and optimizer
 
 
+@pytest.mark.slow
 def test_data_come_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
     documents = [[[(7 * document + token * token) % 64 for token in range(64)]] for document in range(40)]
     data_bytes.write(tmp_path / "corpus", documents)
@@ -142,6 +149,7 @@ def test_data_come_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").rglob("corpus.bin"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["bucket", "credentials", "server"])
 def test_what_cannot_work_is_refused_before_training(
     store: s3fs.S3FileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
@@ -166,6 +174,7 @@ def test_what_cannot_work_is_refused_before_training(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_connection_that_is_lost_midway_ends_the_run_with_one_message(
     server: subprocess.Popen[bytes], tmp_path: Path

@@ -18,6 +18,7 @@ import pytest
 import torch
 import triton
 
+from tests.kernels.conftest import INTERPRETED
 from tests.unit.packaging_builds import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def test_kernels_in_the_interpreter(marker: str, pytestconfig: pytest.Config) ->
     key, now = f"megacore/interpreter-{marker.replace(' ', '-')}", _read_by_the_kernels()
     if pytestconfig.cache is not None and pytestconfig.cache.get(key, None) == now and "CI" not in os.environ:
         pytest.skip("kernels/ and megacore/ops/ are as when these tests last passed here (CI=1 runs them all the same)")
-    files = (f"tests/kernels/{name}" for name in ("test_numerics.py", "test_training.py", "test_planted.py"))
+    files = (f"tests/kernels/{name}" for name in INTERPRETED)
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -149,7 +149,6 @@ def test_an_older_torch_without_windows_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("case", RESTRICTED)
 def test_torchs_kernel_is_the_loop(case: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
             yield place
             subprocess.run(["umount", "--lazy", str(place)], check=True)  # a run that failed holds files open
             return
-    pytest.skip("a file system cannot be mounted here")
+    pytest.skip("needs the right to mount a tmpfs: run as root")
 
 
 def filling(disk: Path, **options: Any) -> Trainer:

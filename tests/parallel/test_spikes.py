@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import mse_loss
 
 from megacore import ops
@@ -286,7 +287,6 @@ def test_a_run_reads_as_many_samples_as_its_rollbacks_may_skip(tmp_path: Path) -
 
 def test_what_a_run_writes_has_every_step_once(tmp_path: Path) -> None:
     """CSV, TensorBoard, the timeline and the profile follow metrics.jsonl: steps that a rollback undoes are gone."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
     spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
     files: dict[str, Any] = {"csv": True, "tensorboard_dir": str(tmp_path / "board"), "trace": True, "trace_steps": 10}
     files["profile_steps"] = f"{LAST_SAVED}:10"  # is written at the spike
@@ -298,7 +298,7 @@ def test_what_a_run_writes_has_every_step_once(tmp_path: Path) -> None:
     losses = [json.loads(line)["train/loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == list(zip(every, losses, strict=True))
-    board = reader.EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
     board.Reload()
     shown = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert shown == [(step, float(np.float32(loss))) for step, loss in zip(every, losses, strict=True)]

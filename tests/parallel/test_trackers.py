@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from wandb.proto import wandb_internal_pb2
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
@@ -136,9 +138,7 @@ def test_csv_drops_what_a_rollback_undoes_at_once(tmp_path: Path) -> None:
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard itself reads."""
-    reason = "needs the package tensorboard: pip install tensorboard"
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
-    accumulator = reader.EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {
         tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
@@ -189,11 +189,6 @@ def test_tensorboard_takes_numbers_beyond_fp32(tmp_path: Path) -> None:
 # ---- Weights & Biases
 
 
-@pytest.fixture
-def wandb() -> Any:
-    return pytest.importorskip("wandb", reason="needs the package wandb: pip install wandb")
-
-
 def offline_run(directory: Path) -> list[Any]:
     """The records of the last offline run, whose file W&B's own process completes soon after the run."""
     deadline = time.monotonic() + patience(30)
@@ -208,8 +203,6 @@ def read_records(directory: Path) -> Iterator[Any]:
 
     W&B's process may be writing: reading ends at the first chunk whose checksum its content does not have yet.
     """
-    from wandb.proto import wandb_internal_pb2
-
     path = max(directory.glob("wandb/offline-run-*/*.wandb"))
     content, position, parts = path.read_bytes(), 7, b""
     while position + 7 <= len(content):
@@ -237,7 +230,7 @@ def logged(history: Any) -> Record:
     return {key: value for key, value in pairs.items() if not key.startswith("_")}
 
 
-def test_wandb_offline_has_every_record_and_a_resumed_run_continues_it(tmp_path: Path, wandb: Any) -> None:
+def test_wandb_offline_has_every_record_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
     settings = {"wandb_project": "a project", "wandb_mode": "offline", "wandb_group": "a group", "csv": True}
     written = train(tmp_path, **settings, save_interval=2)
     first = offline_run(tmp_path)

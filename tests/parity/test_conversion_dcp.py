@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -23,6 +24,7 @@ from megacore.convert.dcp_files import INDEX, open_dcp
 from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
+from tests.parity.hf_models import make_model, save_model
 from tests.unit.test_deepspeed_files import write as write_deepspeed
 from tools.convert_checkpoint import main as convert
 
@@ -32,7 +34,6 @@ HEADS, GROUPS, HIDDEN, HEAD = 4, 2, 32, 8
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of transformers with a Llama of random weights."""
-    transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("llama")
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
@@ -138,9 +139,8 @@ def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", pytest.param("qwen2-moe", marks=pytest.mark.slow)])
 def test_experts_that_are_stacked_in_memory_are_apart_in_a_directory(name: str, tmp_path: Path) -> None:
     """Parameters of transformers' model, as FSDP2 and DeepSpeed save them, against what `save_pretrained` writes."""
-    hf_models = pytest.importorskip("tests.parity.hf_models")
-    model = hf_models.make_model(name)
-    saved = hf_models.save_model(model, tmp_path / "saved")
+    model = make_model(name)
+    saved = save_model(model, tmp_path / "saved")
     held = {name: value.detach() for name, value in model.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in held)
     source = {name: (value.dtype, tuple(value.shape), value.clone) for name, value in held.items()}

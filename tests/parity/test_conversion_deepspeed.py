@@ -22,7 +22,8 @@ PYTHON = os.environ.get("MEGACORE_DEEPSPEED_PYTHON") or (
 )
 SCRIPT = Path(__file__).with_name("deepspeed_checkpoints.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="DeepSpeed is not installed")]
+HOW = "needs DeepSpeed: run `make peers`, and set MEGACORE_DEEPSPEED_PYTHON=.venv-peers/bin/python"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason=HOW)]
 
 
 @pytest.mark.parametrize(("stage", "form"), [(1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp32"), (3, "fp32")])

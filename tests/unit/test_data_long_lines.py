@@ -18,7 +18,6 @@ from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from tests.unit.test_data_preprocess import BAD_LINES, ROOT, SOURCES
 
-pytest.importorskip("tiktoken")
 LETTERS = [
     "a",
     "b ",

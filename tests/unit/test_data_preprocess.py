@@ -10,8 +10,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pyarrow
 import pytest
 import zstandard
+from pyarrow import parquet
 
 from megacore.data.indexed import workers as workers_module
 from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
@@ -272,8 +274,6 @@ def test_every_key_has_its_output_and_they_stay_aligned(tokenizer: Tokenizer, tm
 
 
 def test_the_rows_of_a_parquet_file_are_those_of_json_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"text": f"row {n} ü\n" * (n % 5), "title": f"t{n}", "id": n} for n in range(1500)]
     rows[700]["text"] = None
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=400)

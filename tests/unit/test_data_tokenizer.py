@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
+import transformers
 
 from megacore.data.tokenizers.tokenizer import (
     END_OF_TEXT,
@@ -145,7 +146,6 @@ def test_truncation_and_padding_in_the_file_are_ignored(trained: dict[str, Token
 
 
 def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     trained["bpe"].save(tmp_path / "ours")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert theirs(TEXTS)["input_ids"] == trained["bpe"].encode_batch(TEXTS)
@@ -254,7 +254,6 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     marker = tmp_path / "marker"
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
     config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
@@ -265,7 +264,6 @@ def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
 
 
 def test_vocab_and_merges_load_with_the_class_that_the_refusal_names(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(DataError, match=r"add a tokenizer_config\.json") as caught:

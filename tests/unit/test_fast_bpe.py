@@ -53,7 +53,6 @@ def changed(trained: Tokenizer, pattern: str | None = None, **parts: object) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "nfc"])
 def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
-    pytest.importorskip("tiktoken")
     parts = {"nfc": {"normalizer": normalizers.NFC()}}.get(kind, {})
     tokenizer = changed(trained, LLAMA3.pattern if kind == "llama3" else None, **parts)
     fast = fast_encoder(tokenizer)
@@ -95,7 +94,6 @@ def test_words_have_the_ids_that_they_have_in_a_text(
     together: int, bits: int, pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few words have a place, and texts that are looked up together stay apart."""
-    pytest.importorskip("tiktoken")
     monkeypatch.setattr(fast_bpe, "_PROBED", ())
     monkeypatch.setattr(fast_bpe, "_TOGETHER", together)
     monkeypatch.setattr(word_table, "_BITS", bits)
@@ -116,7 +114,6 @@ def test_words_have_the_ids_that_they_have_in_a_text(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tiktoken")
     monkeypatch.setattr(fast_bpe, "_PROBED", ())
     fast = fast_encoder(trained, workers)
     assert fast is not None
@@ -132,7 +129,6 @@ def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch
 
 def test_texts_with_special_tokens_are_encoded_together(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one they would take longer than all texts without this encoder."""
-    pytest.importorskip("tiktoken")
     monkeypatch.setattr(fast_bpe, "_PROBED", ())
     fast = fast_encoder(trained)
     assert fast is not None
@@ -147,7 +143,6 @@ def test_texts_with_special_tokens_are_encoded_together(trained: Tokenizer, monk
 def test_a_long_text_is_encoded_in_parts(
     pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tiktoken")
     monkeypatch.setattr(fast_bpe, "_PROBED", ())  # what is proven elsewhere
     tokenizer = changed(trained, pattern)
     fast = fast_encoder(tokenizer)

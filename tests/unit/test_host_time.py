@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("triton")
-
 from benchmarks.host_time import BareBlock, calls, our_block, without_driver
 from benchmarks.operators import model_of
 

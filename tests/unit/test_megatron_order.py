@@ -92,7 +92,9 @@ def test_a_blend_without_weights_is_one_epoch(paths: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("case", [*GOLDEN, (43, 5, 3), (200, 3, 11)], ids=str)
 def test_the_package_itself_agrees(case: Case, paths: tuple[str, str], tmp_path: Path) -> None:
-    core = pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
+    core = pytest.importorskip(
+        "megatron.core.datasets.gpt_dataset", reason="needs megatron-core: pip install megatron-core"
+    )
     builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
     count, seq_length, seed = case
 

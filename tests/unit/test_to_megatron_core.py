@@ -76,7 +76,7 @@ torch.save(logits, target)
 @pytest.mark.parametrize("kind", ["megatron", "torch_dist"])
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["GPT-2", "Llama"])
 def test_megatron_core_computes_the_same(config: object, kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
     checkpoint_of(config, tmp_path / "ours")  # type: ignore[arg-type]
     flags = {"megatron_norms": "apart"} if kind == "megatron" else {}
     assert to_megatron(tmp_path / "ours", tmp_path / "theirs", kind, **flags) == 0
