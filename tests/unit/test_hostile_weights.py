@@ -19,20 +19,11 @@ from safetensors.torch import save_file
 from megacore.convert.hf_directory import open_directory
 from tests.e2e.launching import words
 from tests.patience import patience
+from tests.unit.hostile import Payload
 from tools.convert_checkpoint import main as convert
 
 CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size": 11}
 MOST_SECONDS, MOST_BYTES = 1.0, 50 << 20
-
-
-class Payload:
-    """What a pickle may do: here it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 def directory(folder: Path) -> Path:
