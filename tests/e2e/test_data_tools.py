@@ -27,7 +27,8 @@ from tools.preprocess_data import main as preprocess_data
 from tools.train_tokenizer import main as train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-TOOLS = {"train_tokenizer": train_tokenizer, "preprocess_data": preprocess_data, "merge_datasets": merge_datasets}
+TOOLS = {"train": train_tokenizer, "preprocess": preprocess_data, "merge": merge_datasets}
+NAMES = {"train": "train_tokenizer", "preprocess": "preprocess_data", "merge": "merge_datasets"}
 
 
 @pytest.fixture(scope="module")
@@ -81,68 +82,57 @@ def test_the_tools_run_from_a_bare_checkout(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("model", ["bpe", "unigram", "wordpiece"])
 def test_every_model_goes_through_the_tools(model: str, folder: Path, tmp_path: Path) -> None:
     corpus = folder / "corpus.jsonl"
-    assert TOOLS["train_tokenizer"](flags(input=corpus, model=model, vocab_size=450, output=tmp_path / "t")) == 0
+    assert train_tokenizer(flags(input=corpus, model=model, vocab_size=450, output=tmp_path / "t")) == 0
     made = flags(input=corpus, tokenizer=tmp_path / "t", output_prefix=tmp_path / "d", workers=2)
-    assert TOOLS["preprocess_data"]([*made, "--append-eod"]) == 0
+    assert preprocess_data([*made, "--append-eod"]) == 0
     tokenizer = load_tokenizer(tmp_path / "t")
     first = json.loads(corpus.read_text().splitlines()[0])["text"]
     assert data_bytes.read(tmp_path / "d_text_document")[0] == [[*tokenizer.encode(first), tokenizer.eod]]
 
 
-NONSENSE: dict[str, tuple[str, str, str]] = {
-    "no flags": ("preprocess_data", "", "the following arguments are required: --input"),
-    "unknown flag": ("preprocess_data", "--inptu x", "--input"),
-    "workers 0": ("preprocess_data", "{in} {tok} {out} --workers 0", "--workers: 0 must be at least 1"),
-    "workers two": ("preprocess_data", "{in} {tok} {out} --workers two", "'two' is not a whole number: use 1 or more"),
-    "workers many": ("preprocess_data", "{in} {tok} {out} --workers 100000", "use at most"),
-    "no such input": ("preprocess_data", "--input nowhere.txt {tok} {out}", "nowhere.txt cannot be read: No such file"),
-    "input is a directory": ("preprocess_data", "--input {tmp} {tok} {out}", "is a directory: give the files in it"),
-    "pipe without a writer": ("preprocess_data", "--input {tmp}/p.txt {tok} {out}", "nothing has opened it"),
-    "parquet in a pipe": ("preprocess_data", "--input {tmp}/p.parquet {tok} {out}", "parquet is a pipe, which can be"),
-    "pipe to train on": ("train_tokenizer", "--input {tmp}/p.txt --vocab-size 300 --output {tmp}/t2", "read only once"),
-    "dataset is a pipe": ("merge_datasets", "--input {tmp}/pipe {out}", "pipe.idx: is not a regular file"),
-    "no such tokenizer": ("preprocess_data", "{in} --tokenizer nowhere {out}", "nowhere: no such tokenizer"),
-    "tokenizer is text": ("preprocess_data", "{in} --tokenizer {tmp}/bad.jsonl {out}", "not a `tokenizers` JSON file"),
-    "output below a file": ("preprocess_data", "{in} {tok} --output-prefix {tmp}/bad.jsonl/o", "cannot write there"),
-    "empty input": ("preprocess_data", "--input {tmp}/empty.txt {tok} {out}", "empty.txt: no documents in it"),
-    "only bad lines": (
-        "preprocess_data",
-        "--input {tmp}/bad.jsonl {tok} {out}",
-        "bad.jsonl: no documents in it (1 bad",
-    ),
-    "strict": ("preprocess_data", "--input {tmp}/bad.jsonl {tok} {out} --strict", "bad.jsonl:1: not JSON"),
-    "not gzip": ("preprocess_data", "--input {tmp}/bad.gz {tok} {out}", "bad.gz: cannot be read to its end"),
-    "wrong key": ("preprocess_data", "{in} {tok} {out} --json-keys txet", "no key 'txet' (it has 'text')"),
-    "keys of plain text": (
-        "preprocess_data",
-        "--input {tmp}/a.txt {tok} {out} --json-keys a b",
-        "plain text has no keys",
-    ),
-    "vocabulary 3": ("train_tokenizer", "{in} --vocab-size 3 --output {tmp}/t", "--vocab-size 3 must be at least 257"),
-    "unknown model": ("train_tokenizer", "{in} --vocab-size 3 --output {tmp}/t --model gpt", "invalid choice: 'gpt'"),
-    "nothing to train on": ("train_tokenizer", "--input {tmp}/empty.txt --vocab-size 300 --output {tmp}/t", "no text"),
-    "tokenizer over a file": ("train_tokenizer", "{in} --vocab-size 300 --output {tmp}/a.txt", "a.txt is a file"),
+NONSENSE: dict[str, tuple[str, str]] = {
+    "no flags": ("preprocess", "the following arguments are required: --input"),
+    "unknown flag": ("preprocess --inptu x", "--input"),
+    "workers 0": ("preprocess {in} {tok} {out} --workers 0", "--workers: 0 must be at least 1"),
+    "workers two": ("preprocess {in} {tok} {out} --workers two", "'two' is not a whole number: use 1 or more"),
+    "workers many": ("preprocess {in} {tok} {out} --workers 100000", "use at most"),
+    "no such input": ("preprocess --input nowhere.txt {tok} {out}", "nowhere.txt cannot be read: No such file"),
+    "input is a directory": ("preprocess --input {tmp} {tok} {out}", "is a directory: give the files in it"),
+    "pipe without a writer": ("preprocess --input {tmp}/p.txt {tok} {out}", "nothing has opened it"),
+    "parquet in a pipe": ("preprocess --input {tmp}/p.parquet {tok} {out}", "parquet is a pipe, which can be"),
+    "pipe to train on": ("train --input {tmp}/p.txt --vocab-size 300 --output {tmp}/t2", "read only once"),
+    "dataset is a pipe": ("merge --input {tmp}/pipe {out}", "pipe.idx: is not a regular file"),
+    "no such tokenizer": ("preprocess {in} --tokenizer nowhere {out}", "nowhere: no such tokenizer"),
+    "tokenizer is text": ("preprocess {in} --tokenizer {tmp}/bad.jsonl {out}", "not a `tokenizers` JSON file"),
+    "output below a file": ("preprocess {in} {tok} --output-prefix {tmp}/bad.jsonl/o", "cannot write there"),
+    "empty input": ("preprocess --input {tmp}/empty.txt {tok} {out}", "empty.txt: no documents in it"),
+    "only bad lines": ("preprocess --input {tmp}/bad.jsonl {tok} {out}", "bad.jsonl: no documents in it (1 bad"),
+    "strict": ("preprocess --input {tmp}/bad.jsonl {tok} {out} --strict", "bad.jsonl:1: not JSON"),
+    "not gzip": ("preprocess --input {tmp}/bad.gz {tok} {out}", "bad.gz: cannot be read to its end"),
+    "wrong key": ("preprocess {in} {tok} {out} --json-keys txet", "no key 'txet' (it has 'text')"),
+    "keys of plain text": ("preprocess --input {tmp}/a.txt {tok} {out} --json-keys a b", "plain text has no keys"),
+    "vocabulary 3": ("train {in} --vocab-size 3 --output {tmp}/t", "--vocab-size 3 must be at least 257"),
+    "unknown model": ("train {in} --vocab-size 3 --output {tmp}/t --model gpt", "invalid choice: 'gpt'"),
+    "nothing to train on": ("train --input {tmp}/empty.txt --vocab-size 300 --output {tmp}/t", "no text"),
+    "tokenizer over a file": ("train {in} --vocab-size 300 --output {tmp}/a.txt", "a.txt is a file"),
     "tokenizer over its input": (
-        "train_tokenizer",
-        "--input {tmp}/t/tokenizer_config.json --vocab-size 300 --output {tmp}/t",
+        "train --input {tmp}/t/tokenizer_config.json --vocab-size 300 --output {tmp}/t",
         "tokenizer_config.json would be overwritten, but is one of the inputs",
     ),
     "tokenizer over another": (
-        "train_tokenizer",
-        "--input {tmp}/a.txt --vocab-size 300 --output {tmp}/other",
+        "train --input {tmp}/a.txt --vocab-size 300 --output {tmp}/other",
         "other holds another tokenizer: give another directory, or replace it with --overwrite",
     ),
-    "lowercase bpe": ("train_tokenizer", "{in} --vocab-size 300 --output {tmp}/t2 --lowercase", "has no effect with"),
+    "lowercase bpe": ("train {in} --vocab-size 300 --output {tmp}/t2 --lowercase", "has no effect with"),
     "only empty documents": (
-        "train_tokenizer",
-        "--input {tmp}/hollow.jsonl --vocab-size 300 --output {tmp}/t2",
+        "train --input {tmp}/hollow.jsonl --vocab-size 300 --output {tmp}/t2",
         "the input files hold no text to train on",
     ),
-    "no output prefix": ("preprocess_data", "{in} {tok} --output-prefix=", "--output-prefix is empty"),
-    "merge to nowhere": ("merge_datasets", "--input {tmp}/u16 --output-prefix=", "--output-prefix is empty"),
-    "merge nothing": ("merge_datasets", "--input {tmp}/nowhere {out}", "nowhere.idx: No such file"),
-    "merge empty files": ("merge_datasets", "--input {tmp}/void {out}", "void.idx: 0 bytes are too few"),
-    "merge two dtypes": ("merge_datasets", "--input {tmp}/u16 {tmp}/i32 {out}", "i32.idx holds int32 tokens but"),
+    "no output prefix": ("preprocess {in} {tok} --output-prefix=", "--output-prefix is empty"),
+    "merge to nowhere": ("merge --input {tmp}/u16 --output-prefix=", "--output-prefix is empty"),
+    "merge nothing": ("merge --input {tmp}/nowhere {out}", "nowhere.idx: No such file"),
+    "merge empty files": ("merge --input {tmp}/void {out}", "void.idx: 0 bytes are too few"),
+    "merge two dtypes": ("merge --input {tmp}/u16 {tmp}/i32 {out}", "i32.idx holds int32 tokens but"),
 }
 
 
@@ -165,19 +155,14 @@ def test_nonsense_gets_one_clear_line_and_status_2(
     data_bytes.write(tmp_path / "u16", [[[1]]], code=8)
     data_bytes.write(tmp_path / "i32", [[[1]]], code=4)
     before = sorted(tmp_path.iterdir())
-    tool, words, expected = NONSENSE[name]
-    for mark, value in (
-        ("{in}", f"--input {folder}/corpus.jsonl"),
-        ("{tok}", f"--tokenizer {folder}/tokenizer"),
-        ("{out}", f"--output-prefix {tmp_path}/out"),
-        ("{tmp}", str(tmp_path)),
-    ):
-        words = words.replace(mark, value)
-    assert TOOLS[tool](words.split()) == 2
+    line, expected = NONSENSE[name]
+    marks = {"in": f"--input {folder}/corpus.jsonl", "tok": f"--tokenizer {folder}/tokenizer"}
+    tool, *words = line.format(**marks, out=f"--output-prefix {tmp_path}/out", tmp=tmp_path).split()
+    assert TOOLS[tool](words) == 2
     output, errors = capsys.readouterr()
     assert output == ""
     assert len(errors.splitlines()) == 1
-    assert errors.startswith(f"{tool}.py: error: ")
+    assert errors.startswith(f"{NAMES[tool]}.py: error: ")
     assert expected in errors
     assert sorted(tmp_path.iterdir()) == before
 
@@ -186,17 +171,17 @@ def test_nonsense_gets_one_clear_line_and_status_2(
 def test_a_pipe_gives_what_its_file_does(encoder: str, folder: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     given = {"tokenizer": folder / "tokenizer", "encoder": encoder, "workers": 1}
-    assert TOOLS["preprocess_data"](flags(input=folder / "corpus.jsonl", output_prefix=tmp_path / "a", **given)) == 0
+    assert preprocess_data(flags(input=folder / "corpus.jsonl", output_prefix=tmp_path / "a", **given)) == 0
     text = (folder / "corpus.jsonl").read_bytes()
     writer = threading.Thread(target=(tmp_path / "pipe.jsonl").write_bytes, args=(text,))
     writer.start()
-    assert TOOLS["preprocess_data"](flags(input=tmp_path / "pipe.jsonl", output_prefix=tmp_path / "b", **given)) == 0
+    assert preprocess_data(flags(input=tmp_path / "pipe.jsonl", output_prefix=tmp_path / "b", **given)) == 0
     writer.join()
     assert (tmp_path / "a_text_document.bin").read_bytes() == (tmp_path / "b_text_document.bin").read_bytes()
 
 
 def test_the_same_tokenizer_may_be_trained_again_and_another_with_overwrite(folder: Path, tmp_path: Path) -> None:
-    train = TOOLS["train_tokenizer"]
+    train = train_tokenizer
     common = flags(input=folder / "corpus.jsonl", output=tmp_path / "t")
     assert [train([*common, *flags(vocab_size=size)]) for size in (300, 300, 400)] == [0, 0, 2]
     assert load_tokenizer(tmp_path / "t").vocab_size == 300

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,9 @@ def legacy_blocks(values: dict[str, Tensor], numbers: range, tp: int, rank: int,
     return found
 
 
-def write_legacy(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, version: float, chunks: int = 1) -> None:
+def write_legacy(
+    path: Path, values: dict[str, Tensor], *, tp: int = 1, pp: int = 1, version: float = 3.0, chunks: int = 1
+) -> Path:
     """The nested tables of Megatron-LM's own GPT, with any number of virtual stages."""
     each = LAYERS // (pp * chunks)
     for stage in range(pp):
@@ -191,6 +193,7 @@ def write_legacy(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, ver
             table = {"model": models[0]} if chunks == 1 else {f"model{i}": model for i, model in enumerate(models)}
             sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
             save(path, rank, stage if pp > 1 else None, state(table, None if version == 0 else version, **sizes))
+    return path
 
 
 def core_attention(values: dict[str, Tensor], i: int, tp: int, rank: int) -> dict[str, Tensor]:
@@ -242,6 +245,15 @@ def core_layers(blocks: Sequence[Mapping[str, Tensor]], *, stacked: bool = False
 
 
 # ---- converting ------------------------------------------------------------------------------------------------------
+
+
+def changed(source: Path, change: Callable[[dict[str, Any]], object], folder: str = "mp_rank_00") -> Path:
+    """The checkpoint, of which the file of a rank has been changed."""
+    path = source / folder / "model_optim_rng.pt"
+    made = torch.load(path, weights_only=False)
+    change(made)
+    torch.save(made, path)
+    return source
 
 
 def convert_megatron(source: Path, target: Path, **flags: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from megacore.data.bert.chunks import paired_documents, sentence_chunks
 from megacore.data.bert.dataset import BertBatch, BertDataset
-from megacore.data.bert.layouts import PackedText, PairText, SegmentText
+from megacore.data.bert.layouts import PackedText, PairText, SegmentText, truncated
 from megacore.data.bert.masking import Masking, SpecialTokens
 from megacore.data.bert.text import Shape, Split
 from megacore.data.indexed.reader import IndexedDataset
@@ -35,40 +35,31 @@ def corpus(path: Path, sizes: Sequence[Sequence[int]]) -> IndexedDataset:
     return IndexedDataset(data_bytes.write(path, documents))
 
 
-def dataset(indexed: IndexedDataset, task: str, **changes: Any) -> BertDataset:
-    """A dataset over all documents."""
-    given = {"seq_length": 24, "num_samples": 300, "seed": 1, "short": 0.1, "prob": 0.15, "stream": 0} | changes
-    split = Split(
-        indexed=indexed,
-        documents=given.get("documents", range(indexed.num_documents)),
-        num_samples=given["num_samples"],
-        seed=given["seed"],
-        cache_dir=given.get("cache_dir"),
-    )
-    shape = Shape(
-        seq_length=given["seq_length"],
-        special=TOKENS,
-        short_seq_prob=given["short"],
-        mark_sentences=True,
-        vocab_size=given.get("vocab_size", VOCAB),
-    )
-    makes: dict[str, Callable[[], Any]] = {
-        "nsp": lambda: PairText(split, shape, swap=False),
-        "sop": lambda: PairText(split, shape, swap=True),
-        "none": lambda: SegmentText(split, shape),
-        "packed": lambda: PackedText(split, shape),
-    }
+def dataset(
+    indexed: IndexedDataset,
+    task: str,
+    *,
+    seq_length: int = 24,
+    num_samples: int = 300,
+    seed: int = 1,
+    short: float = 0.1,
+    stream: int = 0,
+    documents: range | None = None,
+    vocab_size: int = VOCAB,
+    cache_dir: Path | None = None,
+) -> BertDataset:
+    """A dataset over all documents, of whose tokens 15% are predicted."""
+    documents = range(indexed.num_documents) if documents is None else documents
+    split = Split(indexed=indexed, documents=documents, num_samples=num_samples, seed=seed, cache_dir=cache_dir)
+    drawn = {"short_seq_prob": short, "mark_sentences": True}
+    shape = Shape(seq_length=seq_length, special=TOKENS, vocab_size=vocab_size, **drawn)
+    if task in ("nsp", "sop"):
+        text: Any = PairText(split, shape, swap=task == "sop")
+    else:
+        text = (SegmentText if task == "none" else PackedText)(split, shape)
     special = np.arange(VOCAB) < FIRST
-    masking = Masking(prob=given["prob"], mask=MASK, special=special, ordinary=np.flatnonzero(~special))
-    return BertDataset(
-        makes[task](),
-        masking,
-        num_samples=given["num_samples"],
-        seq_length=given["seq_length"],
-        pad=PAD,
-        seed=given["seed"],
-        stream=given["stream"],
-    )
+    masking = Masking(prob=0.15, mask=MASK, special=special, ordinary=np.flatnonzero(~special))
+    return BertDataset(text, masking, num_samples=num_samples, seq_length=seq_length, pad=PAD, seed=seed, stream=stream)
 
 
 def source(indexed: IndexedDataset) -> dict[int, tuple[int, int]]:
@@ -256,12 +247,8 @@ def test_rates_over_a_hundred_thousand_tokens(tmp_path: Path) -> None:
         kept = sum(int((sample["tokens"] == sample["labels"])[sample["loss_mask"] == 1].sum()) for sample in samples)
         torn = sum(int(sample["sentence_labels"]) for sample in samples)
         assert text > 100_000
-        for count, trials, prob in (
-            (predicted, text, 0.15),
-            (masked, predicted, 0.8),
-            (kept, predicted, 0.1),
-            (torn, 2400, 0.5),
-        ):
+        shares = ((predicted, text, 0.15), (masked, predicted, 0.8), (kept, predicted, 0.1), (torn, 2400, 0.5))
+        for count, trials, prob in shares:
             assert abs(count - trials * prob) < 3 * (trials * prob * (1 - prob)) ** 0.5
 
 
@@ -314,16 +301,8 @@ def test_batches_are_the_same_on_every_layout_and_after_a_resume(num_workers: in
     made = dataset(indexed, "nsp", num_samples=48)
 
     def batches(rank: int, ranks: int, micro: int, consumed: int = 0) -> list[BertBatch]:
-        loader = BatchLoader(
-            made,
-            BertBatch,
-            micro_batch_size=micro,
-            global_batch_size=16,
-            rank=rank,
-            ranks=ranks,
-            consumed_samples=consumed,
-            num_workers=num_workers,
-        )
+        sizes = {"micro_batch_size": micro, "global_batch_size": 16, "rank": rank, "ranks": ranks}
+        loader = BatchLoader(made, BertBatch, **sizes, consumed_samples=consumed, num_workers=num_workers)
         return [batch for step in loader for batch in step]
 
     rows: dict[int, list[Any]] = {}
@@ -335,9 +314,25 @@ def test_batches_are_the_same_on_every_layout_and_after_a_resume(num_workers: in
                 values = (batch.tokens, batch.token_types, batch.documents, batch.labels, batch.loss_mask)
                 rows[4 * batch.index + row] = [value[row].tolist() for value in values]
     for k in range(48):
-        assert rows[k] == [
-            made[k][name].tolist() for name in ("tokens", "token_types", "documents", "labels", "loss_mask")
-        ]
+        names = ("tokens", "token_types", "documents", "labels", "loss_mask")
+        assert rows[k] == [made[k][name].tolist() for name in names]
     resumed = batches(0, 1, 2, consumed=32)
     assert [b.index for b in resumed] == list(range(16, 24))
     assert [row for b in resumed for row in b.tokens.tolist()] == [rows[k][0] for k in range(32, 48)]
+
+
+def test_a_pair_is_cut_from_the_longer_one_at_either_end_by_lot() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        long_a, long_b = rng.integers(1, 40, size=2).tolist()
+        room = int(rng.integers(2, 60))
+        lengths = [long_a, long_b]
+        while sum(lengths) > room:
+            lengths[0 if lengths[0] > lengths[1] else 1] -= 1
+        a, b = truncated((100, 100 + long_a), (500, 500 + long_b), room, rng)
+        assert [a[1] - a[0], b[1] - b[0]] == lengths
+        assert 100 <= a[0] <= a[1] <= 100 + long_a
+        assert 500 <= b[0] <= b[1] <= 500 + long_b
+    fronts = [truncated((0, 30), (50, 60), 20, rng)[0][0] for _ in range(400)]
+    assert abs(np.mean(fronts) - 10) < 0.5
+    assert len(set(fronts)) > 5

@@ -227,12 +227,8 @@ def test_a_dataset_of_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_pat
     data: dict[str, Any] = {"data_path": (str(tmp_path / "a_text_document"),), "vocab_size": None}
     assert check_inputs(unresolved(tokenizer=str(tmp_path / "same"), **data)) == 257
     described = json.loads((tmp_path / "same" / "tokenizer.json").read_text())
-    described["post_processor"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": True,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
+    kind = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    described["post_processor"] = kind
     (tmp_path / "again.json").write_text(json.dumps(described))  # another file with the same ids
     again = load_tokenizer(tmp_path / "again.json")
     assert again.fingerprint != tokenizer.fingerprint

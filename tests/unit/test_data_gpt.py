@@ -41,9 +41,8 @@ def random_dataset(tmp_path: Path, seed: int) -> IndexedDataset:
 def test_samples_are_windows_of_the_brute_force_stream(tmp_path: Path) -> None:
     for number, (seed, seq_length, num_samples) in enumerate(SHAPES):
         indexed = random_dataset(tmp_path, number)
-        dataset = GPTDataset(
-            indexed, range(indexed.num_documents), num_samples=num_samples, seq_length=seq_length, seed=seed
-        )
+        options = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        dataset = GPTDataset(indexed, range(indexed.num_documents), **options)
         stream: list[int] = []
         for document in dataset.document_index:
             for sequence in range(*indexed.document_indices[document : document + 2]):
@@ -62,9 +61,7 @@ def test_a_sample_names_the_documents_of_its_tokens(tmp_path: Path) -> None:
     documents = range(indexed.num_documents)
     dataset = GPTDataset(indexed, documents, num_samples=20, seq_length=7, seed=0)
     starts = [indexed.document_start(number) for number in (*documents, documents.stop)]
-    holder = {
-        token: number for number in documents for token in indexed.tokens(starts[number], starts[number + 1]).tolist()
-    }
+    holder = {int(token): n for n in documents for token in indexed.tokens(starts[n], starts[n + 1])}
     blended = BlendedDataset([dataset, dataset], {"dataset": np.array([0, 1]), "sample": np.array([5, 6])})
     assert blended.documents_of(1) == dataset.documents_of(6)
     for k in range(20):
@@ -183,14 +180,6 @@ def test_sizes_beyond_32_bits_are_exact() -> None:
         assert offset < lengths[indices["document_index"][place]]
     size = extent(2**50 + 1, 2**60, 2**11)
     assert size.epochs == -(-((2**60 - 1) * 2**11 + 1) // (2**50 + 1))
-
-
-def test_the_end_of_document_is_left_out_of_the_loss_where_asked(tmp_path: Path) -> None:
-    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", [[[5, 6, 0]], [[7, 0]]]))
-    dataset = GPTDataset(indexed, range(2), num_samples=9, seq_length=4, seed=0, eod=0)
-    for k in range(9):
-        sample = dataset[k]
-        assert sample["loss_mask"].tolist() == [float(token != 0) for token in sample["tokens"].tolist()]
 
 
 def test_a_token_outside_the_vocabulary_is_located_when_read(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def written(prefix: Path, documents: data_bytes.Documents, code: int = 8) -> Pat
     return prefix
 
 
-def test_our_files_are_the_independent_writer_s_byte_for_byte(tmp_path: Path) -> None:
+def test_files_are_those_of_the_independent_writer_and_reader(tmp_path: Path) -> None:
     rng = random.Random(0)
     for number, code in enumerate([1, 2, 3, 4, 5, 8] * 5):
         documents = random_documents(rng, largest=100)
@@ -54,13 +54,7 @@ def test_our_files_are_the_independent_writer_s_byte_for_byte(tmp_path: Path) ->
         for ending in ("bin", "idx"):
             assert Path(f"{ours}.{ending}").read_bytes() == Path(f"{theirs}.{ending}").read_bytes()
         assert data_bytes.read(ours) == documents
-
-
-def test_files_of_the_independent_writer_are_read(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    for number, code in enumerate([1, 2, 3, 4, 5, 8] * 5):
-        documents = random_documents(rng, largest=100)
-        dataset = IndexedDataset(data_bytes.write(tmp_path / f"d{number}", documents, code))
+        dataset = IndexedDataset(theirs)
         sequences = list(itertools.chain.from_iterable(documents))
         assert [dataset[number].tolist() for number in range(len(dataset))] == sequences
         assert dataset.num_documents == len(documents)
@@ -71,24 +65,16 @@ def test_files_of_the_independent_writer_are_read(tmp_path: Path) -> None:
         assert dataset.document_offsets(middle, len(documents)).tolist() == ends[middle:]
 
 
-def test_one_sequence_can_be_read_in_part(tmp_path: Path) -> None:
-    dataset = IndexedDataset(data_bytes.write(tmp_path / "d", DOCUMENTS))
+def test_a_dataset_is_opened_by_either_file_and_read_in_part(tmp_path: Path) -> None:
+    prefix = data_bytes.write(tmp_path / "d", DOCUMENTS)
+    dataset = IndexedDataset(prefix)
     assert dataset.get(0, 1).tolist() == [2, 3]
     assert dataset.get(5, 1, 2).tolist() == [9, 10]
     assert dataset[-1].tolist() == [8, 9, 10, 11]
     with pytest.raises(IndexError):
         dataset[6]
-
-
-def test_the_suffix_of_either_file_is_tolerated(tmp_path: Path) -> None:
-    prefix = data_bytes.write(tmp_path / "d", DOCUMENTS)
     assert IndexedDataset(f"{prefix}.idx").prefix == IndexedDataset(f"{prefix}.bin").prefix == str(prefix)
-
-
-def test_modes_of_multimodal_files_are_read(tmp_path: Path) -> None:
-    prefix = data_bytes.write(tmp_path / "d", DOCUMENTS)
-    with open(f"{prefix}.idx", "ab") as file:
-        file.write(bytes([0, 1, 0, 0, 1, 0]))
+    changed("idx", lambda data: data + bytes([0, 1, 0, 0, 1, 0]))(prefix)  # a multimodal file has modes
     modes = IndexedDataset(prefix).sequence_modes
     assert modes is not None
     assert modes.tolist() == [0, 1, 0, 0, 1, 0]
@@ -104,41 +90,36 @@ def test_the_dtype_follows_megatron_s_rule(vocab_size: int, name: str) -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def patched(offset: int, fmt: str, value: object) -> Callable[[Path], None]:
-    """Overwrite one field of the .idx."""
-
-    def damage(prefix: Path) -> None:
-        path = Path(f"{prefix}.idx")
-        data = bytearray(path.read_bytes())
-        struct.pack_into(fmt, data, offset, value)
-        path.write_bytes(data)
-
-    return damage
+Damage = Callable[[Path], None]
 
 
-def cut(ending: str, length: int) -> Callable[[Path], None]:
-    """Cut a file to a length, or by one if it is negative."""
+def changed(ending: str, make: Callable[[bytes], bytes]) -> Damage:
+    """One of the two files has another content."""
 
     def damage(prefix: Path) -> None:
         path = Path(f"{prefix}.{ending}")
-        size = path.stat().st_size
-        os.truncate(path, length if length >= 0 else size + length)
+        path.write_bytes(make(path.read_bytes()))
 
     return damage
 
 
-def appended(ending: str) -> Callable[[Path], None]:
-    """Append bytes to a file."""
-
-    def damage(prefix: Path) -> None:
-        with open(f"{prefix}.{ending}", "ab") as file:
-            file.write(b"\x01\x02")
-
-    return damage
+def patched(offset: int, fmt: str, value: object) -> Damage:
+    """A field of the .idx has another value."""
+    return changed("idx", lambda data: data[:offset] + struct.pack(fmt, value) + data[offset + struct.calcsize(fmt) :])
 
 
-def removed(ending: str) -> Callable[[Path], None]:
-    """Remove a file."""
+def cut(ending: str, length: int) -> Damage:
+    """A file is cut to a length, or by one if it is negative."""
+    return changed(ending, lambda data: data[:length])
+
+
+def longer(ending: str) -> Damage:
+    """A file has two bytes more."""
+    return changed(ending, lambda data: data + b"\1\2")
+
+
+def removed(ending: str) -> Damage:
+    """A file is not there."""
     return lambda prefix: Path(f"{prefix}.{ending}").unlink()
 
 
@@ -157,7 +138,7 @@ def pipe(prefix: Path) -> None:
 
 
 LENGTHS, POINTERS, BOUNDARIES = 34, 34 + 6 * 4, 34 + 6 * 12
-BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+BROKEN: dict[str, tuple[Damage, str]] = {
     "no idx": (removed("idx"), r"d\.idx: No such file"),
     "no bin": (removed("bin"), r"d\.bin: No such file"),
     "empty idx": (cut("idx", 0), r"d\.idx: 0 bytes are too few for the 34-byte header"),
@@ -169,13 +150,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "dtype": (patched(17, "<B", 9), r"d\.idx: unknown dtype code 9"),
     "another dtype": (patched(17, "<B", 4), r"d\.bin: 22 bytes long, shorter than the 30"),
     "idx cut": (cut("idx", -1), r"d\.idx: 145 bytes long, but its header announces 6 sequences"),
-    "idx longer": (appended("idx"), r"d\.idx: 148 bytes long"),
+    "idx longer": (longer("idx"), r"d\.idx: 148 bytes long"),
     "2^62 sequences": (patched(18, "<Q", 1 << 62), r"d\.idx: .* announces 4611686018427387904 sequences"),
     "2^64 - 1 documents": (patched(26, "<Q", (1 << 64) - 1), r"d\.idx: .* 18446744073709551615 document"),
     "bin empty": (cut("bin", 0), r"d\.bin: 0 bytes long, shorter than the"),
     "bin shorter": (cut("bin", -2), r"d\.bin: 20 bytes long, shorter than the 22 that d\.idx describes"),
     "bin by half a token shorter": (cut("bin", -1), r"d\.bin: 21 bytes long, shorter"),
-    "bin longer": (appended("bin"), r"d\.bin: 24 bytes long, longer than the 22"),
+    "bin longer": (longer("bin"), r"d\.bin: 24 bytes long, longer than the 22"),
     "pointer": (patched(POINTERS + 8, "<q", 8), r"d\.idx: sequence 1 starts at byte 8, expected 6"),
     "negative pointer": (patched(POINTERS, "<q", -6), r"d\.idx: sequence 0 starts at byte -6"),
     "negative length": (patched(LENGTHS + 8, "<i", -2), r"d\.idx: sequence 2 has the negative length -2"),
@@ -184,10 +165,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe": (pipe, r"d\.idx: is not a regular file"),
     "first boundary": (patched(BOUNDARIES, "<q", 1), r"d\.idx: document boundaries run from 1 to 6, expected 0 to 6"),
     "last boundary": (patched(BOUNDARIES + 32, "<q", 5), r"d\.idx: document boundaries run from 0 to 5"),
-    "boundaries backwards": (
-        patched(BOUNDARIES + 8, "<q", 4),
-        r"d\.idx: document 1 ends at sequence 3, before it starts at 4",
-    ),
+    "boundaries backwards": (patched(BOUNDARIES + 8, "<q", 4), "document 1 ends at sequence 3, before it starts at 4"),
 }
 
 
@@ -333,9 +311,7 @@ def test_a_merge_is_exact_beyond_the_range_of_32_bits(tmp_path: Path) -> None:
     assert (tmp_path / "m.bin").stat().st_blocks * 512 < 1 << 20
 
 
-def test_a_merge_writes_all_even_where_the_system_writes_a_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_is_whole_where_the_system_writes_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk that is nearly full a call writes what still fits, and does not fail."""
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, memoryview(data)[:7], offset))
@@ -373,14 +349,6 @@ def test_a_merge_beyond_the_largest_file_size_publishes_nothing(tmp_path: Path) 
     assert run.stdout.splitlines() == [*refused, f"{enough} merged"]
     assert {path.name for path in tmp_path.glob("m*.*")} == {f"m{enough}.bin", f"m{enough}.idx"}
     assert data_bytes.read(tmp_path / f"m{enough}") == documents * 2
-
-
-def test_mixed_dtypes_are_not_merged(tmp_path: Path) -> None:
-    data_bytes.write(tmp_path / "a", DOCUMENTS, code=8)
-    data_bytes.write(tmp_path / "b", DOCUMENTS, code=4)
-    with pytest.raises(DataError, match=r"b\.idx holds int32 tokens but .*a\.idx holds uint16"):
-        merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "m"))
-    assert not (tmp_path / "m.idx").exists()
 
 
 def test_an_input_is_not_overwritten_by_the_merge(tmp_path: Path) -> None:

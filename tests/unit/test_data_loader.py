@@ -50,26 +50,11 @@ def worst_deviation(order: NDArray[np.int16], weights: list[float]) -> float:
 
 
 def test_every_prefix_holds_each_share_to_within_one() -> None:
+    """So equal weights take turns. Largest error first would be off by more with the second weights."""
     rng = random.Random(0)
-    for _ in range(150):
-        weights = [rng.random() ** rng.choice([1, 2, 8]) + 1e-3 for _ in range(rng.randint(1, 12))]
+    drawn = [[rng.random() ** rng.choice([1, 2, 8]) + 1e-3 for _ in range(rng.randint(1, 12))] for _ in range(150)]
+    for weights in ([2.0, 2.0, 2.0], [0.0026, 0.1411, 0.0101, 0.0026, 0.8384, 0.0026, 0.0026], *drawn):
         assert worst_deviation(blend_order(weights, 400), weights) < 1
-
-
-def test_largest_error_first_would_miss_it_where_this_does_not() -> None:
-    weights = [0.0026, 0.1411, 0.0101, 0.0026, 0.8384, 0.0026, 0.0026]
-    counts, greedy = [0] * 7, []
-    for n in range(1, 301):
-        number = max(range(7), key=lambda d: weights[d] * n - counts[d])
-        counts[number] += 1
-        greedy.append(number)
-    assert worst_deviation(np.array(greedy, np.int16), weights) > 1
-    assert worst_deviation(blend_order(weights, 300), weights) < 1
-
-
-def test_equal_weights_take_turns() -> None:
-    order = blend_order([2.0, 2.0, 2.0], 12)
-    assert all(sorted(order[at : at + 3]) == [0, 1, 2] for at in range(0, 12, 3))
 
 
 def test_a_blend_takes_each_dataset_in_its_own_order() -> None:
@@ -92,15 +77,25 @@ def numbers(loader: BatchLoader, steps: int | None = None) -> list[list[list[int
     return [[m.tokens[:, 0].tolist() for m in step] for step in itertools.islice(loader, steps)]
 
 
+def loader(
+    length: int = 40,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    micro: int = 2,
+    batch: int = 8,
+    bad: int | None = None,
+    **more: int,
+) -> BatchLoader:
+    """Of numbered samples, for one of the data-parallel ranks."""
+    sizes = {"micro_batch_size": micro, "global_batch_size": batch, "rank": rank, "ranks": ranks}
+    return BatchLoader(Numbered(length, bad), Microbatch, **sizes, **more)
+
+
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1), (3, 4)])
 def test_samples_of_a_step_do_not_depend_on_the_layout(micro: int, dp: int) -> None:
     batch = 24
-    ranks = [
-        numbers(
-            BatchLoader(Numbered(100), Microbatch, micro_batch_size=micro, global_batch_size=batch, rank=d, ranks=dp)
-        )
-        for d in range(dp)
-    ]
+    ranks = [numbers(loader(100, d, dp, micro=micro, batch=batch)) for d in range(dp)]
     for step in range(100 // batch):
         for j, d in itertools.product(range(batch // (micro * dp)), range(dp)):
             first = step * batch + (j * dp + d) * micro
@@ -110,104 +105,67 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(micro: int, dp: int) -> N
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_run_resumes_from_the_consumed_samples_alone(num_workers: int) -> None:
-    def loader(consumed: int) -> BatchLoader:
-        return BatchLoader(
-            Numbered(80),
-            Microbatch,
-            micro_batch_size=2,
-            global_batch_size=8,
-            rank=1,
-            ranks=2,
-            consumed_samples=consumed,
-            num_workers=num_workers,
-        )
-
-    whole = loader(0)
+    whole = loader(80, 1, 2, num_workers=num_workers)
     assert numbers(whole, 4)[3] == [[26, 27], [30, 31]]
     assert whole.consumed_samples == 32
-    resumed = loader(32)
+    resumed = loader(80, 1, 2, num_workers=num_workers, consumed_samples=32)
     assert numbers(resumed) == numbers(whole)
     assert resumed.consumed_samples == 80
 
 
 def test_a_microbatch_has_the_shapes_and_the_same_number_everywhere() -> None:
-    loader = BatchLoader(
-        Numbered(64), Microbatch, micro_batch_size=2, global_batch_size=16, rank=1, ranks=2, consumed_samples=16
-    )
-    step = next(loader)
+    step = next(loader(64, 1, 2, batch=16, consumed_samples=16))
     assert [m.index for m in step] == [9, 11, 13, 15]
     m = step[0]
     assert isinstance(m, Microbatch)
-    assert (m.tokens.shape, m.tokens.dtype) == ((2, 3), torch.int64)
-    assert (m.labels.shape, m.labels.dtype) == ((2, 3), torch.int64)
-    assert (m.loss_mask.shape, m.loss_mask.dtype) == ((2, 3), torch.float32)
+    kinds = [(tensor.shape, tensor.dtype) for tensor in (m.tokens, m.labels, m.loss_mask)]
+    assert kinds == [((2, 3), torch.int64), ((2, 3), torch.int64), ((2, 3), torch.float32)]
     assert m.to("meta").tokens.device.type == "meta"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_unusable_sample_is_one_clear_error(num_workers: int) -> None:
-    loader = BatchLoader(
-        Numbered(40, bad=11),
-        Microbatch,
-        micro_batch_size=2,
-        global_batch_size=8,
-        rank=0,
-        ranks=1,
-        num_workers=num_workers,
-    )
-    next(loader)
+    steps = loader(bad=11, num_workers=num_workers)
+    next(steps)
     with pytest.raises(DataError, match=r"^sample 11 is unusable$"):
-        next(loader)
+        next(steps)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_begins_again_with_the_same_processes(num_workers: int) -> None:
-    loader = BatchLoader(
-        Numbered(40),
-        Microbatch,
-        micro_batch_size=2,
-        global_batch_size=8,
-        rank=1,
-        ranks=2,
-        consumed_samples=8,
-        num_workers=num_workers,
-    )
+    steps = loader(40, 1, 2, consumed_samples=8, num_workers=num_workers)
     processes = {process.pid for process in multiprocessing.active_children()}
-    whole = numbers(loader)
+    whole = numbers(steps)
     assert len(whole) == 4
-    for steps in (4, 2, 0, 1):  # where it is rewound: at the end, on the way, at once
-        loader.rewind()
-        assert loader.consumed_samples == 8
-        assert numbers(loader, steps) == whole[:steps]
+    for count in (4, 2, 0, 1):  # where it is rewound: at the end, on the way, at once
+        steps.rewind()
+        assert steps.consumed_samples == 8
+        assert numbers(steps, count) == whole[:count]
     assert {process.pid for process in multiprocessing.active_children()} == processes
 
 
 def test_a_killed_worker_is_one_clear_error() -> None:
     others = multiprocessing.active_children()
     handler = signal.getsignal(signal.SIGCHLD)
-    loader = BatchLoader(
-        Numbered(4000), Microbatch, micro_batch_size=2, global_batch_size=8, rank=0, ranks=1, num_workers=2
-    )
+    steps = loader(4000, num_workers=2)
     assert signal.getsignal(signal.SIGCHLD) is handler
-    next(loader)
+    next(steps)
     victim = next(process for process in multiprocessing.active_children() if process not in others)
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"^a data worker \(pid {victim.pid}\) was ended by SIGKILL"):
-        numbers(loader)
+        numbers(steps)
 
 
 def test_the_processes_of_a_forgotten_loader_end() -> None:
     others = multiprocessing.active_children()
-    loader = BatchLoader(
-        Numbered(40), Microbatch, micro_batch_size=2, global_batch_size=8, rank=0, ranks=1, num_workers=2
-    )
-    next(loader)
+    steps = loader(num_workers=2)
+    next(steps)
     workers = [process for process in multiprocessing.active_children() if process not in others]
     assert len(workers) == 2
-    cycle: list[object] = [loader]
+    cycle: list[object] = [steps]
     cycle.append(cycle)  # a trainer is part of such cycles
-    del loader, cycle
+    del steps, cycle
     gc.collect()
     assert not any(process.is_alive() for process in workers)
 

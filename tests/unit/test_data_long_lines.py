@@ -18,24 +18,7 @@ from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from tests.unit.test_data_preprocess import BAD_LINES, ROOT, SOURCES
 
-LETTERS = [
-    "a",
-    "b ",
-    " c d ",
-    "é",
-    "東京",
-    "😀",
-    "\n",
-    '"',
-    "\\",
-    "\t",
-    "\x00",
-    "u12",
-    "/",
-    "{",
-    "]",
-    " the quick fox ",
-]
+LETTERS = [*'aé"\\/{]\t\n\x00', "b ", " c d ", "東京", "😀", "u12", " the quick fox "]
 BROKEN = [
     *BAD_LINES,
     b'{"text": "LONG\x01 more", "x": "LONG"}',
@@ -120,13 +103,11 @@ def test_a_line_in_pieces_gives_what_it_gives_in_one(
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megacore.data.indexed.corpus._BLOCK", 50)
-            patch.setattr(
-                "megacore.data.indexed.corpus.read_chunks.__defaults__", ("line", 1, 1 << 25, None, None, 1 << 23)
-            )
+            defaults = ("line", 1, 1 << 25, None, None, 1 << 23)
+            patch.setattr("megacore.data.indexed.corpus.read_chunks.__defaults__", defaults)
             reports.append(preprocess(job, tokenizer, fast=fast, long_line_bytes=threshold))
-        files.append(
-            {path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir()) if path.suffix != ".json"}
-        )
+        made = sorted(path for path in (tmp_path / name).iterdir() if path.suffix != ".json")
+        files.append({path.name: path.read_bytes() for path in made})
     whole, pieces = reports
     assert whole.bad == pieces.bad
     assert len(whole.bad) > 20
@@ -150,10 +131,8 @@ def test_a_line_of_300_mb_takes_no_more_memory_than_short_ones(tmp_path: Path) -
     peaks = []
     for name in ("short", "long"):
         with open(tmp_path / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            part, times = (
-                json.dumps(text)[1:-1],
-                300_000_000 // len(text) if name == "long" else 17_000_000 // len(text),
-            )
+            part = json.dumps(text)[1:-1]
+            times = (300_000_000 if name == "long" else 17_000_000) // len(text)
             between = "" if name == "long" else '"}\n{"text": "'
             file.write('{"text": "' + part)
             for _ in range(times - 1):

@@ -24,14 +24,8 @@ STARTS = np.arange(VOCAB) % 3 != 0
 
 def masking(prob: float = 0.15, *, words: bool = False, max_ngram: int = 1) -> Masking:
     """Rules over a vocabulary of 1,000 ids, of which the first five are special."""
-    return Masking(
-        prob=prob,
-        mask=MASK,
-        special=SPECIAL,
-        ordinary=np.flatnonzero(~SPECIAL),
-        starts=STARTS if words else None,
-        max_ngram=max_ngram,
-    )
+    starts, ordinary = STARTS if words else None, np.flatnonzero(~SPECIAL)
+    return Masking(prob=prob, mask=MASK, special=SPECIAL, ordinary=ordinary, starts=starts, max_ngram=max_ngram)
 
 
 def text(length: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -217,11 +211,7 @@ def test_a_vocabulary_without_marks_has_no_words() -> None:
 
 
 def test_the_roles_of_tokens_are_as_named_or_as_usual() -> None:
-    assert role_tokens({"<s>", "</s>", "<mask>", "<pad>"}, {}) == {
-        "cls": "<s>",
-        "sep": "</s>",
-        "mask": "<mask>",
-        "pad": "<pad>",
-    }
+    usual = {"cls": "<s>", "sep": "</s>", "mask": "<mask>", "pad": "<pad>"}
+    assert role_tokens(set(usual.values()), {}) == usual
     assert role_tokens({"[CLS]", "X"}, {"cls": "X", "mask": "gone"}) == {"cls": "X"}
     assert role_tokens({"[MASK]", "<mask>"}, {}) == {"mask": "[MASK]"}

@@ -9,6 +9,7 @@ import random
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -46,6 +47,12 @@ def documents(path: Path, unit: TextUnit = "line", chunk_bytes: int = 1 << 19) -
         texts.extend(parsed.texts[0])
         bad.extend(parsed.bad)
     return texts, bad
+
+
+def run(folder: Path, content: str, tokenizer: Any, /, *, name: str = "a.txt", **options: Any) -> Report:
+    """Tokenize a file with this content to `o`, beside it."""
+    (folder / name).write_text(content)
+    return preprocess(Job(inputs=(str(folder / name),), output_prefix=str(folder / "o"), **options), tokenizer)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -124,15 +131,10 @@ def test_compressed_files_are_read_to_their_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
 def test_a_damaged_compressed_file_is_refused(suffix: str, damage: str, tmp_path: Path) -> None:
     lines = os.urandom(200_000).hex().encode()
-    packed = bytearray(gzip.compress(lines) if suffix == "gz" else zstandard.ZstdCompressor().compress(lines))
-    if damage == "cut":
-        del packed[-20_000:]
-    elif damage == "flipped":
-        packed[0] ^= 1
-    else:
-        packed = bytearray(b"not compressed at all")
+    packed = gzip.compress(lines) if suffix == "gz" else zstandard.ZstdCompressor().compress(lines)
+    flipped = bytes([packed[0] ^ 1]) + packed[1:]
     path = tmp_path / f"a.txt.{suffix}"
-    path.write_bytes(packed)
+    path.write_bytes({"cut": packed[:-20_000], "flipped": flipped, "other": b"not compressed at all"}[damage])
     with pytest.raises(DataError, match=rf"a\.txt\.{suffix}: cannot be read to its end .* damaged or cut short"):
         list(read_chunks(str(path)))
 
@@ -221,9 +223,8 @@ def test_the_output_is_the_same_for_any_number_of_workers(
     path, texts = corpus
     outputs, reports = [], []
     for workers in (1, 3):
-        job = Job(
-            inputs=(str(path),) * 2, output_prefix=str(tmp_path / f"w{workers}"), append_eod=True, workers=workers
-        )
+        prefix = str(tmp_path / f"w{workers}")
+        job = Job(inputs=(str(path),) * 2, output_prefix=prefix, append_eod=True, workers=workers)
         reports.append(preprocess(job, tokenizer))
         outputs.append([Path(f"{job.outputs[0]}.{ending}").read_bytes() for ending in ("bin", "idx", "json")])
     assert outputs[0] == outputs[1]
@@ -244,18 +245,12 @@ def test_tokens_that_fit_no_slot_are_sent(
         monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
         job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / f"{workers}-{slot_bytes}"), workers=workers)
         preprocess(job, tokenizer)
-        outputs.append(
-            [Path(f"{prefix}{end}").read_bytes() for prefix in job.outputs for end in (".bin", ".idx", ".json")]
-        )
+        outputs.append([Path(f"{job.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx", "json")])
     assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_sentences_become_sequences_of_their_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("One. Two here.\nThree! Four? Five.\n")
-    job = Job(
-        inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), split_sentences=True, append_eod=True
-    )
-    preprocess(job, tokenizer)
+    run(tmp_path, "One. Two here.\nThree! Four? Five.\n", tokenizer, split_sentences=True, append_eod=True)
     encode = tokenizer.encode
     assert data_bytes.read(tmp_path / "o_text_sentence") == [
         [encode("One."), [*encode("Two here."), tokenizer.eod]],
@@ -265,9 +260,8 @@ def test_sentences_become_sequences_of_their_document(tokenizer: Tokenizer, tmp_
 
 def test_every_key_has_its_output_and_they_stay_aligned(tokenizer: Tokenizer, tmp_path: Path) -> None:
     records = [{"text": "a", "title": "b"}, {"text": "c"}, {"text": "", "title": "d"}, {"text": "e", "title": "f"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    job = Job(inputs=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / "o"), json_keys=("text", "title"))
-    report = preprocess(job, tokenizer)
+    lines = "\n".join(map(json.dumps, records))
+    report = run(tmp_path, lines, tokenizer, name="a.jsonl", json_keys=("text", "title"))
     assert (report.documents, report.bad_count, report.empty) == (2, 1, 1)
     for key, texts in (("text", "ae"), ("title", "bf")):
         assert data_bytes.read(tmp_path / f"o_{key}_document") == [[tokenizer.encode(text)] for text in texts]
@@ -324,18 +318,16 @@ def test_the_sidecar_describes_the_dataset(tokenizer: Tokenizer, tmp_path: Path)
 
 @pytest.mark.parametrize("change", ["touched bin", "not JSON", "deep JSON", "a list", "wrong types", "other size"])
 def test_a_sidecar_that_cannot_be_believed_is_ignored(change: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo three\n")
-    preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "a")), tokenizer)
-    dataset = IndexedDataset(tmp_path / "a_text_document")
-    path = tmp_path / "a_text_document.json"
+    run(tmp_path, "one\ntwo three\n", tokenizer)
+    dataset = IndexedDataset(tmp_path / "o_text_document")
+    path = tmp_path / "o_text_document.json"
     values = json.loads(path.read_text())
     if change == "touched bin":
         later = path.stat().st_mtime_ns + 10**9
         os.utime(dataset.bin_path, ns=(later, later))
     elif change in ("wrong types", "other size"):
-        path.write_text(
-            json.dumps({**values, "bin_bytes": "8" if change == "wrong types" else values["bin_bytes"] + 2})
-        )
+        bin_bytes = "8" if change == "wrong types" else values["bin_bytes"] + 2
+        path.write_text(json.dumps({**values, "bin_bytes": bin_bytes}))
     else:
         path.write_text({"not JSON": "{", "deep JSON": "[" * 100_000, "a list": "[]"}[change])
     assert read_sidecar(dataset) is None
@@ -356,9 +348,8 @@ def test_strict_refuses_at_the_first_bad_line_and_leaves_nothing(
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n', "{bad\n"])
 def test_an_input_without_documents_is_refused(content: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"a\.jsonl: no documents in it"):
-        preprocess(Job(inputs=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / "o")), tokenizer)
+        run(tmp_path, content, tokenizer, name="a.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -367,9 +358,8 @@ def test_an_input_without_documents_is_refused(content: str, tokenizer: Tokenize
     [(("text", "title"), "plain text has no keys"), (("../x",), "cannot be part of a file name"), (("",), "cannot be")],
 )
 def test_impossible_keys_are_refused(keys: tuple[str, ...], message: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n")
     with pytest.raises(DataError, match=message):
-        preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), json_keys=keys), tokenizer)
+        run(tmp_path, "one\n", tokenizer, json_keys=keys)
 
 
 @pytest.mark.parametrize("name", ["o_text_document.json", "o_text_document.bin", "o_text_document.bin.partial"])
@@ -378,48 +368,31 @@ def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Toke
     given = tmp_path / name
     given.write_text("one\n" if name.endswith(("bin", "partial")) else '{"text": "one"}\n')
     content = given.read_bytes()
-    path = {"its name": given, "a link": tmp_path / "link.json", "another path": tmp_path / ".." / tmp_path.name}
-    if through == "a link":
-        path[through].symlink_to(given)
-    elif through == "another path":
-        path[through] = path[through] / name
+    (tmp_path / "link.json").symlink_to(given)
+    path = {"its name": given, "a link": tmp_path / "link.json", "another path": tmp_path / ".." / tmp_path.name / name}
     with pytest.raises(DataError, match=f"{name} would be overwritten, but is one of the inputs"):
         preprocess(Job(inputs=(str(path[through]),), output_prefix=str(tmp_path / "o")), tokenizer)
     assert given.read_bytes() == content
 
 
 def test_the_tokenizer_is_never_written_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n")
     tokenizer.save(tmp_path)
-    (tmp_path / "tokenizer.json").rename(tmp_path / "o_text_document.json")
-    job = Job(
-        inputs=(str(tmp_path / "a.txt"),),
-        output_prefix=str(tmp_path / "o"),
-        tokenizer=str(tmp_path / "o_text_document.json"),
-    )
+    there = (tmp_path / "tokenizer.json").rename(tmp_path / "o_text_document.json")
     with pytest.raises(DataError, match=r"o_text_document\.json would be overwritten"):
-        preprocess(job, tokenizer)
+        run(tmp_path, "one\n", tokenizer, tokenizer=str(there))
 
 
 def test_an_eod_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
     class NoEnd:
         vocab_size, eod, fingerprint = 10, None, ""
 
-    (tmp_path / "a.txt").write_text("one\n")
     with pytest.raises(DataError, match="--append-eod: this tokenizer has no end-of-document token"):
-        preprocess(
-            Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), append_eod=True),
-            NoEnd(),  # type: ignore[arg-type]
-        )
+        run(tmp_path, "one\n", NoEnd(), append_eod=True)
 
 
 def test_progress_is_reported(corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def note(report: Report) -> None:
-        seen.append((report.documents, report.file_bytes))
-
-    preprocess(Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o")), tokenizer, note)
+    job, seen = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o")), list[tuple[int, int]]()
+    preprocess(job, tokenizer, lambda report: seen.append((report.documents, report.file_bytes)))
     assert len(seen) > 1
     assert seen == sorted(seen)
     assert seen[-1] == (600, corpus[0].stat().st_size)

@@ -16,14 +16,8 @@ from megacore.data.gpt.packing import PackedDataset
 from megacore.data.indexed.loss_mask import is_predicted, loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.writer import merge
-from megacore.data.tokenizers import bounded
-from megacore.data.tokenizers.chat_template import (
-    Passage,
-    PlainTemplate,
-    TokenizerTemplate,
-    encode_passage,
-    load_template,
-)
+from megacore.data.tokenizers import bounded, chat_template
+from megacore.data.tokenizers.chat_template import Passage, PlainTemplate, TokenizerTemplate, load_template
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from megacore.errors import DataError
@@ -115,7 +109,7 @@ def test_the_tokenizers_template_predicts_what_transformers_does(directory: Path
     template = load_template(folder, "auto", tokenizer)
     assert isinstance(template, TokenizerTemplate)
     (passage,) = template.render(CONVERSATIONS[number])
-    ids, mask = encode_passage(tokenizer, passage)
+    ids, mask = chat_template.encode_passage(tokenizer, passage)
     assert ids == theirs["input_ids"]
     assert mask == theirs["assistant_masks"]
     assert 0 < sum(mask) < len(mask)
@@ -126,7 +120,7 @@ def test_a_token_over_the_edge_of_a_reply_belongs_to_it(tokenizer: Tokenizer) ->
     text = "self" + "self.parser"
     whole = tokenizer.encode(text)
     for at in range(len(text) + 1):
-        ids, mask = encode_passage(tokenizer, Passage(text=text, predicted=((at, len(text)),)))
+        ids, mask = chat_template.encode_passage(tokenizer, Passage(text=text, predicted=((at, len(text)),)))
         assert ids == whole and mask == sorted(mask)
         before = tokenizer.decode(ids[: mask.index(1)] if 1 in mask else ids)
         assert text.startswith(before) and len(before) <= at
@@ -151,17 +145,13 @@ def test_a_template_without_replies_is_refused_with_the_lines(
     assert not list(tmp_path.glob("out*"))
 
 
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set n = namespace(t='a') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}"
 HOSTILE = {
-    "loops": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "takes more than 0.5 s",
-    ),
+    "loops": (LOOPS, "takes more than 0.5 s"),
     "multiplies": ("{{ 'a' * 10 ** 10 }}", "needs more than 1,024 MiB"),
     "writes": ("{% for i in range(1000) %}{{ 'a' * 10 ** 5 }}{% endfor %}", " more than "),
-    "doubles": (
-        "{% set n = namespace(t='a') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-        " more ",
-    ),
+    "doubles": (DOUBLES, " more "),
     "powers": ("{{ 10 ** (messages|length * 10 ** 10) }}", "takes more than 0.5 s"),
 }
 
@@ -241,10 +231,7 @@ def test_every_bad_line_is_named_and_nothing_is_written(
         ({"messages": ["a"]}, "message 1 is not an object but str"),
         ({"messages": [reply, {"role": "user"}]}, "message 2 has no 'content'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of the role 'assistant' has content"),
-        (
-            {"messages": [{"role": "tool", "content": "a"}, reply]},
-            "the role 'tool' is unknown to --chat-template plain",
-        ),
+        ({"messages": [{"role": "tool", "content": "a"}, reply]}, "the role 'tool' is unknown to --chat-template"),
         ({"messages": [{"role": "assistant", "content": None}]}, "'content' of message 1 holds NoneType, not text"),
     ]
     good = {"messages": [reply]}
@@ -262,8 +249,7 @@ def test_workers_do_not_change_the_output(directory: Path, tmp_path: Path) -> No
     records = [{"prompt": f"{n} and", "completion": f" {n + 1}" * 10_000} for n in range(20)]
     source = lines(tmp_path / "a.jsonl", records)
     for name, workers in (("one", "1"), ("two", "2")):
-        argv = ["--sft", "--tokenizer", directory, "--input", source, "--output-prefix", tmp_path / name]
-        assert preprocess_data.main([str(part) for part in [*argv, "--workers", workers]]) == 0
+        assert run(directory, source, tmp_path / name, "--workers", workers) == 0
     for end in ("", "_loss_mask"):
         one, two = (Path(f"{tmp_path / name}_sft_document{end}.bin").read_bytes() for name in ("one", "two"))
         assert one == two

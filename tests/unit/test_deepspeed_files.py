@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.errors import CheckpointError
 from tests.e2e.launching import words
+from tests.unit.hostile import Payload
 from tests.unit.megatron_files import ARGS, GPT, VOCAB, legacy_blocks, padded, require_tensors, rows, tensors_of
 from tools.convert_checkpoint import main as convert
 
@@ -68,6 +68,12 @@ def write(
         state = {key: parts, "zero_stage": stage, "partition_count": RANKS if stage == 3 else [RANKS] * groups}
         name = f"{'' if stage == 3 else 'bf16_'}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         put(path, name, {"optimizer_state_dict": state, "ds_config": {}})
+
+
+def to_megacore(folder: Path, **flags: Any) -> int:
+    """Convert `ds` to `out`."""
+    flags = {"input": folder / "ds", "output": folder / "out", **flags}
+    return convert([*words(**flags), "--from", "deepspeed", "--to", "megacore"])
 
 
 @pytest.mark.parametrize(("stage", "groups"), [(1, 1), (2, 2), (3, 1), (3, 2)])
@@ -132,8 +138,7 @@ def test_a_malformed_field_is_refused_by_name(
         made = torch.load(path, weights_only=False)
         (made if file == "model" else made["optimizer_state_dict"])[field] = wrong
         torch.save(made, path)
-    flags = words(input=tmp_path / "ds", output=tmp_path / "out", like=tmp_path)
-    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 2
+    assert to_megacore(tmp_path, like=tmp_path) == 2
     assert problem in capsys.readouterr().err
 
 
@@ -145,31 +150,21 @@ def test_a_malformed_description_of_the_model_is_refused(
 ) -> None:
     write(tmp_path / "ds", net(), 3)
     (tmp_path / "config.json").write_bytes(config)
-    flags = words(input=tmp_path / "ds", output=tmp_path / "out", like=tmp_path)
-    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 2
+    assert to_megacore(tmp_path, like=tmp_path) == 2
     assert f"error: {tmp_path / 'config.json'}" in capsys.readouterr().err
-
-
-class Payload:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.marker,)
 
 
 def test_the_layers_of_another_programs_pipeline_are_refused(tmp_path: Path) -> None:
     put(tmp_path, "mp_rank_00_model_states.pt", {"module": None})
     put(tmp_path, "layer_00-model_00-model_states.pt", {"table.weight": torch.ones(5, 3)})
     put(tmp_path, "layer_02-model_00-model_states.pt", {"mix.weight": torch.ones(3, 3), "mix.bias": torch.ones(3)})
-    with pytest.raises(
-        CheckpointError, match=r"PipelineModule with 2 layers \(layer 0: table.weight; layer 2: mix.weight\)"
-    ):
+    said = r"PipelineModule with 2 layers \(layer 0: table.weight; layer 2: mix.weight\)"
+    with pytest.raises(CheckpointError, match=said):
         open_deepspeed(tmp_path).weights()
 
 
 def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "mp_rank_00_model_states.pt", {"module": {}, "harm": Payload(str(tmp_path / "marker"))})
+    put(tmp_path, "mp_rank_00_model_states.pt", {"module": {}, "harm": Payload(tmp_path / "marker")})
     with pytest.raises(CheckpointError, match="holds more than tensors and flags"):
         open_deepspeed(tmp_path)
     assert not (tmp_path / "marker").exists()
@@ -201,8 +196,7 @@ def write_pipeline(path: Path, values: dict[str, Tensor], tp: int) -> None:
 def test_a_pipeline_of_megatron_deepspeed_is_merged(tp: int, tmp_path: Path) -> None:
     values = tensors_of(GPT)
     write_pipeline(tmp_path / "ds", values, tp)
-    flags = words(input=tmp_path / "ds", output=tmp_path / "out", vocab_size=VOCAB)
-    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 0
+    assert to_megacore(tmp_path, vocab_size=VOCAB) == 0
     require_tensors(tmp_path / "out", values)
 
 
@@ -218,6 +212,5 @@ def test_a_model_of_megatron_deepspeed_without_pipeline_is_merged(tmp_path: Path
         module = {"language_model": {"embedding": embedding, "encoder": encoder}}
         args = argparse.Namespace(**ARGS)
         put(tmp_path / "ds", f"mp_rank_{rank:02d}_model_states.pt", {"module": module, "args": args})
-    flags = words(input=tmp_path / "ds", output=tmp_path / "out", vocab_size=VOCAB)
-    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 0
+    assert to_megacore(tmp_path, vocab_size=VOCAB) == 0
     require_tensors(tmp_path / "out", values)

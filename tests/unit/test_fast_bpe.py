@@ -13,7 +13,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from megacore.data.indexed.preprocess import Job, preprocess
 from megacore.data.tokenizers import fast_bpe, word_table
-from megacore.data.tokenizers.fast_bpe import fast_encoder
+from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from megacore.data.tokenizers.word_division import LLAMA3, QWEN2
@@ -50,35 +50,31 @@ def changed(trained: Tokenizer, pattern: str | None = None, **parts: object) -> 
     return JsonTokenizer(backend)
 
 
+def encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder:
+    """The fast encoder of a tokenizer that has one."""
+    fast = fast_encoder(tokenizer, workers)
+    assert fast is not None
+    return fast
+
+
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is encoded to prove that the encoders agree, which other tests show."""
+    monkeypatch.setattr(fast_bpe, "_PROBED", ())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "nfc"])
 def test_ids_are_those_of_the_tokenizer(kind: str, trained: Tokenizer) -> None:
     parts = {"nfc": {"normalizer": normalizers.NFC()}}.get(kind, {})
     tokenizer = changed(trained, LLAMA3.pattern if kind == "llama3" else None, **parts)
-    fast = fast_encoder(tokenizer)
-    assert fast is not None
+    fast = encoder(tokenizer)
     texts = [*TEXTS, *(text * 50 for text in TEXTS), Path(__file__).read_text()]
     for text, ids in zip(texts, fast.encode_batch(texts), strict=True):
         assert ids.tolist() == tokenizer.encode(text), text
 
 
-PARTS = [
-    *"aBé東1½'e_.",
-    "'s",
-    "'ll",
-    "'v",
-    " ",
-    "  ",
-    "\n",
-    "\t",
-    "\r\n",
-    "\x1c",
-    "\x85",
-    "\xa0",
-    "\u3000",
-    "\u2028",
-    "\u180e",
-]
+PARTS = [*"aBé東1½'e_. \n\t\x1c\x85\xa0\u3000\u2028\u180e", "'s", "'ll", "'v", "  ", "\r\n"]
 PARTS += ["\u200b", "!?", "\u0301", "\U0001f600", "<|", "\0", "letters", "123456789", "x" * 40]
 
 
@@ -91,16 +87,14 @@ PARTS += ["\u200b", "!?", "\u0301", "\U0001f600", "<|", "\0", "letters", "123456
     ],
 )
 def test_words_have_the_ids_that_they_have_in_a_text(
-    together: int, bits: int, pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    together: int, bits: int, pattern: str | None, trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few words have a place, and texts that are looked up together stay apart."""
-    monkeypatch.setattr(fast_bpe, "_PROBED", ())
     monkeypatch.setattr(fast_bpe, "_TOGETHER", together)
     monkeypatch.setattr(word_table, "_BITS", bits)
     monkeypatch.setattr(word_table, "_MOST_WORDS", 50)
     monkeypatch.setattr(word_table, "_LONGEST_WORD", 20)
-    fast = fast_encoder(changed(trained, pattern))
-    assert fast is not None
+    fast = encoder(changed(trained, pattern))
     assert fast._words is not None
     random = Random(0)
     texts = ["".join(random.choices(PARTS, k=random.randrange(14))) for _ in range(1000)]
@@ -113,10 +107,10 @@ def test_words_have_the_ids_that_they_have_in_a_text(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_bpe, "_PROBED", ())
-    fast = fast_encoder(trained, workers)
-    assert fast is not None
+def test_several_processes_compare(
+    workers: int, trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = encoder(trained, workers)
     assert fast.agrees(TEXTS, workers)
     encode = fast._tokenizer.encode_batch
 
@@ -127,11 +121,11 @@ def test_several_processes_compare(workers: int, trained: Tokenizer, monkeypatch
     assert not fast.agrees([*TEXTS, "<|endoftext|>", "a"], workers)
 
 
-def test_texts_with_special_tokens_are_encoded_together(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_with_special_tokens_are_encoded_together(
+    trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One by one they would take longer than all texts without this encoder."""
-    monkeypatch.setattr(fast_bpe, "_PROBED", ())
-    fast = fast_encoder(trained)
-    assert fast is not None
+    fast = encoder(trained)
     texts = [text for one in TEXTS for text in (one, f"{one}<|endoftext|>", f"<|endoftext|> {one}")]
     expected = [trained.encode(text) for text in texts]
     monkeypatch.setattr(fast._tokenizer, "encode", None)
@@ -141,12 +135,10 @@ def test_texts_with_special_tokens_are_encoded_together(trained: Tokenizer, monk
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3.pattern, UNKNOWN])
 def test_a_long_text_is_encoded_in_parts(
-    pattern: str | None, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    pattern: str | None, trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_bpe, "_PROBED", ())  # what is proven elsewhere
     tokenizer = changed(trained, pattern)
-    fast = fast_encoder(tokenizer)
-    assert fast is not None
+    fast = encoder(tokenizer)
     assert (fast._words is None) == (pattern == UNKNOWN)
     assert fast.divides
     text = " ".join([*TEXTS, Path(__file__).read_text(), "no<|endoftext|> place "] * 2)
@@ -156,9 +148,7 @@ def test_a_long_text_is_encoded_in_parts(
     added = tokenizers.AddedToken("<mask>", lstrip=True, special=True)
     backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     backend.add_special_tokens([added])  # it takes the spaces before it
-    strips = fast_encoder(JsonTokenizer(backend))
-    assert strips is not None
-    assert not strips.divides
+    assert not encoder(JsonTokenizer(backend)).divides
 
 
 def test_what_is_no_plain_byte_level_bpe_has_no_fast_encoder(trained: Tokenizer) -> None:

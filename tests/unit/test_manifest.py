@@ -29,6 +29,7 @@ from megacore.config import (
 from megacore.errors import CheckpointError
 from megacore.optim.update import LossScaler
 
+WHOLE = Piece(file="model.safetensors", start=[0, 0], stop=[4, 5])
 WRITTEN = Manifest(
     step=3,
     consumed_samples=24,
@@ -36,13 +37,7 @@ WRITTEN = Manifest(
     topology={"tp": 1, "pp": 2, "dp": 1},
     config={"model": {"num_layers": 2}},
     files={"model.safetensors": FileEntry(bytes=80, sha256="0" * 64, xxh3_128="0" * 32)},
-    tensors={
-        "model": {
-            "weight": TensorEntry(
-                shape=[4, 5], dtype="float32", pieces=[Piece(file="model.safetensors", start=[0, 0], stop=[4, 5])]
-            )
-        }
-    },
+    tensors={"model": {"weight": TensorEntry(shape=[4, 5], dtype="float32", pieces=[WHOLE])}},
 )
 Place = tuple[str | int, ...]
 OLD_SGD = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0, "adam_beta2": 0.95}}  # before each had a section
@@ -121,25 +116,12 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == WRITTEN
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "schema",
-        "step",
-        "consumed_samples",
-        "counters",
-        "topology",
-        "config",
-        "files",
-        "files.model.safetensors.bytes",
-        "tensors",
-        "tensors.model.weight.shape",
-        "tensors.model.weight.dtype",
-        "tensors.model.weight.pieces",
-        "tensors.model.weight.pieces.0.file",
-        "tensors.model.weight.pieces.0.stop",
-    ],
-)
+REQUIRED = """schema step consumed_samples counters topology config files files.model.safetensors.bytes tensors
+    tensors.model.weight.shape tensors.model.weight.dtype tensors.model.weight.pieces
+    tensors.model.weight.pieces.0.file tensors.model.weight.pieces.0.stop"""
+
+
+@pytest.mark.parametrize("path", REQUIRED.split())
 def test_a_missing_key_is_named(tmp_path: Path, path: str) -> None:
     place = next(place for place in PLACES if ".".join(map(str, place)) == path)
     with pytest.raises(CheckpointError) as caught:

@@ -20,6 +20,7 @@ from tests.unit.megatron_files import (
     LAYERS,
     LLAMA_ARGS,
     POSITIONS,
+    changed,
     columns,
     convert_megatron,
     core_attention,
@@ -87,10 +88,12 @@ def of_experts(values: dict[str, Tensor], mlp: str, tp: int, rank: int, numbers:
             found[f"mlp.experts.weight{fc}"] = whole.view(HIDDEN, -1) if fc == 1 else whole.view(-1, HIDDEN)
             continue
         for local, matrix in enumerate(matrices):
-            grouped = f"mlp.experts.linear_fc{fc}.weight{local}"
-            found[f"mlp.experts.local_experts.{local}.linear_fc{fc}.weight" if form == "sequential" else grouped] = (
-                matrix
+            name = (
+                f"local_experts.{local}.linear_fc{fc}.weight"
+                if form == "sequential"
+                else f"linear_fc{fc}.weight{local}"
             )
+            found[f"mlp.experts.{name}"] = matrix
     return found
 
 
@@ -188,21 +191,13 @@ def test_experts_of_the_torch_dist_format(stacked: bool, tmp_path: Path) -> None
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def change(path: Path, name: str, make: Any) -> None:
-    """Change a tensor in a file."""
-    file = path / "model_optim_rng.pt"
-    everything = torch.load(file, weights_only=False)
-    everything["model"][name] = make(everything["model"][name])
-    torch.save(everything, file)
-
-
 @pytest.mark.parametrize(
     ("name", "make", "said"),
     [
         (
             "decoder.layers.0.self_attention.linear_proj.weight",
             lambda x: x + 1,
-            "differs from that of the first expert-",
+            "differs from that of the first expert",
         ),
         ("decoder.layers.1.mlp.router.weight", lambda x: x + 1, "differs from that of the first expert-parallel rank"),
         ("decoder.layers.1.mlp.experts.linear_fc1.weight1", lambda x: x[:-1], "experts.3.up.weight is (7, 16)"),
@@ -212,8 +207,10 @@ def test_ranks_that_do_not_fit_each_other_are_refused(
     name: str, make: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "megatron", tensors_of(MODEL), tp=1, pp=1, ep=2, form="grouped")
-    change(tmp_path / "megatron" / "mp_rank_00_001", name, make)
-    assert said in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    source = changed(
+        tmp_path / "megatron", lambda made: made["model"].update({name: make(made["model"][name])}), "mp_rank_00_001"
+    )
+    assert said in refused(source, tmp_path / "out", capsys)
 
 
 def test_a_missing_expert_rank_and_split_experts_are_refused(
@@ -229,6 +226,7 @@ def test_a_missing_expert_rank_and_split_experts_are_refused(
     assert "reads such experts in the torch_dist format only" in refused(tmp_path / "split", tmp_path / "out", capsys)
 
 
+LATE_SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
 SMALL = {**ARGS, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
 
 
@@ -243,18 +241,8 @@ SMALL = {**ARGS, "hidden_size": 12, "num_attention_heads": 2, "max_position_embe
         ({"moe_router_score_function": "sqrtsoftplus"}, "sqrtsoftplus"),
         ({"moe_router_topk": "2"}, "moe_router_topk is '2', not a int"),
         ({"moe_router_topk": 9}, "moe-router-topk 9 must be at most --num-experts 4"),
-        (
-            {
-                "moe_router_score_function": "softmax",
-                "moe_router_pre_softmax": False,
-                "moe_router_enable_expert_bias": 0,
-            },
-            "moe_router_enable_expert_bias is '0', not a bool",
-        ),
-        (
-            {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
-            "compared by sums of logits, and in megacore by sums of scores",
-        ),
+        ({**LATE_SOFTMAX, "moe_router_enable_expert_bias": 0}, "moe_router_enable_expert_bias is '0', not a bool"),
+        (LATE_SOFTMAX, "compared by sums of logits, and in megacore by sums of scores"),
     ],
 )
 def test_experts_that_are_another_model_are_refused(flags: dict[str, Any], said: str) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import os
 import pickle
 import resource
 import struct
+import sys
 import time
+import types
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,13 +30,16 @@ from megacore.convert.plan import whole_config
 from megacore.errors import CheckpointError
 from tests.e2e.launching import words
 from tests.patience import patience
+from tests.unit.hostile import Payload
 from tests.unit.megatron_files import (
     GPT,
     GROUPED,
     GROUPED_ARGS,
     HIDDEN,
+    PADDED,
     POSITIONS,
     VOCAB,
+    changed,
     convert_megatron,
     core_attention,
     core_embedding,
@@ -70,7 +76,7 @@ def test_ranks_are_merged(tp: int, pp: int, version: float, chunks: int, tmp_pat
 
 def test_without_a_vocabulary_the_padding_stays(tmp_path: Path) -> None:
     values = tensors_of(GPT)
-    write_legacy(tmp_path / "release", values, tp=2, pp=1, version=3.0)
+    write_legacy(tmp_path / "release", values, tp=2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     assert convert_megatron(tmp_path, tmp_path / "out") == 0
     require_tensors(tmp_path / "out", values | {"embedding.tokens.weight": padded(values["embedding.tokens.weight"])})
@@ -98,6 +104,65 @@ def test_a_llama_of_megatron_core(biases: bool, plus_one: bool, tmp_path: Path) 
     assert convert_megatron(tmp_path / "back", tmp_path / "again") == 0
     require_tensors(tmp_path / "again", values)
     assert CheckpointTensors(tmp_path / "again").config == config
+
+
+# ---- what newer versions write ---------------------------------------------------------------------------------------
+
+MODULE = "megatron.core.rerun_state_machine"
+
+
+class RerunMode(enum.StrEnum):
+    DISABLED = "disabled"
+
+
+class RerunState(enum.Enum):
+    INITIAL_RUN = 1
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        """By name, as some versions of Python do."""
+        return getattr, (type(self), self.name)
+
+
+class Caller(NamedTuple):
+    message: str
+    rank: int
+
+
+def test_enumerations_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {name: types.ModuleType(name) for name in ("megatron", "megatron.core", MODULE)}
+    for made in (RerunMode, RerunState, Caller):
+        monkeypatch.setattr(made, "__module__", MODULE)
+        setattr(parts[MODULE], made.__name__, made)
+    values = tensors_of(GPT)
+    machine = {"mode": RerunMode.DISABLED, "state": RerunState.INITIAL_RUN, "counts": {Caller("loss", 0): 3}}
+    with monkeypatch.context() as patch:
+        for name, module in parts.items():
+            patch.setitem(sys.modules, name, module)
+        source = changed(write_legacy(tmp_path / "in", values), lambda made: made.update(rerun_state_machine=machine))
+    assert convert_megatron(source, tmp_path / "out", vocab_size=VOCAB) == 0
+    require_tensors(tmp_path / "out", values)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said", "more"),
+    [
+        ("NullTokenizer", VOCAB - 1, {}),
+        ("NullTokenizer", VOCAB, {"null_tokenizer_eod_id": None}),
+        ("GPT2BPETokenizer", VOCAB, {}),
+    ],
+)
+def test_the_row_that_ends_a_document_stays(
+    tokenizer: str, said: int, more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A NullTokenizer's vocab_size is without it, but where a flag may set its id; every tokenizer's padding goes, and
+    is counted."""
+    values = tensors_of(GPT)
+    args = {**more, "tokenizer_type": tokenizer, "vocab_size": said}
+    source = changed(write_legacy(tmp_path / "in", values), lambda made: vars(made["args"]).update(args))
+    assert convert_megatron(source, tmp_path / "out") == 0
+    assert CheckpointTensors(tmp_path / "out").config.vocab_size == VOCAB
+    assert f"vocabulary {VOCAB}: {PADDED - VOCAB} of {PADDED} rows are cut off" in capsys.readouterr().out
+    require_tensors(tmp_path / "out", values)
 
 
 # ---- to Megatron-LM --------------------------------------------------------------------------------------------------
@@ -164,10 +229,10 @@ def test_ranks_have_the_names_and_shapes_of_megatron_core(tmp_path: Path) -> Non
     values = checkpoint_of(LLAMA, tmp_path / "ours")
     assert to_megatron(tmp_path / "ours", tmp_path / "theirs", tp=2, pp=2) == 0
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    files = sorted(path.parent.name for path in tmp_path.glob("theirs/release/*/model_optim_rng.pt"))
-    assert files == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+    files = {path.parent.name: path for path in tmp_path.glob("theirs/release/*/model_optim_rng.pt")}
     with torch.serialization.safe_globals([argparse.Namespace]):
-        state = torch.load(tmp_path / "theirs" / "release" / "mp_rank_00_001" / "model_optim_rng.pt", weights_only=True)
+        state, last = (torch.load(files[f"mp_rank_{rank}_001"], weights_only=True) for rank in ("00", "01"))
+    assert sorted(files) == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
     shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
     layer = {
         "self_attention.linear_qkv.layer_norm_weight": (16,),
@@ -184,8 +249,6 @@ def test_ranks_have_the_names_and_shapes_of_megatron_core(tmp_path: Path) -> Non
     assert shapes == of_layers | {"decoder.final_layernorm.weight": (16,), "output_layer.weight": (16, 16)}
     gate_up = state["model"]["decoder.layers.0.mlp.linear_fc1.weight"]
     assert torch.equal(gate_up, torch.cat([values[f"blocks.2.mlp.{one}.weight"][:12] for one in ("gate", "up")]))
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        last = torch.load(tmp_path / "theirs" / "release" / "mp_rank_01_001" / "model_optim_rng.pt", weights_only=True)
     head = last["model"]["output_layer.weight"]
     assert torch.equal(head, torch.cat([values["head.weight"][16:], torch.zeros(32 - VOCAB, HIDDEN)]))
     assert all(type(value) in (int, float, bool, str) for value in vars(state["args"]).values())
@@ -246,16 +309,6 @@ def test_an_activation_is_known_by_its_entry(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-class Payload:
-    """What a pickle may do: here it makes a folder."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.mark.parametrize("place", ["args", "model", "optimizer", "whole"])
@@ -333,10 +386,7 @@ def test_a_pickle_that_takes_much_more_than_its_size_is_refused_before_it_is_bui
 
 @pytest.mark.parametrize(
     ("beginning", "problem"),
-    [
-        (b"\x80\2X\xff\xff\xff\xff", "more than 1,073,741,824"),
-        (b"\x80\2c", "a line of more than 1,048,576"),
-    ],
+    [(b"\x80\2X\xff\xff\xff\xff", "more than 1,073,741,824"), (b"\x80\2c", "a line of more than 1,048,576")],
 )
 def test_a_text_that_a_sparse_file_is_full_of_is_not_read(
     beginning: bytes, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -421,19 +471,15 @@ def test_a_compressed_archive_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_the_flags_say_must_fit(
     changes: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = tensors_of(GPT)
-    write_legacy(tmp_path / "right", values, tp=1, pp=1, version=3.0)
-    made = torch.load(tmp_path / "right" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
-    for name, value in changes.items():
-        setattr(made["args"], name, value)
-    save(tmp_path / "megatron", 0, None, made)
+    source = write_legacy(tmp_path / "megatron", tensors_of(GPT))
+    changed(source, lambda made: vars(made["args"]).update(changes))
     assert problem in refused(tmp_path / "megatron", tmp_path / "out", capsys)
 
 
 def test_missing_and_strange_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = tensors_of(GPT)
     source = tmp_path / "megatron"
-    write_legacy(source, values, tp=2, pp=2, version=3.0)
+    write_legacy(source, values, tp=2, pp=2)
     (source / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     assert "model_optim_rng.pt is missing" in refused(source, tmp_path / "out", capsys)
     (source / "mp_rank_01_001").rmdir()
@@ -442,33 +488,32 @@ def test_missing_and_strange_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "says '../../etc', not a number" in refused(source, tmp_path / "out", capsys)
 
 
-def test_copies_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = tensors_of(GPT)
-    write_legacy(tmp_path / "megatron", values, tp=2, pp=1, version=3.0)
-    path = tmp_path / "megatron" / "mp_rank_01" / "model_optim_rng.pt"
-    made = torch.load(path, weights_only=False)
-    made["model"]["language_model"]["encoder"]["layers.2.input_layernorm.bias"] += 1e-6
-    torch.save(made, path)
-    assert "copies of blocks.2.attention_norm.bias" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
-
-
-def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=2, pp=1, version=3.0)
-    path = tmp_path / "megatron" / "mp_rank_01" / "model_optim_rng.pt"
-    made = torch.load(path, weights_only=False)
-    encoder = made["model"]["language_model"]["encoder"]
-    encoder["layers.1.mlp.dense_h_to_4h.weight"] = encoder["layers.1.mlp.dense_h_to_4h.weight"][:, :-1]
-    torch.save(made, path)
-    said = refused(tmp_path / "megatron", tmp_path / "out", capsys)
-    assert "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (" in said
-
-
-def test_a_plain_pickle_is_refused_without_advice_to_execute_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("layers.2.input_layernorm.bias", lambda bias: bias + 1e-6, "copies of blocks.2.attention_norm.bias"),
+        (
+            "layers.1.mlp.dense_h_to_4h.weight",
+            lambda weight: weight[:, :-1],
+            "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (",
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit_each_other_are_refused(
+    name: str, make: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=1, pp=1, version=3.0)
-    (tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickle.dumps({"model": {}}))
-    said = refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    def change(made: dict[str, Any]) -> None:
+        encoder = made["model"]["language_model"]["encoder"]
+        encoder[name] = make(encoder[name])
+
+    source = changed(write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=2), change, "mp_rank_01")
+    assert said in refused(source, tmp_path / "out", capsys)
+
+
+def test_a_plain_pickle_is_refused_without_advice_to_run_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_legacy(tmp_path / "megatron", tensors_of(GPT))
+    (source / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickle.dumps({"model": {}}))
+    said = refused(source, tmp_path / "out", capsys)
     assert "was not loaded" in said
     assert "weights_only" not in said
 
@@ -476,7 +521,7 @@ def test_a_plain_pickle_is_refused_without_advice_to_execute_it(
 def test_an_old_file_whose_storages_claim_more_than_it_holds_takes_no_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=1, pp=1, version=3.0)
+    write_legacy(tmp_path / "megatron", tensors_of(GPT))
     path = tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt"
     made = torch.load(path, weights_only=False)
     made["model"]["bomb"] = torch.zeros(12_345)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from megacore.config.bert import BertConfig
@@ -11,17 +14,10 @@ from megacore.config.megatron_flags import FOREIGN, NOT_YET, REPLACED
 from megacore.config.megatron_model import LISTS
 from megacore.config.megatron_training import WITHOUT_FEATURE
 from megacore.config.megatron_values import Shape
-from tests.unit import megatron_names
 
-THEIRS = {
-    f"--{name}": words
-    for words, names in (
-        ("none", megatron_names.SWITCHES),
-        ("one", megatron_names.VALUES),
-        ("any", megatron_names.LISTS),
-    )
-    for name in names.split()
-}
+NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
+THEIRS = {f"--{name}": words for words, names in NAMES.items() for name in names.split()}
+VALUES: dict[str, list[str]] = {"none": [], "one": ["1"], "any": ["1", "2"]}
 OURS = flags_by_name(BertConfig)
 ACCEPTED = {**FOREIGN, **DEEPSPEED_FLAGS}
 # Lists there, of which megacore has one: several balancing losses.
@@ -54,41 +50,24 @@ def test_a_flag_takes_as_many_values_as_there() -> None:
 
 def test_each_refusal_names_its_flag_and_another_way() -> None:
     for name in (*REPLACED, *NOT_YET):
-        value = {"none": [], "one": ["1"], "any": ["1", "2"]}[THEIRS[name]]
-        (problem,) = read_flags([name, *value]).problems
+        (problem,) = read_flags([name, *VALUES[THEIRS[name]]]).problems
         assert problem.startswith(f"{name} is a Megatron-LM flag")
         assert "did you mean" not in problem
 
 
-@pytest.mark.parametrize("words", ["none", "one", "any"])
+# Flags that have no effect with some of their values only.
+READ = {"--dataloader-type", "--error-injection-rate", "--exit-signal", "--moe-router-dtype", "--muon-tp-mode"}
+READ |= {"--rerun-mode", "--rope-type", "--softmax-type", "--spec", *WITHOUT_FEATURE}
+
+
+@pytest.mark.parametrize("words", VALUES)
 def test_flags_without_effect_set_nothing(words: str) -> None:
-    argv = [
-        word
-        for name, foreign in FOREIGN.items()
-        if foreign.is_idle and THEIRS[name] == words and not _reads_its_value(name)
-        for word in (name, *{"none": [], "one": ["1"], "any": ["1", "2"]}[words])
-    ]
-    given = read_flags(argv)
-    assert argv
+    idle = [name for name, flag in FOREIGN.items() if flag.is_idle and THEIRS[name] == words and name not in READ]
+    given = read_flags([word for name in idle for word in (name, *VALUES[words])])
+    assert idle
     assert not given.problems
     assert not given.values
     assert [setting for setting in given.foreign if not setting.is_idle] == []
     for setting in given.foreign:
         translation = setting.translate(Shape(None, None))
         assert not (translation.values or translation.implied or translation.dropped)
-
-
-def _reads_its_value(name: str) -> bool:
-    """Whether a flag has no effect with some of its values only."""
-    return name in {
-        *WITHOUT_FEATURE,
-        *(
-            "--dataloader-type",
-            "--error-injection-rate",
-            "--exit-signal",
-            "--moe-router-dtype",
-            "--muon-tp-mode",
-            "--rerun-mode",
-        ),
-        *("--rope-type", "--softmax-type", "--spec"),
-    }
