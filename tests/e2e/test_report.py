@@ -282,17 +282,6 @@ def test_a_run_that_is_running(tmp_path: Path) -> None:
 # ---- what is refused
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    for directory, problem in (("none", "does not exist"), ("empty", "has none of metrics.jsonl, events.jsonl")):
-        assert main([str(tmp_path / directory)]) == 2
-        assert f"{tmp_path / directory} {problem}" in capsys.readouterr().err
-    assert main([str(tmp_path / "none"), "-o", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "is a directory: name a file in it" in said
-    assert "does not exist" in said
-
-
 def test_pipes_in_place_of_files_do_not_hang(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [step(1)])
     for name in ("events.jsonl", "config.toml", "trace.json", "writer.lock"):

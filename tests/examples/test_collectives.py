@@ -124,18 +124,3 @@ def test_the_script_agrees_with_the_library_and_draws(tmp_path: Path) -> None:
 
 
 ORDER = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", *ALL_REDUCES, "all_to_all")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--bytes", "0"], "error:"),
-        (["--repeats", "x"], "error:"),
-        (["--pictures", f"{__file__}/here"], "megacore: refused: 1 problem\n  - --pictures "),
-        (["--unknown"], "error:"),
-        ([], "error:"),
-    ],
-)
-def test_nonsense_is_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert collectives.main(argv) == 2  # the last one: a single process
-    assert said in capsys.readouterr().err

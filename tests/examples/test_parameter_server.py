@@ -192,21 +192,3 @@ def test_a_model_learns(name: str) -> None:
     train, test = lines()
     plan = Plan(MODELS[name], steps=600, workers=2)
     assert accuracy(plan.model, train_alone(plan, train).flatten()[: plan.model.size], test) > 0.9
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--staleness", "-1"], "-1: use numbers from 0, or async"),
-        (["--staleness", "x"], "x: use numbers from 0, or async"),
-        (["--straggle", "-1"], "must be from 0 to 60 seconds"),
-        (["--straggle", "nan"], "must be from 0 to 60 seconds"),
-        (["--straggle", "x"], "is not a number"),
-        (["--steps", "0"], "must be at least 1"),
-        (["--steps", "3", "--kill-at", "4"], "--nproc-per-node 4"),
-        ([], "--nproc-per-node 4"),
-    ],
-)
-def test_nonsense_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert parameter_server.main(argv) == 2
-    assert message in capsys.readouterr().err

@@ -269,64 +269,6 @@ def test_every_picture_of_the_documentation_has_its_command_and_its_place() -> N
 PLAIN = "--schedule 1f1b --pp 2 --microbatches 4"
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("", "one of the arguments --schedule --csv RUN --from-trace is required"),
-        (f"{PLAIN} --csv x.csv", "not allowed with argument --schedule"),
-        ("--schedule 2f2b --pp 2 --microbatches 4", "invalid choice: '2f2b'"),
-        ("--schedule 1f1b --pp 2", "--schedule 1f1b needs --microbatches: as in --pp 4 --microbatches 8"),
-        ("--schedule 1f1b", "--schedule 1f1b needs --pp and --microbatches"),
-        ("--schedule 1f1b --pp 0 --microbatches 4", "0 must be at least 1"),
-        (
-            "--schedule interleaved --pp 2 --microbatches 4",
-            "--schedule interleaved needs several stages per rank: give --virtual-stages 2 or more",
-        ),
-        (f"{PLAIN} --virtual-stages 2", "--virtual-stages 2 has no effect with --schedule 1f1b: leave it out, or use"),
-        (f"{PLAIN} --costs 1,2", "1,2 must be three times from 1e-06 to 1,000,000, in any unit, as in 1,1,1"),
-        (f"{PLAIN} --costs 1,0,1", "1,0,1 must be three times from"),
-        (f"{PLAIN} --costs a,b,c", "a,b,c must be three times from"),
-        (f"{PLAIN} --transfer -1", "-1 must be a time from 0 to 1,000,000"),
-        (f"{PLAIN} --transfer soon", "soon must be a time from 0 to"),
-        (f"{PLAIN} --step 3", "--step goes with --from-trace, not with --schedule: leave it out"),
-        ("--csv mine.csv --pp 2", "--pp goes with --schedule, not with --csv: leave it out"),
-        ("--from-trace t.json --costs 1,1,1", "--costs goes with --schedule and --csv, not with --from-trace"),
-        (f"{PLAIN} -o out.pdf", "-o out.pdf must end in .svg or .png: use -o out.svg"),
-        (f"{PLAIN} --costs 1e308,1e308,1e308", "1e308,1e308,1e308 must be three times from"),
-        (f"{PLAIN} --costs 1e-320,1,1", "1e-320,1,1 must be three times from"),
-        (f"{PLAIN} --costs nan,1,1", "nan,1,1 must be three times from"),
-        (f"{PLAIN} --transfer 1e300 -o x.svg", "1e300 must be a time from 0 to 1,000,000"),
-        (f"{PLAIN} -o .", "-o . must end in .svg or .png: use -o out.svg"),
-        (f"{PLAIN} -o ..", "-o .. must end in .svg or .png: use -o out.svg"),
-        (f"{PLAIN} -o /", "-o / must end in .svg or .png: use -o out.svg"),
-        (f"{PLAIN} -o folder.svg", "-o folder.svg is a directory: name a file in it, as in -o folder.svg/out.svg"),
-        (f"{PLAIN} -o out", "-o out must end in .svg or .png: use -o out.svg"),
-        (f"{PLAIN} -o nowhere/out.svg", "-o nowhere/out.svg: nowhere is not a directory: make it, or choose another"),
-        ("--csv missing.csv", "missing.csv cannot be read as a schedule"),
-        ("--from-trace missing.json", "--from-trace missing.json cannot be read: No such file or directory"),
-        ("--from-trace words.json", "--from-trace words.json is not a trace.json that a run with --trace wrote"),
-        ("--from-trace other.json", "--from-trace other.json is not a trace.json that a run with --trace wrote"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_in_one_line(
-    flags: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.svg").mkdir()
-    (tmp_path / "words.json").write_text("some words")
-    (tmp_path / "other.json").write_text('{"traceEvents": [{"name": "x", "ph": "X", "ts": 0}]}')
-    assert main(flags.split()) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert errors.startswith("draw_schedule.py: error: ") and errors.count("\n") == 1
-    assert said in errors
-
-
-def test_an_empty_output_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAIN.split(), "-o", ""]) == 2
-    assert "-o is empty: give it a value, or leave the flag out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("output", [[], ["-o", "out.svg"]], ids=str)
 @pytest.mark.parametrize("flags", ["--costs 1e6,1e-6,1e6", "--costs 1e-6,1e-6,1e-6 --transfer 1e6", "--transfer 1e6"])
 def test_times_at_the_bounds_are_drawn(
