@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.hanging import HANG
 from tests.e2e.hosts import Denied, Hosts, wait_for_step
-from tests.e2e.launching import PROGRAM, Job, alone, needs_proc, small_run
+from tests.e2e.launching import PROGRAM, Job, losses, losses_of_one_process, needs_proc, small_run
 from tests.patience import scaled, scaled_minutes, until
 from tests.unit import data_bytes
 
@@ -43,19 +43,6 @@ def hosts(tmp_path: Path) -> Iterator[MakeHosts]:
     yield make
     for one in made:
         one.__exit__()
-
-
-def losses(output: Path) -> dict[int, tuple[float, float]]:
-    """Step -> loss and gradient norm."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r}
-
-
-def of_one_process(tmp_path: Path, **changes: object) -> dict[int, tuple[float, float]]:
-    """The losses that the same flags give on one process."""
-    done = alone(*small_run(tmp_path / "alone", **changes), timeout=START)
-    assert done.returncode == 0, done.stderr
-    return losses(tmp_path / "alone")
 
 
 def all_end(jobs: list[Job], within: float = START) -> list[int]:
@@ -94,7 +81,7 @@ def test_hosts_train_as_one_process_does(
     nodes = range(count)
     with network.torchrun(tmp_path / "logs", per_node, PROGRAM, *flags, nodes=nodes, c10d=c10d) as jobs:
         assert all_end(jobs) == [0] * count, said_by(jobs)
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME)
 
 
 def test_each_host_reads_its_own_copy_of_the_data(tmp_path: Path, hosts: MakeHosts) -> None:
@@ -111,7 +98,7 @@ def test_each_host_reads_its_own_copy_of_the_data(tmp_path: Path, hosts: MakeHos
     for number in range(2):
         assert list((network.own_directory(number) / "cache").glob("*/manifest.json"))
     same = {"mock_data": None, "data_path": shared / "data"}
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME, **same)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, **same)
 
 
 def test_other_data_on_a_host_is_refused_by_name(tmp_path: Path, hosts: MakeHosts) -> None:
@@ -179,7 +166,7 @@ def test_a_slow_network_only_takes_time(tmp_path: Path, hosts: MakeHosts) -> Non
     flags = small_run(tmp_path / "out", **SAME, dp=2, hang_timeout_minutes=scaled_minutes(0.02))
     with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
         assert all_end(jobs) == [0, 0], said_by(jobs)
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME)
 
 
 def test_a_run_continues_on_fewer_hosts_when_one_dies(tmp_path: Path, hosts: MakeHosts) -> None:
@@ -197,7 +184,7 @@ def test_a_run_continues_on_fewer_hosts_when_one_dies(tmp_path: Path, hosts: Mak
     flags = small_run(tmp_path / "out", **{**given, "dp": 1, "train_iters": saved + 2, "lr_decay_iters": 20})
     with network.torchrun(tmp_path / "again", 2, PROGRAM, *flags, nodes=(0, 2)) as jobs:
         assert all_end(jobs) == [0, 0], said_by(jobs)
-    expected = of_one_process(tmp_path, **SAME, train_iters=saved + 2, lr_decay_iters=20)
+    expected = losses_of_one_process(tmp_path / "alone", **SAME, train_iters=saved + 2, lr_decay_iters=20)
     assert losses(tmp_path / "out") == expected
 
 
@@ -213,7 +200,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path: Path, hosts: Ma
         until(lambda: (tmp_path / "out" / "step_00000004").exists(), START, "no checkpoint")
         network[1].kill()
         assert jobs[0].ends(START)[0] == 0, said_by(jobs)
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME, train_iters=60)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, train_iters=60)
 
 
 def test_torchrun_starts_all_hosts_again_when_a_rank_dies(tmp_path: Path, hosts: MakeHosts) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 from itertools import product
 from pathlib import Path
@@ -21,6 +19,7 @@ from megacore.config import ParallelConfig
 from megacore.errors import CheckpointError, DataError
 from megacore.parallel.mesh import ALONE, join_job
 from tests.distributed import run_distributed
+from tests.examples.conftest import printed
 
 BATCH, BLOCKS, EVICT_AFTER = 32, 4, 3
 Outcome = tuple[list[float], list[float], dict[str, list[float]], list[int]]
@@ -144,17 +143,11 @@ def test_a_batch_is_its_parts() -> None:
     assert len(parts[0]) == 2
 
 
-def printed(rank: int, ranks: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = recommender.main(argv)
-    return status, text.getvalue()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_script_learns_and_prints_the_same_on_every_number_of_processes(name: str) -> None:
     argv = ["--model", name, "--steps", "150", "--evict-after", "40"]
-    results = {ranks: run_distributed(printed, ranks, argv, init=False) for ranks in (1, 2)}
+    results = {ranks: run_distributed(printed, ranks, recommender.main, argv, init=False) for ranks in (1, 2)}
     endings = {ranks: texts[0][1].splitlines()[-1] for ranks, texts in results.items()}
     assert endings[1] == endings[2]
     assert float(endings[1].split()[-1]) > 0.65

@@ -83,38 +83,37 @@ def costs_of(schedule: Schedule, times: tuple[float, float, float], transfer: fl
     return Costs(forward=f, input_grad=b, weight_grad=w, transfer=transfer)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_boxes_are_the_simulators_spans(case: Case, tmp_path: Path) -> None:
-    assert main([*words(case), "-o", str(tmp_path / "out.svg")]) == 0
-    name, ranks, microbatches, virtual, times, transfer = case
+@pytest.fixture(params=CASES, ids=str, scope="module")
+def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
+    """A case and its picture."""
+    path = tmp_path_factory.mktemp("drawn") / "out.svg"
+    assert main([*words(request.param), "-o", str(path)]) == 0
+    return request.param, path
+
+
+def test_the_boxes_are_the_simulators_spans(drawn: tuple[Case, Path]) -> None:
+    (name, ranks, microbatches, virtual, times, transfer), path = drawn
     schedule = build_schedule(name, ranks, microbatches, virtual)
     timeline = simulate(schedule, costs_of(schedule, times, transfer))
-    drawn = drawn_spans(tmp_path / "out.svg", timeline.end)
-    assert len(drawn) == ranks
-    for row, spans in zip(drawn, timeline.spans, strict=True):
+    for row, spans in zip(drawn_spans(path, timeline.end), timeline.spans, strict=True):
         assert list(row) == [str(span.action) for span in spans]
         for span in spans:  # places are written to a thousandth of a pixel
             assert row[str(span.action)] == pytest.approx((span.start, span.end), abs=1e-3 * timeline.end / 100)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_kind_and_stage_of_a_rank_has_its_colour(case: Case, tmp_path: Path) -> None:
-    assert main([*words(case), "-o", str(tmp_path / "out.svg")]) == 0
-    ranks, virtual = case[1], case[3]
+def test_boxes_have_the_colour_of_their_kind_and_stage_and_the_number_of_their_microbatch(
+    drawn: tuple[Case, Path],
+) -> None:
+    (name, ranks, _, virtual, *_), path = drawn
+    found = [box for box in boxes(path) if box.note != "bubble"]
     fills = defaultdict(set)
-    for box in boxes(tmp_path / "out.svg"):
+    for box in found:
         if match := re.match(r"(\d+)([FBIW])\d+:", box.note):
             fills[match[2], int(match[1]) // ranks].add(box.fill)
-    assert all(len(found) == 1 for found in fills.values())
-    assert len(set.union(*fills.values())) == len(fills) == virtual * (3 if case[0] == "zero-bubble" else 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numbers_are_the_microbatches_and_stay_in_their_boxes(case: Case, tmp_path: Path) -> None:
-    assert main([*words(case), "-o", str(tmp_path / "out.svg")]) == 0
-    found = [box for box in boxes(tmp_path / "out.svg") if box.note != "bubble"]
+    assert all(len(of_kind) == 1 for of_kind in fills.values())
+    assert len(set.union(*fills.values())) == len(fills) == virtual * (3 if name == "zero-bubble" else 2)
     kinds = set()
-    for text in ElementTree.parse(tmp_path / "out.svg").iter(f"{SVG}text"):
+    for text in ElementTree.parse(path).iter(f"{SVG}text"):
         x, y, size = (float(text.attrib[key]) for key in ("x", "y", "font-size"))
         inside = [box for box in found if box.x < x < box.x + box.width and box.y < y < box.y + box.height]
         if text.attrib.get("text-anchor") != "middle" or not inside:
