@@ -50,6 +50,19 @@ def all_end(jobs: list[Job], within: float = START) -> list[int]:
     return [job.ends(within)[0] for job in jobs]
 
 
+def trained(network: Hosts, logs: Path, per_node: int, flags: list[str], *nodes: int, c10d: bool = False) -> None:
+    """Run to the end on these nodes."""
+    with network.torchrun(logs, per_node, PROGRAM, *flags, nodes=nodes, c10d=c10d) as jobs:
+        assert all_end(jobs) == [0] * len(nodes), said_by(jobs)
+
+
+def refused(network: Hosts, logs: Path, flags: list[str]) -> str:
+    """What is said where two nodes refuse to run."""
+    with network.torchrun(logs, 1, PROGRAM, *flags, nodes=range(2)) as jobs:
+        assert all_end(jobs) == [1, 1]
+        return said_by(jobs)
+
+
 def said_by(jobs: list[Job]) -> str:
     return "\n".join(job.said() + (job.logs / "torchrun.err").read_text() for job in jobs)
 
@@ -78,9 +91,7 @@ def test_hosts_train_as_one_process_does(
 ) -> None:
     network = hosts(count)
     flags = small_run(tmp_path / "out", **SAME, **layout)
-    nodes = range(count)
-    with network.torchrun(tmp_path / "logs", per_node, PROGRAM, *flags, nodes=nodes, c10d=c10d) as jobs:
-        assert all_end(jobs) == [0] * count, said_by(jobs)
+    trained(network, tmp_path / "logs", per_node, flags, *range(count), c10d=c10d)
     assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME)
 
 
@@ -93,8 +104,7 @@ def test_each_host_reads_its_own_copy_of_the_data(tmp_path: Path, hosts: MakeHos
         write_dataset(directory)
     data = {"mock_data": None, "data_path": network.disk / "data", "data_cache_path": network.disk / "cache"}
     flags = small_run(tmp_path / "out", **SAME, **data, dp=2)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [0, 0], said_by(jobs)
+    trained(network, tmp_path / "logs", 1, flags, 0, 1)
     for number in range(2):
         assert list((network.own_directory(number) / "cache").glob("*/manifest.json"))
     same = {"mock_data": None, "data_path": shared / "data"}
@@ -107,9 +117,7 @@ def test_other_data_on_a_host_is_refused_by_name(tmp_path: Path, hosts: MakeHost
         write_dataset(network.own_directory(number), seed=number)
     data = {"mock_data": None, "data_path": network.disk / "data"}
     flags = small_run(tmp_path / "out", **SAME, **data, dp=2)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [1, 1]
-        said = said_by(jobs)
+    said = refused(network, tmp_path / "logs", flags)
     assert re.search(r"megacore: refused on rank [01]", said), said
     assert "--data-path" in said, said
 
@@ -117,9 +125,7 @@ def test_other_data_on_a_host_is_refused_by_name(tmp_path: Path, hosts: MakeHost
 def test_an_output_directory_that_is_not_shared_is_refused_by_name(tmp_path: Path, hosts: MakeHosts) -> None:
     network = hosts(2)
     flags = small_run(network.disk / "out", **SAME, dp=2)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [1, 1]
-        said = said_by(jobs)
+    said = refused(network, tmp_path / "logs", flags)
     assert f"--output-dir {network.disk / 'out'} of rank 1 is not the directory that rank 0 writes to" in said, said
 
 
@@ -141,9 +147,8 @@ def test_a_host_that_is_cut_off_is_reported_and_both_sides_end(tmp_path: Path, h
         said = [job.said() for job in jobs]
     for number in range(2):
         other = 1 - number
-        assert re.search(rf"megacore: hang at step \d+: probably rank {other} \(pp {other}, ", said[number]), said[
-            number
-        ]
+        who = rf"megacore: hang at step \d+: probably rank {other} \(pp {other}, "
+        assert re.search(who, said[number]), said[number]
         assert "out of reach" in said[number]
 
 
@@ -164,8 +169,7 @@ def test_a_slow_network_only_takes_time(tmp_path: Path, hosts: MakeHosts) -> Non
     network = hosts(2)
     network.limit(1, megabits=20)
     flags = small_run(tmp_path / "out", **SAME, dp=2, hang_timeout_minutes=scaled_minutes(0.02))
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [0, 0], said_by(jobs)
+    trained(network, tmp_path / "logs", 1, flags, 0, 1)
     assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME)
 
 
@@ -182,8 +186,7 @@ def test_a_run_continues_on_fewer_hosts_when_one_dies(tmp_path: Path, hosts: Mak
     assert "Traceback" not in "\n".join(job.said() for job in jobs[:3])
     saved = max(int(path.name[5:]) for path in (tmp_path / "out").glob("step_????????"))
     flags = small_run(tmp_path / "out", **{**given, "dp": 1, "train_iters": saved + 2, "lr_decay_iters": 20})
-    with network.torchrun(tmp_path / "again", 2, PROGRAM, *flags, nodes=(0, 2)) as jobs:
-        assert all_end(jobs) == [0, 0], said_by(jobs)
+    trained(network, tmp_path / "again", 2, flags, 0, 2)
     expected = losses_of_one_process(tmp_path / "alone", **SAME, train_iters=saved + 2, lr_decay_iters=20)
     assert losses(tmp_path / "out") == expected
 
