@@ -24,14 +24,15 @@ def _run(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=180)
 
 
-def dom_and_complaints(page: Path, profile: Path) -> tuple[str, list[str]]:
+def dom_and_complaints(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """The document of a page after its scripts have run, and the errors of its console.
 
     Args:
         page: an HTML file.
         profile: a folder for the browser's files.
+        flags: of the browser.
     """
-    done = _run(page, profile, "--dump-dom")
+    done = _run(page, profile, "--dump-dom", *flags)
     lines = re.findall(r":(?:ERROR|INFO|WARNING):CONSOLE.*", done.stderr)
     return done.stdout, [line for line in lines if re.search(r"error|failed|refused", line, re.IGNORECASE)]
 

@@ -10,6 +10,7 @@ their parent is. Each rank has files of its own, so that what the ranks say is t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +151,23 @@ def run_warm(
             run.kill_all()
         command = [str(script), *map(str, words)]
         return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
+
+
+def records_of(output: Path) -> list[dict[str, Any]]:
+    """What a run has logged."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(output: Path) -> dict[int, tuple[float, float]]:
+    """Step -> loss and gradient norm."""
+    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in records_of(output) if "train/loss" in r}
+
+
+def losses_of_one_process(output: Path, **changes: object) -> dict[int, tuple[float, float]]:
+    """The losses of a small run with these flags on one process."""
+    done = alone(*small_run(output, **changes), timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    return losses(output)
 
 
 def says_only_that_it_starts(output: str) -> bool:

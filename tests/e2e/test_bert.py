@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megacore.data.tokenizers.tokenizer import load_tokenizer
-from tests.e2e.launching import BERT_PROGRAM, alone, says_only_that_it_starts, small_run, words
+from tests.e2e.launching import BERT_PROGRAM, alone, records_of, says_only_that_it_starts, small_run, words
 from tools.fill_mask import main as fill_mask
 from tools.preprocess_data import main as preprocess
 from tools.train_tokenizer import main as train_tokenizer
@@ -24,13 +24,11 @@ MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text, and what the tools made of it: with sentences, without, and a tokenizer that has no [MASK]."""
+    """Text, and what the tools made of it: a tokenizer and pairs of sentences."""
 
     text: Path
     tokenizer: Path
     sentences: Path
-    whole: Path
-    bpe: Path
 
     @property
     def unigram_entropy(self) -> float:
@@ -55,7 +53,7 @@ def sentence(draw: random.Random, topic: int) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Documents of one topic each, through the tools."""
+    """Documents of one topic each, through the tools: also without sentences, and with a tokenizer without [MASK]."""
     folder, draw = tmp_path_factory.mktemp("bert"), random.Random(0)
     text = folder / "text.jsonl"
     documents = (" ".join(sentence(draw, number % TOPICS) for _ in range(8)) for number in range(600))
@@ -65,13 +63,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         for prefix, flags in (("split", {"split_sentences": True}), ("whole", {})):
             output = folder / f"{model}-{prefix}"
             assert preprocess(words(input=text, tokenizer=folder / model, output_prefix=output, **flags)) == 0
-    return Corpus(
-        text=text,
-        tokenizer=folder / "wordpiece",
-        sentences=folder / "wordpiece-split_text_sentence",
-        whole=folder / "wordpiece-whole_text_document",
-        bpe=folder / "bpe",
-    )
+    return Corpus(text, folder / "wordpiece", folder / "wordpiece-split_text_sentence")
 
 
 def run(corpus: Corpus, output_dir: Path, **changes: object) -> list[str]:
@@ -92,7 +84,7 @@ def learned(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_learns_to_fill_masks_and_to_tell_neighbours_from_strangers(corpus: Corpus, learned: Path) -> None:
-    records = [json.loads(line) for line in (learned / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(learned)
     first, last = records[0], next(record for record in records if "eval/loss" in record)
     assert first["train/loss"] == pytest.approx(first["train/mlm_loss"] + first["train/sentence_loss"], rel=1e-12)
     assert last["eval/loss"] == pytest.approx(last["eval/mlm_loss"] + last["eval/sentence_loss"], rel=1e-12)
@@ -157,33 +149,22 @@ def test_a_gpt_is_no_bert_and_the_other_way_round(
     assert "is of another model: a GPT there, a BERT here" in refused.stderr
 
 
-REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"eod_mask_loss": True}, "--eod-mask-loss is for a model that predicts the next token"),
-    ({"bert_style": "modern", "sentence_task": "sop"}, "--sentence-task sop needs pairs"),
-    ({"mock_data": True, "data_path": None, "tokenizer": None, "vocab_size": 99, "preset": "gpt2-tiny"}, "is GPT's"),
-    ({"causal": True}, "--causal is not a flag"),
-    ({"hidden_size": 1 << 17, "device": "cpu"}, "the model needs at least "),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
-def test_flags_that_are_not_berts_are_refused(
-    corpus: Corpus, tmp_path: Path, changes: dict[str, object], message: str
+@pytest.mark.parametrize(
+    ("inputs", "changes", "message"),
+    [
+        ({}, {"sentence_task": "sop", "bert_style": "modern"}, "--sentence-task sop needs pairs"),
+        ({}, {"causal": True}, "--causal is not a flag"),
+        ({}, {"hidden_size": 1 << 17, "device": "cpu"}, "the model needs at least "),
+        ({"tokenizer": "bpe", "data_path": "bpe-split_text_sentence"}, {}, "[MASK]"),
+        ({"data_path": "wordpiece-whole_text_document"}, {}, "--split-sentences"),
+    ],
+)
+def test_what_bert_cannot_use_is_refused(
+    corpus: Corpus, tmp_path: Path, inputs: dict[str, str], changes: dict[str, object], message: str
 ) -> None:
-    refused = alone(*run(corpus, tmp_path, **changes), program=BERT_PROGRAM)
+    places = {name: corpus.tokenizer.parent / place for name, place in inputs.items()}
+    refused = alone(*run(corpus, tmp_path, **changes, **places), program=BERT_PROGRAM)
     assert refused.returncode == 2, refused.stderr
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
     assert says_only_that_it_starts(refused.stdout)
-
-
-def test_inputs_that_bert_cannot_use_are_refused(corpus: Corpus, tmp_path: Path) -> None:
-    other = {"tokenizer": corpus.bpe, "data_path": corpus.bpe.parent / "bpe-split_text_sentence"}
-    for changes, message in (
-        (other, "[MASK]"),
-        ({"data_path": corpus.whole}, "--split-sentences"),
-    ):
-        refused = alone(*run(corpus, tmp_path, **changes), program=BERT_PROGRAM)
-        assert refused.returncode == 2, refused.stderr
-        assert message in refused.stderr
-        assert "Traceback" not in refused.stderr

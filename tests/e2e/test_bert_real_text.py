@@ -4,7 +4,6 @@ docs/guides/bert.md says. A quarter of an hour on a quiet core.
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from megacore.data.indexed.reader import IndexedDataset
-from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, words
+from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, records_of, words
 from tools.preprocess_data import main as preprocess
 from tools.quickstart import write_sources
 from tools.train_tokenizer import main as train_tokenizer
@@ -43,7 +42,7 @@ def test_both_tasks_are_learned_from_the_standard_library(tmp_path: Path) -> Non
     )
     done = alone(*flags, program=BERT_PROGRAM, timeout=3 * 3600)
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(output)
     last = [record for record in records if "eval/loss" in record][-1]
     assert last["eval/mlm_loss"] < 0.7 * unigram_entropy(IndexedDataset(prefix)), last
     assert last["eval/sentence_accuracy"] > 0.6, last  # 9 sigma above chance: 2,048 pairs

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.hanging import HANG
 from tests.e2e.hosts import Denied, Hosts, wait_for_step
-from tests.e2e.launching import PROGRAM, Job, alone, needs_proc, small_run
+from tests.e2e.launching import PROGRAM, Job, losses, losses_of_one_process, needs_proc, small_run
 from tests.patience import scaled, scaled_minutes, until
 from tests.unit import data_bytes
 
@@ -45,22 +45,22 @@ def hosts(tmp_path: Path) -> Iterator[MakeHosts]:
         one.__exit__()
 
 
-def losses(output: Path) -> dict[int, tuple[float, float]]:
-    """Step -> loss and gradient norm."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r}
-
-
-def of_one_process(tmp_path: Path, **changes: object) -> dict[int, tuple[float, float]]:
-    """The losses that the same flags give on one process."""
-    done = alone(*small_run(tmp_path / "alone", **changes), timeout=START)
-    assert done.returncode == 0, done.stderr
-    return losses(tmp_path / "alone")
-
-
 def all_end(jobs: list[Job], within: float = START) -> list[int]:
     """The exit statuses of the torchruns, once no process is left."""
     return [job.ends(within)[0] for job in jobs]
+
+
+def trained(network: Hosts, logs: Path, per_node: int, flags: list[str], *nodes: int, c10d: bool = False) -> None:
+    """Run to the end on these nodes."""
+    with network.torchrun(logs, per_node, PROGRAM, *flags, nodes=nodes, c10d=c10d) as jobs:
+        assert all_end(jobs) == [0] * len(nodes), said_by(jobs)
+
+
+def refused(network: Hosts, logs: Path, flags: list[str]) -> str:
+    """What is said where two nodes refuse to run."""
+    with network.torchrun(logs, 1, PROGRAM, *flags, nodes=range(2)) as jobs:
+        assert all_end(jobs) == [1, 1]
+        return said_by(jobs)
 
 
 def said_by(jobs: list[Job]) -> str:
@@ -91,10 +91,8 @@ def test_hosts_train_as_one_process_does(
 ) -> None:
     network = hosts(count)
     flags = small_run(tmp_path / "out", **SAME, **layout)
-    nodes = range(count)
-    with network.torchrun(tmp_path / "logs", per_node, PROGRAM, *flags, nodes=nodes, c10d=c10d) as jobs:
-        assert all_end(jobs) == [0] * count, said_by(jobs)
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME)
+    trained(network, tmp_path / "logs", per_node, flags, *range(count), c10d=c10d)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME)
 
 
 def test_each_host_reads_its_own_copy_of_the_data(tmp_path: Path, hosts: MakeHosts) -> None:
@@ -106,12 +104,11 @@ def test_each_host_reads_its_own_copy_of_the_data(tmp_path: Path, hosts: MakeHos
         write_dataset(directory)
     data = {"mock_data": None, "data_path": network.disk / "data", "data_cache_path": network.disk / "cache"}
     flags = small_run(tmp_path / "out", **SAME, **data, dp=2)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [0, 0], said_by(jobs)
+    trained(network, tmp_path / "logs", 1, flags, 0, 1)
     for number in range(2):
         assert list((network.own_directory(number) / "cache").glob("*/manifest.json"))
     same = {"mock_data": None, "data_path": shared / "data"}
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME, **same)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, **same)
 
 
 def test_other_data_on_a_host_is_refused_by_name(tmp_path: Path, hosts: MakeHosts) -> None:
@@ -120,9 +117,7 @@ def test_other_data_on_a_host_is_refused_by_name(tmp_path: Path, hosts: MakeHost
         write_dataset(network.own_directory(number), seed=number)
     data = {"mock_data": None, "data_path": network.disk / "data"}
     flags = small_run(tmp_path / "out", **SAME, **data, dp=2)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [1, 1]
-        said = said_by(jobs)
+    said = refused(network, tmp_path / "logs", flags)
     assert re.search(r"megacore: refused on rank [01]", said), said
     assert "--data-path" in said, said
 
@@ -130,9 +125,7 @@ def test_other_data_on_a_host_is_refused_by_name(tmp_path: Path, hosts: MakeHost
 def test_an_output_directory_that_is_not_shared_is_refused_by_name(tmp_path: Path, hosts: MakeHosts) -> None:
     network = hosts(2)
     flags = small_run(network.disk / "out", **SAME, dp=2)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [1, 1]
-        said = said_by(jobs)
+    said = refused(network, tmp_path / "logs", flags)
     assert f"--output-dir {network.disk / 'out'} of rank 1 is not the directory that rank 0 writes to" in said, said
 
 
@@ -154,9 +147,8 @@ def test_a_host_that_is_cut_off_is_reported_and_both_sides_end(tmp_path: Path, h
         said = [job.said() for job in jobs]
     for number in range(2):
         other = 1 - number
-        assert re.search(rf"megacore: hang at step \d+: probably rank {other} \(pp {other}, ", said[number]), said[
-            number
-        ]
+        who = rf"megacore: hang at step \d+: probably rank {other} \(pp {other}, "
+        assert re.search(who, said[number]), said[number]
         assert "out of reach" in said[number]
 
 
@@ -177,9 +169,8 @@ def test_a_slow_network_only_takes_time(tmp_path: Path, hosts: MakeHosts) -> Non
     network = hosts(2)
     network.limit(1, megabits=20)
     flags = small_run(tmp_path / "out", **SAME, dp=2, hang_timeout_minutes=scaled_minutes(0.02))
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
-        assert all_end(jobs) == [0, 0], said_by(jobs)
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME)
+    trained(network, tmp_path / "logs", 1, flags, 0, 1)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME)
 
 
 def test_a_run_continues_on_fewer_hosts_when_one_dies(tmp_path: Path, hosts: MakeHosts) -> None:
@@ -195,9 +186,8 @@ def test_a_run_continues_on_fewer_hosts_when_one_dies(tmp_path: Path, hosts: Mak
     assert "Traceback" not in "\n".join(job.said() for job in jobs[:3])
     saved = max(int(path.name[5:]) for path in (tmp_path / "out").glob("step_????????"))
     flags = small_run(tmp_path / "out", **{**given, "dp": 1, "train_iters": saved + 2, "lr_decay_iters": 20})
-    with network.torchrun(tmp_path / "again", 2, PROGRAM, *flags, nodes=(0, 2)) as jobs:
-        assert all_end(jobs) == [0, 0], said_by(jobs)
-    expected = of_one_process(tmp_path, **SAME, train_iters=saved + 2, lr_decay_iters=20)
+    trained(network, tmp_path / "again", 2, flags, 0, 2)
+    expected = losses_of_one_process(tmp_path / "alone", **SAME, train_iters=saved + 2, lr_decay_iters=20)
     assert losses(tmp_path / "out") == expected
 
 
@@ -213,7 +203,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path: Path, hosts: Ma
         until(lambda: (tmp_path / "out" / "step_00000004").exists(), START, "no checkpoint")
         network[1].kill()
         assert jobs[0].ends(START)[0] == 0, said_by(jobs)
-    assert losses(tmp_path / "out") == of_one_process(tmp_path, **SAME, train_iters=60)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, train_iters=60)
 
 
 def test_torchrun_starts_all_hosts_again_when_a_rank_dies(tmp_path: Path, hosts: MakeHosts) -> None:

@@ -86,9 +86,3 @@ def test_what_lost_its_manifest_is_listed_as_damaged(tmp_path: Path, capsys: pyt
     text = capsys.readouterr().out
     assert ["step_00000003", "damaged"] in [line.split() for line in text.splitlines()]
     assert f"damaged: {tmp_path}/step_00000003/manifest.json is missing" in text
-
-
-@pytest.mark.parametrize("words", [[], ["nowhere"], ["a", "--diff", "b", "c"]])
-def test_what_cannot_be_looked_at_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith("inspect_checkpoint.py: error: ")

@@ -42,16 +42,22 @@ def test_a_run_and_its_program_are_arguments_of_the_model(tmp_path: Path, monkey
     assert got == [["--model_args", given, *last], ["--model_args", f"{given},seed=3", *last]]
 
 
-def task(folder: Path, name: str, **fields: object) -> None:
-    """A task of the harness on the documents of folder/documents.jsonl."""
-    made = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
-        "test_split": "test",
-        **fields,
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(made))  # JSON is YAML
+ASKED = {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+UNTIL = {"until": ["w9"], "max_gen_toks": 4, "do_sample": False}
+# Tasks of the harness: what a model is asked for, its figure, and the fields of each.
+TASKS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "tiny_choice": ("multiple_choice", "acc", {**ASKED, "doc_to_choice": "{{choices}}"}),
+    "tiny_rolling": ("loglikelihood_rolling", "bits_per_byte", {"doc_to_text": "", "doc_to_target": "{{question}}"}),
+    "tiny_generation": ("generate_until", "exact_match", {**ASKED, "generation_kwargs": UNTIL}),
+}
+
+
+def write_tasks(folder: Path) -> None:
+    """On the documents of folder/documents.jsonl."""
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}}}
+    for name, (kind, metric, fields) in TASKS.items():
+        made = {"task": name, **data, "test_split": "test", "output_type": kind, "metric_list": [{"metric": metric}]}
+        (folder / f"{name}.yaml").write_text(json.dumps(made | fields))  # JSON is YAML
 
 
 def test_the_harness_gets_the_answers_of_the_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,36 +69,10 @@ def test_the_harness_gets_the_answers_of_the_scorer(tmp_path: Path, monkeypatch:
     to_megacore(directory, tmp_path / "megacore")
     rows = [{"question": f"w{n} w{n + 1}", "choices": choices, "answer": 0} for n, choices in enumerate(CHOICES)]
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
-    task(
-        tmp_path,
-        "tiny_choice",
-        output_type="multiple_choice",
-        doc_to_choice="{{choices}}",
-        metric_list=[{"metric": "acc"}],
-        **asked,
-    )
-    task(
-        tmp_path,
-        "tiny_rolling",
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{question}}",
-        metric_list=[{"metric": "bits_per_byte"}],
-    )
-    settings = {"until": ["w9"], "max_gen_toks": 4, "do_sample": False}
-    task(
-        tmp_path,
-        "tiny_generation",
-        output_type="generate_until",
-        generation_kwargs=settings,
-        metric_list=[{"metric": "exact_match"}],
-        **asked,
-    )
-    tasks = "tiny_choice,tiny_rolling,tiny_generation"
-    flags = ["--model_args", f"checkpoint={tmp_path / 'megacore'}", "--include_path", str(tmp_path), "--tasks", tasks]
-    flags += ["--device", "cpu", "--batch_size", "2", "--output_path", str(tmp_path / "out"), "--log_samples"]
-    assert run_lm_eval(flags) == 0
+    write_tasks(tmp_path)
+    flags = f"--model_args checkpoint={tmp_path}/megacore --include_path {tmp_path} --output_path {tmp_path}/out"
+    flags += f" --tasks {','.join(TASKS)} --device cpu --batch_size 2 --log_samples"
+    assert run_lm_eval(flags.split()) == 0
     (results,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(results.read_text())["results"]
     scorer = TextScorer.of_checkpoint(tmp_path / "megacore", device="cpu")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, alone, needs_proc, records_of, small_run, under_torchrun
 
 # Scaled by this, every gradient of a small model leaves fp16's range, which ends at 65,504.
 FAR_TOO_LARGE = 2.0**60
@@ -26,7 +25,7 @@ def test_an_overflow_on_four_ranks_halves_the_scale_until_steps_count(tmp_path: 
     assert scales, "an overflow was meant to happen"
     for k, scale in enumerate(scales):
         assert scale == f"{2.0 ** (40 - k):g} -> {2.0 ** (39 - k):g}"
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     assert records[-1]["train/loss"] < records[0]["train/loss"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -13,7 +12,20 @@ from pathlib import Path
 import pytest
 import s3fs
 
+<<<<<<< HEAD
 from tests.e2e.launching import PROGRAM, ROOT, alone, free_port, needs_proc, small_run, under_torchrun
+=======
+from tests.e2e.launching import (
+    PROGRAM,
+    ROOT,
+    alone,
+    losses,
+    losses_of_one_process,
+    needs_proc,
+    small_run,
+    under_torchrun,
+)
+>>>>>>> twatch
 from tests.patience import until
 from tests.unit import data_bytes
 
@@ -60,6 +72,7 @@ def store(server: subprocess.Popen[bytes]) -> s3fs.S3FileSystem:
     return files
 
 
+<<<<<<< HEAD
 def losses(output: Path) -> dict[int, tuple[float, float]]:
     """Step -> loss and gradient norm."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -84,6 +97,8 @@ def test_a_run_goes_on_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+=======
+>>>>>>> twatch
 @pytest.mark.parametrize(
     ("point", "number", "kept", "async_save"),
     [
@@ -120,7 +135,7 @@ def test_a_run_that_dies_in_a_save_goes_on_from_s3_on_another_layout(
         if kept == 2:
             assert "removed what an interrupted save had left" in job.said()
         assert "passed over" not in job.said()
-    assert losses(tmp_path / "out") == of_one_process(tmp_path / "alone", train_iters=8)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, train_iters=8)
     names = [name.removeprefix("bucket/runs/one/") for name in store.find("bucket/runs/one")]
     assert not [name for name in names if ".tmp-" in name]
     # --keep-last 1: what the second start loaded is kept too.
@@ -145,7 +160,7 @@ def test_data_come_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
         assert job.ends(SECONDS)[0] == 0, job.said()
     here = {"mock_data": None, "data_path": tmp_path / "corpus"}
-    assert losses(tmp_path / "out") == of_one_process(tmp_path / "alone", **here)
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, **here)
     assert len(list((tmp_path / "cache").rglob("corpus.bin"))) == 1
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import TORCHRUN, run_warm
+from tests.e2e.launching import TORCHRUN, records_of, run_warm
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def trained(checkout: Path) -> None:
     runs = list((checkout / "output").iterdir())
     assert runs
     for run in runs:
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records = records_of(run)
         assert records[-1]["step"] == 4
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -98,39 +98,12 @@ def inputs(good: Path, tmp_path: Path) -> Path:
     return tmp_path / "inputs"
 
 
-Break = Callable[[Path], dict[str, object] | None]
-
-
-def overwrite(name: str, offset: int, data: bytes) -> Break:
-    """Write over a part of a file."""
-
-    def apply(inputs: Path) -> None:
-        with open(inputs / name, "r+b") as file:
-            file.seek(offset)
-            file.write(data)
-
-    return apply
-
-
-def cut(name: str, length: int) -> Break:
-    """Cut a file short, or extend it with zeros."""
-    return lambda inputs: os.truncate(inputs / name, length)
+Break = Callable[[Path], Any]  # the flags that it changes, if any
 
 
 def token_too_large(inputs: Path) -> None:
     """A dataset with an id that the vocabulary of 64 does not have, in its last sequence."""
     data_bytes.write(inputs / "data", [[[1, 2, 3]]] * 50 + [[[1, 64]]])
-
-
-def no_documents(inputs: Path) -> None:
-    """A dataset as a writer leaves it that was given nothing."""
-    data_bytes.write(inputs / "data", [])
-
-
-def two_documents(inputs: Path) -> dict[str, object]:
-    """Fewer documents than the split has parts for."""
-    data_bytes.write(inputs / "data", [[[1, 2, 3]], [[4, 5]]])
-    return {"split": "1,8,1"}
 
 
 def directory_for_a_file(inputs: Path) -> None:
@@ -139,30 +112,16 @@ def directory_for_a_file(inputs: Path) -> None:
     (inputs / "data.bin").mkdir()
 
 
-def tokenizer_file(name: str, data: bytes) -> Break:
-    """Another file as the tokenizer."""
-
-    def apply(inputs: Path) -> dict[str, object]:
-        (inputs / name).write_bytes(data)
-        return {"tokenizer": inputs / name}
-
-    return apply
+def garbage_for_a_tokenizer(inputs: Path) -> dict[str, object]:
+    """A file that begins like a tokenizer's."""
+    (inputs / "x.json").write_bytes(b'{"model": 3')
+    return {"tokenizer": inputs / "x.json"}
 
 
 def empty_tokenizer_directory(inputs: Path) -> dict[str, object]:
     """A directory without any tokenizer."""
     (inputs / "empty").mkdir()
     return {"tokenizer": inputs / "empty"}
-
-
-def config_file(text: str) -> Break:
-    """A configuration file with this text."""
-
-    def apply(inputs: Path) -> dict[str, object]:
-        (inputs / "bad.toml").write_text(text)
-        return {"config": inputs / "bad.toml"}
-
-    return apply
 
 
 def loads(**changes: object) -> Break:
@@ -182,53 +141,11 @@ def another_tokenizer(inputs: Path) -> dict[str, object]:
     return {"load": inputs / "trained", "tokenizer": inputs / "other", "train_iters": 6}
 
 
-def no_checkpoint(inputs: Path) -> dict[str, object]:
-    """A --load that holds something else."""
-    return {"load": inputs / "tokenizer"}
-
-
-def damaged_manifest(inputs: Path) -> dict[str, object]:
-    """A manifest that was cut short."""
-    manifest = shard(inputs).with_name("manifest.json")
-    os.truncate(manifest, manifest.stat().st_size // 2)
-    return {"load": inputs / "trained"}
-
-
-def manifest_without_sections(inputs: Path) -> dict[str, object]:
-    """A manifest of the wrong structure."""
-    manifest = shard(inputs).with_name("manifest.json")
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"model": 3}}))
-    return {"load": inputs / "trained"}
-
-
-def manifest_without_optimizer(inputs: Path) -> dict[str, object]:
+def manifest_without_optimizer(manifest: Path) -> None:
     """A manifest that lost a section of its configuration."""
-    manifest = shard(inputs).with_name("manifest.json")
     raw = json.loads(manifest.read_text())
     del raw["config"]["optimizer"]
     manifest.write_text(sealed(raw))
-    return {"load": inputs / "trained"}
-
-
-def lost_shard(inputs: Path) -> dict[str, object]:
-    """A checkpoint of which a file is gone."""
-    lost = shard(inputs)
-    lost.unlink()
-    return {"load": lost.parent}
-
-
-def shorter_shard(inputs: Path) -> dict[str, object]:
-    """A checkpoint of which a file was cut short."""
-    os.truncate(shard(inputs), shard(inputs).stat().st_size - 1)
-    return {"load": shard(inputs).parent}
-
-
-def flipped_bit(inputs: Path) -> dict[str, object]:
-    """A checkpoint with one wrong bit, of the right size."""
-    data = bytearray(shard(inputs).read_bytes())
-    data[-1] ^= 1
-    shard(inputs).write_bytes(data)
-    return {"load": shard(inputs).parent}
 
 
 def shard(inputs: Path) -> Path:
@@ -237,58 +154,60 @@ def shard(inputs: Path) -> Path:
     return path
 
 
-def directory_for_a_result(inputs: Path) -> None:
-    """A directory in the output directory, where the run writes a file."""
-    (inputs / "out" / "config.toml").mkdir(parents=True)
+def damaged(change: Callable[[Path], object], name: str | None = None) -> Break:
+    """Continue from the trained run after a change of a file of its checkpoint, which is that of the weights."""
+
+    def apply(inputs: Path) -> dict[str, object]:
+        file = shard(inputs)
+        change(file.with_name(name or file.name))
+        return {"load": file.parent}
+
+    return apply
 
 
+def shortened(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flipped_bit(file: Path) -> None:
+    """One wrong bit, in a file of the right size."""
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+
+# One of each way on which an input is read. What else is wrong with a file is told from it in the tests of its reader.
 BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
-    "directory for a result": (directory_for_a_result, "its config.toml is a directory"),
-    "empty idx": (cut("data.idx", 0), "data.idx: 0 bytes are too few"),
-    "empty bin": (cut("data.bin", 0), "data.bin: 0 bytes long, shorter than"),
-    "wrong magic": (overwrite("data.idx", 0, b"GARBAGE"), "data.idx: wrong magic"),
-    "wrong version": (overwrite("data.idx", 9, b"\7"), "data.idx: version 7"),
-    "wrong dtype": (overwrite("data.idx", 17, b"\x63"), "data.idx: unknown dtype code 99"),
-    "short idx": (cut("data.idx", 500), "data.idx: 500 bytes long, but its header announces 60 sequences"),
-    "short bin": (cut("data.bin", 4798), "data.bin: 4798 bytes long, shorter than"),
-    "long bin": (cut("data.bin", 4802), "data.bin: 4802 bytes long, longer than"),
-    "negative length": (overwrite("data.idx", 34, b"\xff" * 4), "sequence 0 has the negative length -1"),
+    "directory for a result": (lambda i: (i / "out/config.toml").mkdir(parents=True), "its config.toml is a directory"),
+    "wrong magic": (lambda i: (i / "data.idx").write_bytes(b"GARBAGE" * 5), "data.idx: wrong magic"),
+    "short bin": (lambda i: os.truncate(i / "data.bin", 4798), "data.bin: 4798 bytes long, shorter than"),
     "token beyond the vocabulary": (token_too_large, "sequence 50 holds the token id 64"),
-    "no documents": (no_documents, "data.idx: holds no documents"),
-    "too few documents": (two_documents, "--split leaves no tokens to train on in the 2 documents"),
-    "missing bin": (lambda inputs: (inputs / "data.bin").unlink(), "data.bin not found"),
     "directory for a bin": (directory_for_a_file, "data.bin not found"),
-    "garbage tokenizer": (tokenizer_file("x.json", b'{"model": 3'), "x.json: not a `tokenizers` JSON file"),
-    "binary tokenizer": (tokenizer_file("x.json", bytes(range(256))), "x.json: not a `tokenizers` JSON file"),
-    "empty tokenizer": (tokenizer_file("x.json", b""), "x.json: the tokenizer file is empty"),
-    "pickled tokenizer": (tokenizer_file("x.model", pickle.dumps({"a": 1})), "x.model: not a SentencePiece model"),
+    "garbage tokenizer": (garbage_for_a_tokenizer, "x.json: not a `tokenizers` JSON file"),
     "directory without a tokenizer": (empty_tokenizer_directory, "no tokenizer in this directory"),
     "tokenizer beyond the vocabulary": (
         lambda inputs: {"tokenizer": inputs / "tokenizer", "vocab_size": 59},
         "--vocab-size 59 is smaller than the vocabulary of the tokenizer",
     ),
-    "bad TOML": (config_file("[model\nnum_layers = 2"), "bad.toml"),
-    "unknown key": (config_file("[model]\nnum_layer = 2\n"), "num_layer is not a key: did you mean num_layers"),
-    "wrong type": (config_file("[model]\nnum_layers = '2'\n"), "num_layers"),
-    "no checkpoint": (no_checkpoint, "run's output directory, or --load auto"),
-    "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
-    "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
-    "manifest of no optimizer": (manifest_without_optimizer, "does not say which model and optimizer it is of"),
+    "no checkpoint": (lambda inputs: {"load": inputs / "tokenizer"}, "run's output directory, or --load auto"),
+    "damaged manifest": (damaged(shortened, "manifest.json"), "manifest.json cannot be read as a manifest"),
+    "manifest of no optimizer": (
+        damaged(manifest_without_optimizer, "manifest.json"), "does not say which model and optimizer it is of",
+    ),
     "another tokenizer": (another_tokenizer, "is not the one that"),
-    "lost shard": (lost_shard, "the checkpoint is incomplete"),
-    "shorter shard": (shorter_shard, "bytes, but its manifest says"),
-    "flipped bit": (flipped_bit, "does not have the XXH3 of its manifest"),
+    "lost shard": (damaged(Path.unlink), "the checkpoint is incomplete"),
+    "shorter shard": (damaged(shortened), "bytes, but its manifest says"),
+    "flipped bit": (damaged(flipped_bit), "does not have the XXH3 of its manifest"),
     "other shape": (loads(hidden_size=128, ffn_hidden_size=256), "--hidden-size 64 there, 128 here"),
     "other depth": (loads(num_layers=1), "--num-layers 2 there, 1 here"),
     "other heads": (loads(num_attention_heads=1), "there, 1 here"),
-}
+}  # fmt: skip
 
 
 def run_with(inputs: Path, breaking: Break) -> list[str]:
     """Break the inputs; the flags of a run that uses them."""
-    changes = breaking(inputs) or {}
+    changed = breaking(inputs)
+    changes = changed if isinstance(changed, dict) else {}
     flags = {"mock_data": None, "data_path": inputs / "data", "output_dir": inputs / "out", **changes}
-    return small_run(**flags)  # type: ignore[arg-type]
+    return small_run(**flags)
 
 
 def test_the_inputs_work_before_they_are_broken(inputs: Path) -> None:
@@ -299,10 +218,10 @@ def test_the_inputs_work_before_they_are_broken(inputs: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-LATE = ("damaged manifest", "manifest of another structure")  # which a rank finds when it loads
+LATE = "damaged manifest"  # which a rank finds when it loads
 
 
-@pytest.mark.parametrize("name", [name for name in BROKEN_INPUTS if name not in LATE])
+@pytest.mark.parametrize("name", [name for name in BROKEN_INPUTS if name != LATE])
 def test_a_broken_input_is_refused(inputs: Path, name: str) -> None:
     breaking, expected = BROKEN_INPUTS[name]
     with pytest.raises(ConfigError) as error:
@@ -310,9 +229,8 @@ def test_a_broken_input_is_refused(inputs: Path, name: str) -> None:
     assert expected in str(error.value)
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_a_broken_checkpoint_is_refused_where_it_is_loaded(inputs: Path, name: str) -> None:
-    breaking, expected = BROKEN_INPUTS[name]
+def test_a_broken_checkpoint_is_refused_where_it_is_loaded(inputs: Path) -> None:
+    breaking, expected = BROKEN_INPUTS[LATE]
     done = alone(*run_with(inputs, breaking), timeout=LIMIT)
     check_message(done.stderr, expected)
     assert done.returncode == 2 and says_only_that_it_starts(done.stdout)
@@ -341,7 +259,7 @@ def test_a_new_interpreter_refuses_before_it_loads_torch(inputs: Path, breaking:
 
 def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
     def spoil(inputs: Path) -> dict[str, object]:
-        cut("data.idx", 0)(inputs)
+        os.truncate(inputs / "data.idx", 0)
         return {**empty_tokenizer_directory(inputs), "load": inputs / "tokenizer"}
 
     done = alone(*run_with(inputs, spoil), timeout=LIMIT)

@@ -40,11 +40,7 @@ def run_with_own_flags(tmp_path: Path, flags: list[list[str]], *common: str) -> 
 
 @needs_proc
 def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> None:
-    usual, rate, degree = (
-        ["--lr", "0.001", "--dp", "4"],
-        ["--lr", "0.002", "--dp", "4"],
-        ["--lr", "0.001", "--tp", "2"],
-    )
+    usual, rate, degree = (f"--lr {flags}".split() for flags in ("0.001 --dp 4", "0.002 --dp 4", "0.001 --tp 2"))
     said = run_with_own_flags(tmp_path, [usual, usual, rate, degree], *small_run(tmp_path / "out", global_batch_size=4))
     assert said.count("megacore: refused on rank ") == 1
     assert "rank 2 (pp 0, dp 2, tp 0): --lr 0.002, ranks 0, 1, 3: 0.001\n" in said

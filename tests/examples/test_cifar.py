@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 import numpy as np
@@ -15,39 +13,34 @@ import train_cifar
 from megacore.errors import DataError
 from mixture_cnn import MixtureHead
 from tests.distributed import run_distributed
+from tests.examples.conftest import printed
 
 SHORT = ["--steps", "4", "--batch", "16", "--log-every", "2"]
 
 
-def printed(rank: int, ranks: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = train_cifar.main(argv)
-    return status, text.getvalue()
-
-
 def test_a_pipeline_prints_the_digits_of_one_process() -> None:
-    (alone,) = run_distributed(printed, 1, SHORT, init=False)
-    assert run_distributed(printed, 2, [*SHORT, "--pp", "2"], init=False) == [alone, (0, "")]
+    (alone,) = run_distributed(printed, 1, train_cifar.main, SHORT, init=False)
+    assert run_distributed(printed, 2, train_cifar.main, [*SHORT, "--pp", "2"], init=False) == [alone, (0, "")]
 
 
 @pytest.mark.slow
 def test_every_layout_prints_the_same_digits_also_through_a_checkpoint(tmp_path: Path) -> None:
-    (alone,) = run_distributed(printed, 1, SHORT, init=False)
+    (alone,) = run_distributed(printed, 1, train_cifar.main, SHORT, init=False)
     assert alone[0] == 0
     assert alone[1].count("accuracy") == 2
     saving = [*SHORT, "--pp", "2", "--zero-stage", "1", "--save", str(tmp_path / "net"), "--save-every", "2"]
     saving += ["--tensorboard", str(tmp_path / "events")]
-    assert run_distributed(printed, 2, saving, init=False) == [alone, (0, "")]
+    assert run_distributed(printed, 2, train_cifar.main, saving, init=False) == [alone, (0, "")]
     assert any((tmp_path / "events").rglob("events*"))
     loading = [*SHORT, "--zero-stage", "3", "--load", str(tmp_path / "net" / "step_00000002")]
-    (status, text), _ = run_distributed(printed, 2, loading, init=False)
+    (status, text), _ = run_distributed(printed, 2, train_cifar.main, loading, init=False)
     assert status == 0
     assert text == alone[1].splitlines(keepends=True)[-1]
 
 
 @pytest.mark.slow
 def test_it_learns() -> None:
-    ((_, text),) = run_distributed(printed, 1, ["--steps", "150"], init=False, timeout=300)
+    ((_, text),) = run_distributed(printed, 1, train_cifar.main, ["--steps", "150"], init=False, timeout=300)
     assert float(text.split()[-1].rstrip("%")) > 90
 
 
@@ -101,19 +94,3 @@ def test_checkpoints_are_written_in_steps_without_a_log_line_too(tmp_path: Path)
     argv = ["--steps", "3", "--batch", "8", "--log-every", "3", "--save-every", "2", "--save", str(tmp_path / "net")]
     assert train_cifar.main(argv) == 0
     assert {"step_00000002", "step_00000003"} <= {path.name for path in (tmp_path / "net").iterdir()}
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--batch", "12"], "--batch 12 must be a multiple of 8"),
-        (["--steps", "0"], "must be at least 1"),
-        (["--data", "nowhere"], "nowhere/data_batch_1.bin does not exist"),
-        (["--load", "nowhere"], "nowhere"),
-        (["--save", f"{__file__}/net"], "is not a directory"),
-        (["--tensorboard", f"{__file__}/events"], "is not a directory"),
-    ],
-)
-def test_nonsense_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_cifar.main(argv) == 2
-    assert words in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, join_job
 from megacore.plan.canvas import to_svg
 from tests.distributed import run_distributed
+from tests.examples.conftest import printed
 from wire import Message, Wire
 
 WIDTH = 3
@@ -105,15 +104,9 @@ def test_the_picture_names_every_message() -> None:
         assert f">{message.content}</text>" in text
 
 
-def printed(rank: int, ranks: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = collectives.main(argv)
-    return status, text.getvalue()
-
-
 def test_the_script_agrees_with_the_library_and_draws(tmp_path: Path) -> None:
     argv = ["--bytes", "480", "--repeats", "1", "--pictures", str(tmp_path)]
-    (status, text), *others = run_distributed(printed, 4, argv, init=False)
+    (status, text), *others = run_distributed(printed, 4, collectives.main, argv, init=False)
     assert status == 0
     assert others == [(0, "")] * 3
     *lines, pictures = text.splitlines()[3:]
@@ -124,18 +117,3 @@ def test_the_script_agrees_with_the_library_and_draws(tmp_path: Path) -> None:
 
 
 ORDER = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", *ALL_REDUCES, "all_to_all")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--bytes", "0"], "error:"),
-        (["--repeats", "x"], "error:"),
-        (["--pictures", f"{__file__}/here"], "megacore: refused: 1 problem\n  - --pictures "),
-        (["--unknown"], "error:"),
-        ([], "error:"),
-    ],
-)
-def test_nonsense_is_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert collectives.main(argv) == 2  # the last one: a single process
-    assert said in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prepare
-from tests.e2e.launching import ROOT, alone, run_warm, words
+from tests.e2e.launching import ROOT, alone, records_of, run_warm, words
 from tools import convert_checkpoint, preprocess_data
 
 
@@ -49,7 +49,7 @@ def test_the_pages_commands_lead_to_a_model_that_answers(directory: Path, tmp_pa
     small = words(seq_length=256, micro_batch_size=4, global_batch_size=8, train_iters=120, lr="3e-3", min_lr="3e-4")
     trained = alone(*flags, *shared, *small, *words(lr_warmup_iters=10, eval_iters=1), timeout=300)
     assert trained.returncode == 0, trained.stderr
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     losses = [record["train/loss"] for record in records if "train/loss" in record]
     assert losses[-1] < 0.3 * losses[0]
     assert convert_checkpoint.main([*words(input=run, output=out), "--from", "megacore", "--to", "hf"]) == 0

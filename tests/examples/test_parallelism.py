@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import re
 import tokenize
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ import zero3
 from megacore.config import ParallelConfig
 from megacore.parallel.mesh import join_job
 from tests.distributed import run_distributed
+from tests.examples.conftest import printed
 
 FOLDER = Path(problem.__file__).parent
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -73,23 +72,9 @@ def test_the_files_are_as_short_as_the_page_says() -> None:
     assert [min(found), max(found)] == [int(number) for number in stated.groups()]
 
 
-def printed(rank: int, ranks: int) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = zero1.main(["--steps", "2"])
-    return status, text.getvalue()
-
-
 def test_a_script_prints_losses_and_bytes() -> None:
-    (status, text), *others = run_distributed(printed, 2, init=False)
+    (status, text), *others = run_distributed(printed, 2, zero1.main, ["--steps", "2"], init=False)
     assert status == 0
     assert others == [(0, "")]
     assert "measured:  4.00 +  4.00 +  4.00 = 12.00" in text
     assert "one process:  4.00 +  4.00 +  8.00 = 16.00" in text
-
-
-@pytest.mark.parametrize("module", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_nonsense_is_refused(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert module.main(["--steps", "0"]) == 2
-    assert "must be at least 1" in capsys.readouterr().err
-    assert module.main([]) == 2
-    assert "--nproc-per-node" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import multiprocessing
 import re
 import threading
@@ -25,6 +24,7 @@ from hash_ring import HashRing
 from server import ASYNCHRONOUS, Server, serve
 from tasks import MODELS, Lines, accuracy, load
 from tests.distributed import run_distributed, start_server
+from tests.examples.conftest import printed
 from tests.patience import patience
 from training import Plan, train_alone, work
 
@@ -162,16 +162,10 @@ def test_two_deaths_are_reported_with_the_key() -> None:
         client.close()
 
 
-def printed(rank: int, ranks: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = parameter_server.main(argv)
-    return status, text.getvalue()
-
-
 @pytest.mark.slow
 def test_the_script_trains_at_every_staleness() -> None:
     argv = ["--steps", "20", "--staleness", "0,2,async", "--straggle", "0.001", "--kill-at", "7"]
-    (status, text), *others = run_distributed(printed, 4, argv, init=False)
+    (status, text), *others = run_distributed(printed, 4, parameter_server.main, argv, init=False)
     assert status == 0
     assert others == [(0, "")] * 3
     rows = re.findall(r"^ *(\S+) +\d+ +(\d+) +[\d.]+ +([\d.]+)%$", text, re.MULTILINE)
@@ -192,21 +186,3 @@ def test_a_model_learns(name: str) -> None:
     train, test = lines()
     plan = Plan(MODELS[name], steps=600, workers=2)
     assert accuracy(plan.model, train_alone(plan, train).flatten()[: plan.model.size], test) > 0.9
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--staleness", "-1"], "-1: use numbers from 0, or async"),
-        (["--staleness", "x"], "x: use numbers from 0, or async"),
-        (["--straggle", "-1"], "must be from 0 to 60 seconds"),
-        (["--straggle", "nan"], "must be from 0 to 60 seconds"),
-        (["--straggle", "x"], "is not a number"),
-        (["--steps", "0"], "must be at least 1"),
-        (["--steps", "3", "--kill-at", "4"], "--nproc-per-node 4"),
-        ([], "--nproc-per-node 4"),
-    ],
-)
-def test_nonsense_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert parameter_server.main(argv) == 2
-    assert message in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 from itertools import product
 from pathlib import Path
@@ -21,6 +19,7 @@ from megacore.config import ParallelConfig
 from megacore.errors import CheckpointError, DataError
 from megacore.parallel.mesh import ALONE, join_job
 from tests.distributed import run_distributed
+from tests.examples.conftest import printed
 
 BATCH, BLOCKS, EVICT_AFTER = 32, 4, 3
 Outcome = tuple[list[float], list[float], dict[str, list[float]], list[int]]
@@ -144,17 +143,11 @@ def test_a_batch_is_its_parts() -> None:
     assert len(parts[0]) == 2
 
 
-def printed(rank: int, ranks: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        status = recommender.main(argv)
-    return status, text.getvalue()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_script_learns_and_prints_the_same_on_every_number_of_processes(name: str) -> None:
     argv = ["--model", name, "--steps", "150", "--evict-after", "40"]
-    results = {ranks: run_distributed(printed, ranks, argv, init=False) for ranks in (1, 2)}
+    results = {ranks: run_distributed(printed, ranks, recommender.main, argv, init=False) for ranks in (1, 2)}
     endings = {ranks: texts[0][1].splitlines()[-1] for ranks, texts in results.items()}
     assert endings[1] == endings[2]
     assert float(endings[1].split()[-1]) > 0.65
@@ -170,22 +163,3 @@ def test_a_checkpoint_is_continued_and_never_taken_back(tmp_path: Path, capsys: 
     Recommender.require_savable(saved)  # a checkpoint may be replaced
     assert recommender.main(["--load", str(saved), "--steps", "1"]) == 2
     assert "is at step 2: --steps 1 must not be less" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--batch", "10"], "--batch 10 must be a multiple of --blocks 8"),
-        (["--model", "x"], "invalid choice"),
-        (["--steps", "0"], "must be at least 1"),
-        (["--load", "nowhere"], "--load nowhere has no dense.safetensors"),
-        (["--save", "/proc/nowhere"], "--save /proc/nowhere cannot be written"),
-        (["--save", "/"], "--save / exists, and is no checkpoint"),
-        (["--save", __file__], "is not a directory"),
-        (["--data", "."], ". cannot be read: Is a directory"),
-        (["--data", "nowhere"], "nowhere cannot be read: No such file"),
-    ],
-)
-def test_nonsense_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommender.main(argv) == 2
-    assert words in capsys.readouterr().err

@@ -78,6 +78,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """The whole tree, which many rules walk through."""
+        return list(ast.walk(self.tree))
+
     @property
     def module(self) -> str:
         """The dotted name under which it is imported."""
@@ -98,6 +103,13 @@ class Source:
     @cached_property
     def imports(self) -> list[Import]:
         return list(_imports(self.tree))
+
+
+def dotted(node: ast.AST) -> str:
+    """The x.y of a name with its attributes; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,9 @@ def _imports(tree: ast.Module) -> Iterator[Import]:
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             waiting += [(child, late, True) for child in node.body]
         else:
-            waiting += [(child, True, typing) for child in ast.iter_child_nodes(node)]
+            # What is no statement imports nothing, and is most of the tree.
+            inside = (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+            waiting += [(child, True, typing) for child in inside]
 
 
 def upward_imports(sources: Iterable[Source]) -> list[str]:
@@ -244,7 +258,7 @@ def stray_communication(sources: Iterable[Source]) -> list[str]:
                 for item in source.imports
                 if item.module.startswith("torch.distributed") and not item.typing
             ]
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             name = _distributed_name(node)
             if name and (wrong := _misplaced(name, role, source.path)):
                 found.append(f"{source.path}:{getattr(node, 'lineno', 0)} {wrong}")
@@ -253,7 +267,7 @@ def stray_communication(sources: Iterable[Source]) -> list[str]:
 
 def _distributed_name(node: ast.AST) -> str | None:
     """The x of `dist.x` or `torch.distributed.x`."""
-    if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+    if isinstance(node, ast.Attribute) and dotted(node.value) in ("dist", "torch.distributed"):
         return node.attr
     return None
 
@@ -273,7 +287,7 @@ def cuda_by_name(sources: Iterable[Source]) -> list[str]:
     for source in sources:
         if not source.is_ours or source.path == DEVICE_SEAM or source.path in CUDA_NAMES:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
             if (isinstance(node, ast.Attribute) and node.attr == "cuda") or (
                 text and re.fullmatch(r"cuda(:\d*)?", text)
@@ -288,7 +302,7 @@ def replicas_by_name(sources: Iterable[Source]) -> list[str]:
         f"{source.path}:{node.lineno} reads .dp: use ranks_of_role, or microbatches of the configuration"
         for source in sources
         if source.path.startswith("megacore/") and source.path not in DEGREES_BY_NAME
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Attribute) and node.attr == "dp"
     ]
 
@@ -302,8 +316,8 @@ def stray_file_replacement(sources: Iterable[Source]) -> list[str]:
         found += [f"{source.path}:{i.line} imports fcntl: use {FILES}" for i in source.imports if i.module == "fcntl"]
         found += [
             f"{source.path}:{node.lineno} calls os.replace: use replacing of {FILES}"
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.replace"
+            for node in source.nodes
+            if isinstance(node, ast.Attribute) and dotted(node) == "os.replace"
         ]
     return found
 
@@ -317,9 +331,8 @@ def pickles(sources: Iterable[Source]) -> list[str]:
         modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
         modules -= {"pickle"} if source.path in PICKLE_READERS else set()
         found += [f"{source.path}:{i.line} imports {i.module}" for i in source.imports if i.module in modules]
-        for node in ast.walk(source.tree):
-            text = ast.unparse(node) if isinstance(node, ast.Attribute) and source.path not in PICKLE_READERS else ""
-            if text in ("torch.load", "torch.save"):
+        for node in source.nodes:
+            if source.path not in PICKLE_READERS and (text := dotted(node)) in ("torch.load", "torch.save"):
                 found.append(f"{source.path}:{getattr(node, 'lineno', 0)} uses {text}, which is a pickle")
             if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True":
                 found.append(f"{source.path}:{node.value.lineno} lets torch.load run what a pickle says")
@@ -329,7 +342,7 @@ def pickles(sources: Iterable[Source]) -> list[str]:
 
 
 def _functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def oversized(sources: Iterable[Source]) -> list[str]:

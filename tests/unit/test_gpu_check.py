@@ -126,42 +126,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_training_is_measured(trained: Path) -> None:
+def test_training_is_measured_beside_its_formulas(trained: Path) -> None:
+    """GPT-2 of 2 layers, h 64, V 512, s 64: 12 L h^2 + 13 L h + V h + s h + 2 h parameters; bf16 with fp32 sums.
+
+    The peak: Korthikanti et al. 2022, arXiv 2205.05198: 34 s b h bytes per block with fused attention, two of them
+    masks of dropout; at the beginning of backward besides logits, the head's input, its norm's output and its gradient,
+    and the tied table's gradient. Operations: Narayanan et al. 2021: 72 B s L h^2 (1 + s / 6 h + V / 12 L h); causal
+    attention has half of the second term.
+    """
     found = recorded(trained, "training")
+    h, layers, vocabulary, length, batch = 64, 2, 512, 64, 4
     assert [record["micro_batch"] for record in read_records(trained) if record["kind"] == "fit"] == [1, 2, 4]
-    assert found["micro_batch"] == 4 and found["seq_length"] == 64
-    assert found["tokens_per_second"] == pytest.approx(4 * 64 / found["step_seconds"])
+    assert (found["micro_batch"], found["seq_length"]) == (batch, length)
+    assert found["tokens_per_second"] == pytest.approx(batch * length / found["step_seconds"])
     assert found["step_seconds"] == pytest.approx(sorted(found["seconds_of_each_step"])[1], rel=1e-2)
     assert found["mfu_full"] is None  # a CPU's peak is unknown
-
-
-def test_memory_by_formula_is_what_is_counted(trained: Path) -> None:
-    """GPT-2 of 2 layers, h 64, V 512, s 64: 12 L h^2 + 13 L h + V h + s h + 2 h parameters; bf16 with fp32 sums."""
-    found = recorded(trained, "training")
-    parameters = 2 * (12 * 64**2 + 13 * 64) + 512 * 64 + 64 * 64 + 2 * 64
-    assert found["state_bytes_predicted"] == {
-        "params": 2 * parameters, "grads": 4 * parameters, "optimizer": 12 * parameters, "buffers": 0
-    }  # fmt: skip
-    for kind, size in found["state_bytes_predicted"].items():
-        assert found["state_bytes_counted"][kind] == pytest.approx(size, rel=1e-2), kind
-
-
-def test_the_peak_by_formula_is_recorded_beside_the_measured_one(trained: Path) -> None:
-    """Korthikanti et al. 2022, arXiv 2205.05198: 34 s b h bytes per block with fused attention, two of them masks of
-    dropout; at the beginning of backward besides logits, the head's input, its norm's output and its gradient, and the
-    tied table's gradient."""
-    parameters, sbh = 2 * (12 * 64**2 + 13 * 64) + 512 * 64 + 64 * 64 + 2 * 64, 64 * 4 * 64
-    kept, logits, stream = 2 * 32 * sbh, 2 * 64 * 4 * 512, 2 * 3 * sbh
-    expected = 18 * parameters + kept + logits + stream + 2 * 64 * 512
-    assert recorded(trained, "training")["peak_bytes_predicted"] == pytest.approx(expected, rel=0.01)
-
-
-def test_operations_by_both_conventions(trained: Path) -> None:
-    """Narayanan et al. 2021: 72 B s L h^2 (1 + s / 6 h + V / 12 L h); causal attention has half of the second term."""
-    found = recorded(trained, "training")
-    length, layers, hidden, vocabulary, batch = 64, 2, 64, 512, 4
-    base = 72 * batch * length * layers * hidden**2 / found["step_seconds"] / 1e12
-    attention, head = length / (6 * hidden), vocabulary / (12 * layers * hidden)
+    count = layers * (12 * h**2 + 13 * h) + vocabulary * h + length * h + 2 * h
+    state = {"params": 2 * count, "grads": 4 * count, "optimizer": 12 * count, "buffers": 0}
+    assert found["state_bytes_predicted"] == state
+    assert found["state_bytes_counted"] == pytest.approx(state, rel=1e-2)
+    sbh = length * batch * h
+    kept, logits, stream = layers * 32 * sbh, 2 * length * batch * vocabulary, 2 * 3 * sbh
+    peak = 18 * count + kept + logits + stream + 2 * h * vocabulary
+    assert found["peak_bytes_predicted"] == pytest.approx(peak, rel=0.01)
+    base = 72 * batch * length * layers * h**2 / found["step_seconds"] / 1e12
+    attention, head = length / (6 * h), vocabulary / (12 * layers * h)
     assert found["tflops_full"] == pytest.approx(base * (1 + attention + head), rel=1e-9)
     assert found["tflops_causal"] == pytest.approx(base * (1 + attention / 2 + head), rel=1e-9)
 

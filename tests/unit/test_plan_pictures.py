@@ -136,6 +136,10 @@ def found_of(sizes: Sequence[tuple[float, float]]) -> Found:
     )
 
 
+def texts_of(drawing: Drawing) -> list[str]:
+    return [mark.text for mark in drawing.marks if isinstance(mark, Words)]
+
+
 def numbers_of(drawing: Drawing) -> list[Words]:
     """The numbers beside points of the frontier."""
     return [mark for mark in drawing.marks if isinstance(mark, Words) and mark.color == "#c2410c"]
@@ -161,17 +165,17 @@ def test_numbers_of_a_frontier_cover_no_point_and_stay_beside_theirs(time: float
 def test_the_picture_of_a_search_says_what_it_leaves_out() -> None:
     many = found_of([(1.05**n, 9 - 0.4 * n) for n in range(15)] + [(5000.0, 9.5)] * 1200)
     drawing = frontier_picture(many)
-    texts = [mark.text for mark in drawing.marks if isinstance(mark, Words)]
+    texts = texts_of(drawing)
     assert "1,215 layouts that fit into 10.0 GiB of h100" in texts
     assert any("red: the frontier of 15 layouts, the 12 fastest with a number" in text for text in texts)
     assert any("not drawn: 1,200 that take more than 4 times the fastest" in text for text in texts)
     assert len(numbers_of(drawing)) == 12
     assert len([mark for mark in drawing.marks if isinstance(mark, Box) and mark.width == 8]) == 15
     slow = frontier_picture(found_of([(1.2**n, 9 - 0.4 * n) for n in range(15)]))  # the last seven above the axis
-    texts = [mark.text for mark in slow.marks if isinstance(mark, Words)]
+    texts = texts_of(slow)
     assert any("red: the frontier of 15 layouts, the 8 fastest with a number" in text for text in texts)
     assert len(numbers_of(slow)) == 8
-    few = [mark.text for mark in frontier_picture(found_of([(1.0, 9.0), (1.2, 5.0)])).marks if isinstance(mark, Words)]
+    few = texts_of(frontier_picture(found_of([(1.0, 9.0), (1.2, 5.0)])))
     assert "step time by memory per rank; red: the frontier" in few
     assert not any("not drawn" in text or "of 2 layouts" in text for text in few)
 
@@ -181,19 +185,26 @@ def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
     sizes = [(1.0, 9.0), (1.002, 8.0), (1.004, 6.0), (1.006, 5.99), (1.2, 5.0), (1.2, 7.0), (1.3, 4.99), (2.0, 3.0)]
     found = found_of(sizes)
     assert [layout.seconds for layout in found.frontier] == [1.004, 1.2, 2.0]
-    texts = [mark.text for mark in frontier_picture(found).marks if isinstance(mark, Words)]
+    texts = texts_of(frontier_picture(found))
     assert [text for text in texts if re.fullmatch(r"[0-9.]+", text)][:-6] == ["0", "2", "4", "6", "8"]
     assert [text for text in texts if re.fullmatch(r"[0-9.]+ s", text)] == [f"{n / 5:.1f} s" for n in range(5, 11)]
     one = dataclasses.replace(found, layouts=found.layouts[:1])
-    texts = [mark.text for mark in frontier_picture(one).marks if isinstance(mark, Words)]
+    texts = texts_of(frontier_picture(one))
     assert [text for text in texts if text.endswith(" s")] == [f"{n / 10:.1f} s" for n in range(10, 16)]
 
 
-def test_pictures(tmp_path: Path) -> None:
-    line, memory = tmp_path / "line.svg", tmp_path / "memory.svg"
-    assert main([*BLOOM.split(), "--timeline", str(line), "--memory-timeline", str(memory)]) == 0
-    assert "transfer" in line.read_text(encoding="utf-8")
-    assert memory.read_text(encoding="utf-8").count("peak ") == 12
+def drawn(flags: str, path: Path, kind: str = "timeline") -> str:
+    """The picture of this kind that tools/plan.py draws."""
+    assert main([*flags.split(), f"--{kind}", str(path)]) == 0
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def bloom(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Both pictures of BLOOM's step."""
+    folder = tmp_path_factory.mktemp("bloom")
+    line = drawn(f"{BLOOM} --memory-timeline {folder}/memory.svg", folder / "line.svg")
+    return {"line": line, "memory": (folder / "memory.svg").read_text(encoding="utf-8")}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved --virtual-stages 5"])
@@ -232,13 +243,11 @@ def test_an_interleaved_time_line_has_a_break_where_its_stages_repeat_late(
     microbatches: int, left_out: int, tmp_path: Path
 ) -> None:
     """Thin stages of unequal sizes repeat after four rounds of microbatches only."""
-    path = tmp_path / "line.svg"
     flags = (
-        "pretrain_gpt.py --preset llama-3-8b --tp 2 --pp 4 --dp 8 --zero-stage 1 --micro-batch-size 1 "
-        f"--global-batch-size {8 * microbatches} --schedule interleaved --virtual-stages 3 --cluster h100"
+        "pretrain_gpt.py --preset llama-3-8b --tp 2 --pp 4 --dp 8 --zero-stage 1 --micro-batch-size 1 --cluster h100"
     )
-    assert main([*flags.split(), "--timeline", str(path)]) == 0
-    text = path.read_text(encoding="utf-8")
+    more = f"--global-batch-size {8 * microbatches} --schedule interleaved --virtual-stages 3"
+    text = drawn(f"{flags} {more}", tmp_path / "line.svg")
     assert f"4 ranks, h100: {microbatches} microbatches<" in text
     assert (f"{left_out} of {microbatches} microbatches left out at the break<" in text) is (left_out > 0)
 
@@ -260,30 +269,23 @@ def test_a_time_line_in_which_nothing_repeats_says_that_it_has_fewer_microbatche
 
 
 def test_the_time_line_of_one_pipeline_rank_has_no_schedule_no_bubble_and_no_transfers(tmp_path: Path) -> None:
-    path = tmp_path / "line.svg"
-    flags = "pretrain_gpt.py --preset gpt2-small --cluster h100"
-    assert main([*flags.split(), "--timeline", str(path)]) == 0
-    text = path.read_text(encoding="utf-8")
+    flags, path = "pretrain_gpt.py --preset gpt2-small --cluster h100", tmp_path / "line.svg"
+    text = drawn(flags, path)
     assert "predicted: one pipeline rank, h100: 1 microbatch<" in text
     assert "auto" not in text and "transfer" not in text and ">bubble</text>" not in text
-    many = f"{flags} --micro-batch-size 1 --global-batch-size 2048"
-    assert main([*many.split(), "--timeline", str(path)]) == 0
-    text = path.read_text(encoding="utf-8")
+    text = drawn(f"{flags} --micro-batch-size 1 --global-batch-size 2048", path)
     assert "one pipeline rank, h100: 2,048 microbatches<" in text
     assert re.search(r">step [0-9.]+ s; 2,040 of 2,048 microbatches left out at the break<", text)
-    slow = "pretrain_gpt.py --preset llama-3-8b --pp 4 --global-batch-size 256 --cluster laptop"
-    assert main([*slow.split(), "--timeline", str(path)]) == 0
-    assert re.search(r">step [0-9]{3},[0-9]{3} s, bubble", path.read_text(encoding="utf-8"))
+    text = drawn("pretrain_gpt.py --preset llama-3-8b --pp 4 --global-batch-size 256 --cluster laptop", path)
+    assert re.search(r">step [0-9]{3},[0-9]{3} s, bubble", text)
 
 
-def test_pictures_are_no_wider_than_what_they_show(tmp_path: Path) -> None:
-    line, memory = tmp_path / "line.svg", tmp_path / "memory.svg"
-    assert main([*BLOOM.split(), "--timeline", str(line), "--memory-timeline", str(memory)]) == 0
-    for path, beside in ((line, 22), (memory, 120)):
-        text = path.read_text(encoding="utf-8")
-        width = float(re.search(r'width="([0-9.]+)"', text).group(1))  # type: ignore[union-attr]
-        boxes = re.findall(r'<rect x="([0-9.]+)" y="[0-9.]+" width="([0-9.]+)"', text)
-        assert max(float(x) + float(wide) for x, wide in boxes) == pytest.approx(width - beside, abs=0.01)
+def test_pictures_are_no_wider_than_what_they_show(bloom: dict[str, str]) -> None:
+    assert "transfer" in bloom["line"] and bloom["memory"].count("peak ") == 12
+    for name, beside in (("line", 22), ("memory", 120)):
+        width = float(re.search(r'width="([0-9.]+)"', bloom[name]).group(1))  # type: ignore[union-attr]
+        found = re.findall(r'<rect x="([0-9.]+)" y="[0-9.]+" width="([0-9.]+)"', bloom[name])
+        assert max(float(x) + float(wide) for x, wide in found) == pytest.approx(width - beside, abs=0.01)
         assert width < 2490
 
 
@@ -299,24 +301,20 @@ def test_pictures_are_no_wider_than_what_they_show(tmp_path: Path) -> None:
 def test_long_time_axes_are_in_seconds(end: float, unit: str, labels: list[str]) -> None:
     drawing = Drawing(title="", width=100, height=100)
     axis(drawing, 0.0, Scale(end, 1.0), unit=unit)
-    assert [mark.text for mark in drawing.marks if isinstance(mark, Words)] == labels
+    assert texts_of(drawing) == labels
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved --virtual-stages 2", "zero-bubble"])
 def test_every_box_of_a_time_line_has_its_number_and_no_transfer_crosses_one(schedule: str, tmp_path: Path) -> None:
-    path = tmp_path / "line.svg"
-    flags = BLOOM.replace("--schedule 1f1b", f"--schedule {schedule}")
-    assert main([*flags.split(), "--timeline", str(path)]) == 0
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = drawn(BLOOM.replace("--schedule 1f1b", f"--schedule {schedule}"), tmp_path / "line.svg").splitlines()
     widths = {
         number: float(found.group(1))
         for number, line in enumerate(lines)
         if (found := re.search(r'width="([0-9.]+)".*of microbatch', line))
     }
     boxes = [number for number, width in widths.items() if width > 13]  # others are cut off at the break
-    numbers = [
-        line for line in lines if re.search(r'text-anchor="middle">[0-9]+</text>', line) and "#6b7280" not in line
-    ]
+    dark = (line for line in lines if "#6b7280" not in line)
+    numbers = [line for line in dark if re.search(r'text-anchor="middle">[0-9]+</text>', line)]
     transfers = [number for number, line in enumerate(lines) if line.startswith("<line") and "#c2410c" in line]
     assert len(boxes) <= len(numbers) <= len(widths)
     assert len(boxes) > 400
@@ -324,14 +322,16 @@ def test_every_box_of_a_time_line_has_its_number_and_no_transfer_crosses_one(sch
     assert max(transfers[:-1]) < min(boxes)  # the last is that of the legend
 
 
-def test_activations_that_are_few_beside_the_state_are_drawn_by_a_scale_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "memory.svg"
-    assert main([*BLOOM.split(), "--memory-timeline", str(path)]) == 0
-    text = path.read_text(encoding="utf-8")
-    assert "the dark strip is not to scale; above the strip, the full row height is" in text
-    heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
+def test_activations_that_are_few_beside_the_state_are_drawn_by_a_scale_of_their_own(bloom: dict[str, str]) -> None:
+    assert "the dark strip is not to scale; above the strip, the full row height is" in bloom["memory"]
+    heights = heights_of(bloom["memory"])
     assert max(heights) == pytest.approx(36, abs=0.5)  # of a row of 46 pixels
     assert sum(height > 4 for height in heights) > 0.9 * len(heights)
+
+
+def heights_of(text: str) -> list[float]:
+    """Of the boxes that show activations."""
+    return [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
 
 
 def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
@@ -373,12 +373,9 @@ def test_the_memory_of_a_step_with_fewer_microbatches_is_that_of_what_is_drawn(
     assert note in text
     peaks = [float(found) for found in re.findall("peak ([0-9.]+) GiB", text)]
     assert peaks == [round(rank["peak"]["value"] / GIB, 1) for rank in drawn]
-    heights = [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
+    heights, of_short = heights_of(text), short.read_text(encoding="utf-8")
     assert min(heights) < max(heights) / 6
-    assert "grows" not in short.read_text(encoding="utf-8")
-    assert heights == [
-        float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', short.read_text(encoding="utf-8"))
-    ]
+    assert "grows" not in of_short and heights == heights_of(of_short)
 
 
 def test_many_ranks_that_take_the_same_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

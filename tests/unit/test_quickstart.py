@@ -16,35 +16,21 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from tests.unit.packaging_builds import ROOT
 from tools import quickstart
-from tools.quickstart import Layout, Step
+from tools.quickstart import Step
 
 TRAINING = {"micro_batch_size": 4, "global_batch_size": 16}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "expected"),
-    [
-        (0, (2, 2, 2)),
-        (1, (1, 1, 1)),
-        (2, (2, 1, 1)),
-        (3, (1, 1, 3)),
-        (4, (2, 2, 1)),
-        (6, (2, 1, 3)),
-        (7, (1, 1, 7)),
-        (8, (2, 2, 2)),
-        (16, (2, 2, 4)),
-    ],
-)
-def test_the_layout_uses_every_gpu(gpus: int, expected: tuple[int, int, int]) -> None:
-    layout = quickstart.layout_for(gpus)
-    assert (layout.tp, layout.pp, layout.dp) == expected
-    assert layout.processes == (gpus or 8)
+LAYOUTS = {0: (2, 2, 2), 1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 1, 3), 4: (2, 2, 1), 6: (2, 1, 3), 7: (1, 1, 7)}
+LAYOUTS |= {8: (2, 2, 2), 16: (2, 2, 4)}
 
 
 @pytest.mark.parametrize("gpus", [*range(17), 24])
-def test_the_configuration_accepts_every_layout(gpus: int) -> None:
+def test_the_layout_uses_every_gpu_and_the_configuration_accepts_it(gpus: int) -> None:
     """Heads, blocks and batch of examples/quickstart.toml divide as the layout wants, by the trainer's own check."""
     layout = quickstart.layout_for(gpus)
+    assert layout.processes == layout.tp * layout.pp * layout.dp == (gpus or 8)
+    assert (layout.tp, layout.pp, layout.dp) == LAYOUTS.get(gpus, (layout.tp, layout.pp, layout.dp))
     words = list(quickstart.steps(gpus, TRAINING)[4].words)
     flags = words[words.index("pretrain_gpt.py") + 1 :]
     for name in ("--data-path", "--tokenizer"):  # files that are not there yet
@@ -159,26 +145,15 @@ def test_a_failing_step_gives_its_status_and_its_command(
     assert "[1/2] break\n$ A='b c' " in printed.out
     assert "step 1 (break) ended with status 7" in printed.err
     assert "never" not in printed.out
-
-
-def test_a_step_ended_by_a_signal_counts_as_a_failure() -> None:
     assert quickstart.run(Step(title="t", words=("sh", "-c", "kill -9 $$")), "1/1") == 137
 
 
 def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
-    records = [
-        {"step": 10, "train/loss": 8.0},
-        {"step": 100, "train/loss": 3.25},
-        {"step": 100, "eval/loss": 3.5},
-    ]
+    records = [{"step": 10, "train/loss": 8.0}, {"step": 100, "train/loss": 3.25}, {"step": 100, "eval/loss": 3.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     text = quickstart.summary(tmp_path)
     assert "8.000 at step 10 -> 3.250 at step 100" in text
     assert "3.500" in text
-
-
-def test_the_layout_counts_its_processes() -> None:
-    assert Layout(tp=2, pp=3, dp=5).processes == 30
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

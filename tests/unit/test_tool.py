@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from megacore.commands.tool import ToolParser, run_tool, whole
 from megacore.config.fields import LARGEST_INT
 from megacore.errors import ConfigError
 from tests.patience import patience
+from tests.unit.packaging_builds import ROOT
 
 TOOL = """
 import sys
@@ -29,63 +31,34 @@ sys.exit(run_tool(ToolParser(prog="tool"), [], action))
 """
 
 
+def started(code: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=ROOT, **options)
+
+
 @pytest.mark.parametrize("lines", [1, 10_000])
 def test_a_tool_whose_output_nobody_reads_ends_quietly(lines: int) -> None:
     """Few lines are written when the interpreter ends, many while the tool runs."""
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", TOOL.format(lines=lines)],
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            timeout=patience(60),
-        )
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    tool = started(TOOL.format(lines=lines), stdout=writer)
+    os.close(writer)
+    assert (tool.communicate(timeout=patience(60))[1], tool.returncode) == ("", 141)
 
 
 def test_a_name_that_is_not_utf8_is_printed_where_the_terminal_takes_only_utf8() -> None:
     code = TOOL.format(lines=1).replace('"a line of the output"', r'"/data/\udcff"')
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-        timeout=patience(60),
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "/data/\\udcff\n", "")
-
-
-REFUSED = """
-import sys
-from megacore.commands.tool import ToolParser, run_tool
-from megacore.errors import UserError
-
-def action(args):
-    raise UserError("cannot be done")
-
-sys.exit(run_tool(ToolParser(prog="tool"), [], action))
-"""
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    tool = started(code, stdout=subprocess.PIPE, env=strict)
+    assert tool.communicate(timeout=patience(60)) == ("/data/\\udcff\n", "")
+    assert tool.returncode == 0
 
 
 def test_a_node_of_several_ranks_is_refused_once() -> None:
     """All ranks of a node are refused alike; the first says it, and no other ends before it has."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", REFUSED],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+    refused = "from megacore.errors import UserError\n" + TOOL.format(lines=1).replace(
+        'print("a line of the output")', 'raise UserError("cannot be done")'
+    )
+    ranks = [started(refused, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(2)]
     first = ranks[0].communicate(timeout=patience(60))[1]
     ranks[1].kill()  # as a launcher does
     assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")

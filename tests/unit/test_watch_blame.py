@@ -19,7 +19,7 @@ from megacore.watch.record import LedgerFile, Record
 from tests.unit.watch_records import identity, seen
 
 WORLD = Channel((0, 1, 2, 3))
-PAIR = Channel((0, 1))
+PAIR, BACK = Channel((0, 1)), Channel((1, 0))
 
 
 def in_collective(rank: int, channel: Channel = WORLD, awaited: int = 5, **changes: Any) -> Seen:
@@ -27,86 +27,90 @@ def in_collective(rank: int, channel: Channel = WORLD, awaited: int = 5, **chang
     return seen(rank, 4, **{**values, **changes})
 
 
-def test_a_rank_without_a_ledger_comes_first() -> None:
-    verdict = blame([in_collective(0), in_collective(1), seen(3, 4, state="stopped")], 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("absent", (2,), False)  # its node may have no ledgers
-
-
-@pytest.mark.parametrize("state", ["gone", "stopped"])
-def test_the_state_of_a_process_comes_before_the_graph(state: Any) -> None:
-    ranks = [in_collective(0), in_collective(1), in_collective(2, state=state), seen(3, 4, posted={WORLD: 4})]
-    verdict = blame(ranks, 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == (state, (2,), True)
-
-
-def test_the_rank_that_has_posted_least_holds_the_group_up() -> None:
-    ranks = [*(in_collective(rank) for rank in (0, 1, 2)), seen(3, 4, phase=Phase.DATA, posted={WORLD: 4})]
-    verdict = blame(ranks, 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (3,), True)
-    assert "ranks 0 to 2 wait for it" in verdict.why
-
-
-def test_a_wait_is_followed_through_other_groups() -> None:
-    tp, message = Channel((2, 3)), Channel((3, 2), is_message=True)
-    ranks = [
-        in_collective(0),
-        in_collective(1),
-        seen(2, 4, phase=Phase.RECEIVE, channel=message, awaited=9, posted={WORLD: 4, message: 9, tp: 3}),
-        seen(3, 4, phase=Phase.BACKWARD, posted={WORLD: 4, message: 8, tp: 3}),
-    ]
-    assert blame(ranks, 4).ranks == (3,)
-
-
-def test_two_holders_are_named_without_certainty() -> None:
-    ranks = [in_collective(0), in_collective(1), *(seen(rank, 4, posted={WORLD: 4}) for rank in (2, 3))]
-    verdict = blame(ranks, 4)
-    assert (verdict.ranks, verdict.is_certain) == ((2, 3), False)
+def behind(rank: int, **changes: Any) -> Seen:
+    """A rank that has not begun what the others wait for."""
+    return seen(rank, 4, **{"posted": {WORLD: 4}, **changes})
 
 
 def finished(rank: int, **changes: Any) -> Seen:
     return seen(rank, 4, phase=Phase.DONE, section=Phase.DONE, **changes)
 
 
-@pytest.mark.parametrize("state", ["running", "gone"])
-def test_a_rank_that_has_finished_holds_those_up_that_wait_for_it(state: Any) -> None:
-    ranks = [*(in_collective(rank) for rank in (0, 1, 2)), finished(3, posted={WORLD: 4}, state=state)]
-    verdict = blame(ranks, 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (3,), False)  # or the others do too much
-    assert "ranks 0 to 2 wait for it; it has finished" in verdict.why
-
-
-def test_a_rank_that_has_finished_and_owes_nothing_is_innocent() -> None:
-    rest, pair = seen(1, 4, phase=Phase.SAVE, posted={PAIR: 4}), in_collective(0, PAIR)
-    verdict = blame([pair, rest, *(finished(rank, posted={WORLD: 4}) for rank in (2, 3))], 4)
-    assert (verdict.ranks, verdict.is_certain) == ((1,), True)
-    alone = blame([seen(0, 4, phase=Phase.SAVE), *(finished(rank) for rank in (1, 2, 3))], 4)
-    assert (alone.ranks, alone.is_certain) == ((0,), True)
-
-
-@pytest.mark.parametrize(("busy", "flags", "named"), [((2,), 0, (2,)), ((1, 2), 0, ()), ((2,), Flag.ASYNCHRONOUS, ())])
-def test_a_rank_that_alone_runs_after_all_have_posted_probably_loops(busy: Any, flags: int, named: Any) -> None:
-    verdict = blame([in_collective(rank, is_busy=rank in busy, flags=flags) for rank in range(4)], 4)
-    assert (verdict.ranks, verdict.is_certain) == (named, False)
-
-
-def test_a_circle_is_said_to_be_one() -> None:
-    other = Channel((1, 0))
-    ranks = [
-        seen(0, 2, phase=Phase.ALL_REDUCE, channel=PAIR, awaited=3, posted={PAIR: 3, other: 1}),
-        seen(1, 2, phase=Phase.ALL_REDUCE, channel=other, awaited=2, posted={PAIR: 2, other: 2}),
+def crossed(deviation: int = 0) -> list[Seen]:
+    """Two ranks that each wait in a group in which the other one does not come."""
+    first, second = {PAIR: 3, BACK: 1}, {PAIR: 2, BACK: 2}
+    return [
+        seen(0, 2, phase=Phase.ALL_REDUCE, channel=PAIR, awaited=3, posted=first),
+        seen(1, 2, phase=Phase.ALL_REDUCE, channel=BACK, awaited=2, posted=second, deviation=deviation),
     ]
-    verdict = blame(ranks, 2)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("cycle", (0, 1), False)
 
 
-def test_the_rank_that_left_its_order_caused_the_circle() -> None:
-    other = Channel((1, 0))
-    ranks = [
-        seen(0, 2, phase=Phase.ALL_REDUCE, channel=PAIR, awaited=3, posted={PAIR: 3, other: 1}),
-        seen(1, 2, phase=Phase.ALL_REDUCE, channel=other, awaited=2, posted={PAIR: 2, other: 2}, deviation=7),
-    ]
-    verdict = blame(ranks, 2)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (1,), True)
+def computing(rank: int, phase: Phase, number: int, **changes: Any) -> Seen:
+    """A rank whose device works on what it has posted."""
+    return seen(rank, 2, phase=phase, posted={PAIR: number}, flags=Flag.ASYNCHRONOUS, **changes)
+
+
+def of_bytes(*sizes: int) -> list[Seen]:
+    return [in_collective(rank, nbytes=size) for rank, size in enumerate(sizes)]
+
+
+def through_other_groups() -> list[Seen]:
+    tp, message = Channel((2, 3)), Channel((3, 2), is_message=True)
+    posted = {WORLD: 4, tp: 3}
+    receiving = seen(2, 4, phase=Phase.RECEIVE, channel=message, awaited=9, posted={**posted, message: 9})
+    return [*TWO, receiving, seen(3, 4, phase=Phase.BACKWARD, posted={**posted, message: 8})]
+
+
+TWO, THREE = ([in_collective(rank) for rank in range(count)] for count in (2, 3))
+FINISHED = "ranks 0 to 2 wait for it; it has finished"
+AHEAD = computing(0, Phase.OPTIMIZER, 6)
+# What each rank does -> the verdict, with a ? where it is uncertain, and a part of why.
+VERDICTS: dict[str, tuple[list[Seen], str, str]] = {
+    # Its node may have no ledgers.
+    "a rank without a ledger comes first": ([*TWO, seen(3, 4, state="stopped")], "absent 2?", ""),
+    "a dead process comes before the graph": ([*TWO, in_collective(2, state="gone"), behind(3)], "gone 2", ""),
+    "and a stopped one": ([*TWO, in_collective(2, state="stopped"), behind(3)], "stopped 2", ""),
+    "who has posted least": ([*THREE, behind(3, phase=Phase.DATA)], "holds up 3", "ranks 0 to 2 wait for it"),
+    "a wait is followed through other groups": (through_other_groups(), "holds up 3", ""),
+    "two hold up": ([*TWO, behind(2), behind(3)], "holds up 2, 3?", ""),
+    "who has finished, or the others do too much": ([*THREE, finished(3, posted={WORLD: 4})], "holds up 3?", FINISHED),
+    "and is gone": ([*THREE, finished(3, posted={WORLD: 4}, state="gone")], "holds up 3?", FINISHED),
+    "who has finished and owes nothing is innocent": (
+        [in_collective(0, PAIR), behind(1, posted={PAIR: 4}), *(finished(r, posted={WORLD: 4}) for r in (2, 3))],
+        "holds up 1", "",
+    ),
+    "the last at work": ([seen(0, 4, phase=Phase.SAVE), *(finished(r) for r in (1, 2, 3))], "holds up 0", ""),
+    "who alone runs after all have posted": ([in_collective(r, is_busy=r == 2) for r in range(4)], "holds up 2?", ""),
+    "two run": ([in_collective(r, is_busy=r in (1, 2)) for r in range(4)], "undetermined ?", ""),
+    "one waits for its device": (
+        [in_collective(r, is_busy=r == 2, flags=Flag.ASYNCHRONOUS) for r in range(4)], "undetermined ?", "",
+    ),
+    "a circle": (crossed(), "cycle 0, 1?", ""),
+    "who left its order caused the circle": (crossed(deviation=7), "deviates 1", ""),
+    "two sizes": (
+        of_bytes(16, 16, 8, 8), "undetermined ?",
+        "all-reduce of 16 bytes on ranks 0, 1, all-reduce of 8 bytes on ranks 2, 3",
+    ),
+    "the one size that differs": (
+        of_bytes(16, 16, 8, 16), "deviates 2?",
+        "all-reduce of 16 bytes on ranks 0, 1, 3, all-reduce of 8 bytes on rank 2",
+    ),
+    "compiled code": ([in_collective(0, PAIR), seen(1, 2, posted={PAIR: 4}, flags=Flag.HIDDEN)], "holds up 1?", ""),
+    "behind on a device, and for longer": ([AHEAD, computing(1, Phase.DATA, 5, age=25.0)], "holds up 1", ""),
+    "behind on a device": ([AHEAD, computing(1, Phase.DATA, 5, age=15.0)], "holds up 1?", ""),
+    "outside of the engine": (
+        [in_collective(0, PAIR), seen(1, 2, phase=Phase.OUTSIDE, posted={PAIR: 4})],
+        "holds up 1?", "the program's code may itself wait",
+    ),
+    "one process": ([seen(0, 1, phase=Phase.DATA)], "holds up 0", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "said", "why"), VERDICTS.values(), ids=VERDICTS)
+def test_the_verdict(ranks: list[Seen], said: str, why: str) -> None:
+    verdict = blame(ranks, ranks[-1].record.identity.world_size)
+    assert f"{verdict.kind} {', '.join(map(str, verdict.ranks))}{'?' * (not verdict.is_certain)}" == said
+    assert why in verdict.why
 
 
 def test_the_ledgers_of_a_run_in_which_a_rank_leaves_a_collective_out_name_it(tmp_path: Path) -> None:
@@ -147,41 +151,6 @@ def test_the_ledgers_of_a_run_in_which_a_rank_leaves_a_collective_out_name_it(tm
     verdict = blame(records, 4)
     assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (0,), True)
     assert "it left the order in which it communicates in every step, in step 4; the others kept it" in verdict.why
-
-
-def test_operations_that_do_not_match_are_named_with_the_one_rank_that_differs() -> None:
-    verdict = blame([in_collective(rank, nbytes=8 if rank > 1 else 16) for rank in range(4)], 4)
-    assert (verdict.kind, verdict.ranks) == ("undetermined", ())
-    assert "all-reduce of 16 bytes on ranks 0, 1, all-reduce of 8 bytes on ranks 2, 3" in verdict.why
-    verdict = blame([in_collective(rank, nbytes=8 if rank == 2 else 16) for rank in range(4)], 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (2,), False)
-    assert "all-reduce of 16 bytes on ranks 0, 1, 3, all-reduce of 8 bytes on rank 2" in verdict.why
-
-
-def test_compiled_code_and_devices_leave_doubt() -> None:
-    hidden = blame([in_collective(0, PAIR), seen(1, 2, posted={PAIR: 4}, flags=Flag.HIDDEN)], 2)
-    assert (hidden.ranks, hidden.is_certain) == ((1,), False)
-    ahead, behind = {PAIR: 6}, {PAIR: 5}
-    device = [
-        seen(0, 2, phase=Phase.OPTIMIZER, posted=ahead, flags=Flag.ASYNCHRONOUS),
-        seen(1, 2, phase=Phase.DATA, posted=behind, flags=Flag.ASYNCHRONOUS, age=25.0),
-    ]
-    assert blame(device, 2).ranks == (1,)
-    assert blame(device, 2).is_certain
-    late = [device[0], seen(1, 2, phase=Phase.DATA, posted=behind, flags=Flag.ASYNCHRONOUS, age=15.0)]
-    assert not blame(late, 2).is_certain
-
-
-def test_a_rank_outside_of_the_engine_may_wait_for_something_else() -> None:
-    posted = {Channel((0, 1)): 3}
-    waiting = seen(0, 2, phase=Phase.ALL_REDUCE, channel=Channel((0, 1)), awaited=3, posted=posted)
-    verdict = blame([waiting, seen(1, 2, phase=Phase.OUTSIDE, posted={Channel((0, 1)): 2})], 2)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (1,), False)
-    assert "the program's code may itself wait" in verdict.why
-
-
-def test_one_process_is_named_for_itself() -> None:
-    assert blame([seen(0, 1, phase=Phase.DATA)], 1).ranks == (0,)
 
 
 # ---- generated programs

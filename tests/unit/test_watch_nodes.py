@@ -52,12 +52,16 @@ def test_the_first_node_puts_all_ranks_together_and_its_verdict_reaches_the_othe
     assert second.verdict() == "megacore: hang at step 7"
 
 
-def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(
-    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which the test changes."""
+    found = [1000.0]
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: found[0])
+    return found
+
+
+def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(pair: tuple[Nodes, Nodes], now: list[float]) -> None:
     first, second = pair
-    now = [1000.0]
-    monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
     second.publish([seen(1, 2)], 0.0, urgent=False)
     assert first.others() is None
     now[0] += 40.0
@@ -66,11 +70,9 @@ def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(
 
 
 def test_a_node_that_the_first_one_no_longer_answers_decides_for_itself(
-    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Nodes, Nodes], now: list[float]
 ) -> None:
     first, second = pair
-    now = [1000.0]
-    monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
     first.publish([seen(0, 2)], 0.0, urgent=False)
     assert second.others() is None  # the first node is to decide
     now[0] += 29.0
