@@ -12,20 +12,17 @@ from pathlib import Path
 import pytest
 import s3fs
 
-<<<<<<< HEAD
-from tests.e2e.launching import PROGRAM, ROOT, alone, free_port, needs_proc, small_run, under_torchrun
-=======
 from tests.e2e.launching import (
     PROGRAM,
     ROOT,
     alone,
+    free_port,
     losses,
     losses_of_one_process,
     needs_proc,
     small_run,
     under_torchrun,
 )
->>>>>>> twatch
 from tests.patience import until
 from tests.unit import data_bytes
 
@@ -72,33 +69,17 @@ def store(server: subprocess.Popen[bytes]) -> s3fs.S3FileSystem:
     return files
 
 
-<<<<<<< HEAD
-def losses(output: Path) -> dict[int, tuple[float, float]]:
-    """Step -> loss and gradient norm."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r}
-
-
-def of_one_process(output: Path, **changes: object) -> dict[int, tuple[float, float]]:
-    """The losses of a run on one process, with its checkpoints in a directory."""
-    done = alone(*small_run(output, **{**SAME, **changes}), timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    return losses(output)
-
-
 def test_a_run_goes_on_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
     for steps in (2, 4):
         flags = small_run(tmp_path / "out", **{**SAME, "save": URL, "load": "auto", "train_iters": steps})
         done = alone(*flags, timeout=SECONDS)
         assert done.returncode == 0, done.stderr
     assert f"continues {URL}/step_00000002" in " ".join(done.stdout.split())
-    assert losses(tmp_path / "out") == of_one_process(tmp_path / "alone")
+    assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, train_iters=4)
     assert store.exists("bucket/runs/one/step_00000004")
 
 
 @pytest.mark.slow
-=======
->>>>>>> twatch
 @pytest.mark.parametrize(
     ("point", "number", "kept", "async_save"),
     [
