@@ -3,6 +3,7 @@
 A table of tools.toml has the modules of `programs`, whose `main` is called with `plain` and the words of a row. Besides
 
     files      name -> text of files in the working directory; a name that ends in / is a directory
+    file, text one of them, of which the table names the file and each row has its text
     says       the problems of the refusal, all of them and whole; ... stands for any words
 """
 
@@ -59,13 +60,15 @@ def test_a_command_line_that_cannot_be_used_is_refused(
 ) -> None:
     """And nothing is written."""
     failures = []
-    for number, row in enumerate(TABLES[subject]["rows"]):
+    for number, values in enumerate(TABLES[subject]["rows"]):
+        row = {"plain": "", "words": "", **TABLES[subject], **values}
         (place := tmp_path / str(number)).mkdir()
         monkeypatch.chdir(place)
         place_files(row)
-        found = refusal(program, shlex.split(f"{TABLES[subject].get('plain', '')} {row['words']}"))
+        before = sorted(place.iterdir())
+        found = refusal(program, shlex.split(f"{row['plain']} {row['words']}"))
         expected = "\n".join(re.escape(line).replace(r"\.\.\.", ".*") for line in row["says"])
         if not re.fullmatch(expected, "\n".join(found)):
-            failures.append(f"{row['words']} says {found}, not {row['says']}")
-        assert sorted(path.name for path in place.iterdir()) == sorted(name.strip("/") for name in row.get("files", {}))
+            failures.append(f"{values} has {found}")
+        assert sorted(place.iterdir()) == before
     assert not failures, "\n".join(failures)

@@ -112,7 +112,7 @@ def test_a_resumed_run_that_finishes(tmp_path: Path) -> None:
     for words in (
         f"{last['train/loss']:.4f}",
         "resumed",
-        "predicted: 1F1B, 1 rank",
+        "simulated with each stage's mean times: 1F1B, 1 rank",
         "--hidden-size",
         "python",
         "0: pp0",
