@@ -23,6 +23,7 @@ from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
 from tests.patience import patience
 from tests.unit import data_bytes
+from tests.unit.hostile import Payload
 
 SHAPES = [(seed, *shape) for seed, shape in enumerate(itertools.product([1, 2, 3, 5, 8, 31], [1, 2, 7, 40, 90]))] * 6
 
@@ -244,16 +245,6 @@ def test_what_the_indices_follow_from_decides_the_entry(prefix: Path, tmp_path: 
     assert len(entries(cache)) == 4
     assert contents(after) != before
     assert contents(after) == contents(open_cached(prefix, tmp_path / "fresh"))
-
-
-class Payload:
-    """Creates a file when unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, int]]:
-        return os.open, (str(self.marker), os.O_CREAT)
 
 
 def _flip(path: Path) -> None:
