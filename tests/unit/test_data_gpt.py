@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def random_dataset(tmp_path: Path, seed: int) -> IndexedDataset:
 def test_samples_are_windows_of_the_brute_force_stream(tmp_path: Path) -> None:
     for number, (seed, seq_length, num_samples) in enumerate(SHAPES):
         indexed = random_dataset(tmp_path, number)
-        options = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        options: dict[str, Any] = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
         dataset = GPTDataset(indexed, range(indexed.num_documents), **options)
         stream: list[int] = []
         for document in dataset.document_index:
