@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import termios
 import threading
+import tomllib
 from pathlib import Path
 from typing import TextIO
 
@@ -90,50 +91,7 @@ def test_every_model_goes_through_the_tools(model: str, folder: Path, tmp_path: 
     assert data_bytes.read(tmp_path / "d_text_document")[0] == [[*tokenizer.encode(first), tokenizer.eod]]
 
 
-NONSENSE: dict[str, tuple[str, str]] = {
-    "no flags": ("preprocess", "the following arguments are required: --input"),
-    "unknown flag": ("preprocess --inptu x", "--input"),
-    "workers 0": ("preprocess {in} {tok} {out} --workers 0", "--workers: 0 must be at least 1"),
-    "workers two": ("preprocess {in} {tok} {out} --workers two", "'two' is not a whole number: use 1 or more"),
-    "workers many": ("preprocess {in} {tok} {out} --workers 100000", "use at most"),
-    "no such input": ("preprocess --input nowhere.txt {tok} {out}", "nowhere.txt cannot be read: No such file"),
-    "input is a directory": ("preprocess --input {tmp} {tok} {out}", "is a directory: give the files in it"),
-    "pipe without a writer": ("preprocess --input {tmp}/p.txt {tok} {out}", "nothing has opened it"),
-    "parquet in a pipe": ("preprocess --input {tmp}/p.parquet {tok} {out}", "parquet is a pipe, which can be"),
-    "pipe to train on": ("train --input {tmp}/p.txt --vocab-size 300 --output {tmp}/t2", "read only once"),
-    "dataset is a pipe": ("merge --input {tmp}/pipe {out}", "pipe.idx: is not a regular file"),
-    "no such tokenizer": ("preprocess {in} --tokenizer nowhere {out}", "nowhere: no such tokenizer"),
-    "tokenizer is text": ("preprocess {in} --tokenizer {tmp}/bad.jsonl {out}", "not a `tokenizers` JSON file"),
-    "output below a file": ("preprocess {in} {tok} --output-prefix {tmp}/bad.jsonl/o", "cannot write there"),
-    "empty input": ("preprocess --input {tmp}/empty.txt {tok} {out}", "empty.txt: no documents in it"),
-    "only bad lines": ("preprocess --input {tmp}/bad.jsonl {tok} {out}", "bad.jsonl: no documents in it (1 bad"),
-    "strict": ("preprocess --input {tmp}/bad.jsonl {tok} {out} --strict", "bad.jsonl:1: not JSON"),
-    "not gzip": ("preprocess --input {tmp}/bad.gz {tok} {out}", "bad.gz: cannot be read to its end"),
-    "wrong key": ("preprocess {in} {tok} {out} --json-keys txet", "no key 'txet' (it has 'text')"),
-    "keys of plain text": ("preprocess --input {tmp}/a.txt {tok} {out} --json-keys a b", "plain text has no keys"),
-    "vocabulary 3": ("train {in} --vocab-size 3 --output {tmp}/t", "--vocab-size 3 must be at least 257"),
-    "unknown model": ("train {in} --vocab-size 3 --output {tmp}/t --model gpt", "invalid choice: 'gpt'"),
-    "nothing to train on": ("train --input {tmp}/empty.txt --vocab-size 300 --output {tmp}/t", "no text"),
-    "tokenizer over a file": ("train {in} --vocab-size 300 --output {tmp}/a.txt", "a.txt is a file"),
-    "tokenizer over its input": (
-        "train --input {tmp}/t/tokenizer_config.json --vocab-size 300 --output {tmp}/t",
-        "tokenizer_config.json would be overwritten, but is one of the inputs",
-    ),
-    "tokenizer over another": (
-        "train --input {tmp}/a.txt --vocab-size 300 --output {tmp}/other",
-        "other holds another tokenizer: give another directory, or replace it with --overwrite",
-    ),
-    "lowercase bpe": ("train {in} --vocab-size 300 --output {tmp}/t2 --lowercase", "has no effect with"),
-    "only empty documents": (
-        "train --input {tmp}/hollow.jsonl --vocab-size 300 --output {tmp}/t2",
-        "the input files hold no text to train on",
-    ),
-    "no output prefix": ("preprocess {in} {tok} --output-prefix=", "--output-prefix is empty"),
-    "merge to nowhere": ("merge --input {tmp}/u16 --output-prefix=", "--output-prefix is empty"),
-    "merge nothing": ("merge --input {tmp}/nowhere {out}", "nowhere.idx: No such file"),
-    "merge empty files": ("merge --input {tmp}/void {out}", "void.idx: 0 bytes are too few"),
-    "merge two dtypes": ("merge --input {tmp}/u16 {tmp}/i32 {out}", "i32.idx holds int32 tokens but"),
-}
+NONSENSE: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("data_tools.toml").read_text())
 
 
 @pytest.mark.parametrize("name", NONSENSE)
@@ -155,15 +113,14 @@ def test_nonsense_gets_one_clear_line_and_status_2(
     data_bytes.write(tmp_path / "u16", [[[1]]], code=8)
     data_bytes.write(tmp_path / "i32", [[[1]]], code=4)
     before = sorted(tmp_path.iterdir())
-    line, expected = NONSENSE[name]
     marks = {"in": f"--input {folder}/corpus.jsonl", "tok": f"--tokenizer {folder}/tokenizer"}
-    tool, *words = line.format(**marks, out=f"--output-prefix {tmp_path}/out", tmp=tmp_path).split()
+    tool, *words = NONSENSE[name]["words"].format(**marks, out=f"--output-prefix {tmp_path}/out", tmp=tmp_path).split()
     assert TOOLS[tool](words) == 2
     output, errors = capsys.readouterr()
     assert output == ""
     assert len(errors.splitlines()) == 1
     assert errors.startswith(f"{NAMES[tool]}.py: error: ")
-    assert expected in errors
+    assert NONSENSE[name]["says"] in errors
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -4,7 +4,6 @@ by two ranks. A Llama of transformers is the proof, in its own names and in torc
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.parity.hf_models import make_model, save_model
+from tests.unit.hostile import Payload
 from tests.unit.test_deepspeed_files import write as write_deepspeed
 from tools.convert_checkpoint import main as convert
 
@@ -178,14 +178,6 @@ def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: P
 # ---- refusals
 
 
-class Payload:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.marker,)
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     dcp.save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -193,7 +185,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_an_index_that_runs_something_is_refused(small: Path, tmp_path: Path) -> None:
-    (small / ".metadata").write_bytes(pickle.dumps(Payload(str(tmp_path / "marker"))))
+    (small / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
     with pytest.raises(CheckpointError, match=r"it mentions posix\.mkdir, which megacore does not load"):
         open_dcp(small)
     assert not (tmp_path / "marker").exists()

@@ -256,8 +256,8 @@ def changed(source: Path, change: Callable[[dict[str, Any]], object], folder: st
     return source
 
 
-def convert_megatron(source: Path, target: Path, **flags: Any) -> int:
-    return convert([*words(input=source, output=target, **flags), "--from", "megatron", "--to", "megacore"])
+def convert_megatron(source: Path, target: Path, kind: str = "megatron", **flags: Any) -> int:
+    return convert([*words(input=source, output=target, **flags), "--from", kind, "--to", "megacore"])
 
 
 def require_tensors(path: Path, expected: dict[str, Tensor]) -> None:

@@ -51,7 +51,7 @@ def dataset(
     """A dataset over all documents, of whose tokens 15% are predicted."""
     documents = range(indexed.num_documents) if documents is None else documents
     split = Split(indexed=indexed, documents=documents, num_samples=num_samples, seed=seed, cache_dir=cache_dir)
-    drawn = {"short_seq_prob": short, "mark_sentences": True}
+    drawn: dict[str, Any] = {"short_seq_prob": short, "mark_sentences": True}
     shape = Shape(seq_length=seq_length, special=TOKENS, vocab_size=vocab_size, **drawn)
     if task in ("nsp", "sop"):
         text: Any = PairText(split, shape, swap=task == "sop")
@@ -301,7 +301,7 @@ def test_batches_are_the_same_on_every_layout_and_after_a_resume(num_workers: in
     made = dataset(indexed, "nsp", num_samples=48)
 
     def batches(rank: int, ranks: int, micro: int, consumed: int = 0) -> list[BertBatch]:
-        sizes = {"micro_batch_size": micro, "global_batch_size": 16, "rank": rank, "ranks": ranks}
+        sizes: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": 16, "rank": rank, "ranks": ranks}
         loader = BatchLoader(made, BertBatch, **sizes, consumed_samples=consumed, num_workers=num_workers)
         return [batch for step in loader for batch in step]
 

@@ -29,10 +29,8 @@ TEXT = "def middle(first, second):\n    return 'naïve — 中間' + first * sec
 
 
 def fill_in(rate: float = 1.0, spm_rate: float = 0.5, **values: Any) -> FillInTheMiddle:
-    sentinels = Sentinels(prefix=PRE, middle=MID, suffix=SUF)
-    return FillInTheMiddle(
-        **{"rate": rate, "spm_rate": spm_rate, "sentinels": sentinels, "eod": EOD, "seed": 7, **values}
-    )
+    usual = {"sentinels": Sentinels(prefix=PRE, middle=MID, suffix=SUF), "eod": EOD, "seed": 7}
+    return FillInTheMiddle(**{"rate": rate, "spm_rate": spm_rate, **usual, **values})
 
 
 def restored(tokens: list[int], sentinels: tuple[int, int, int] = (PRE, MID, SUF)) -> tuple[list[int], str]:
@@ -73,13 +71,9 @@ def test_an_order_is_a_function_of_the_sample_and_rates_are_kept() -> None:
         orders[restored(tokens.tolist())[1]] += 1
     assert abs(orders[""] / 4000 - 0.4) < 0.03
     assert abs(orders["spm"] / (4000 - orders[""]) - (0.25 + 0.75 / 40)) < 0.04  # and PSM without a prefix
-    again = pickle.loads(pickle.dumps(made))
-    assert [again.document(k, document, None)[0].tolist() for k in (5, 3)] == [
-        made.document(k, document, None)[0].tolist() for k in (5, 3)
-    ]
-    other = fill_in(0.6, 0.25, number=1)
-    drawn = [[one.document(k, document, None)[0].tolist() for k in range(9)] for one in (made, other)]
-    assert drawn[0] != drawn[1]
+    again, other = pickle.loads(pickle.dumps(made)), fill_in(0.6, 0.25, number=1)
+    drawn = [[one.document(k, document, None)[0].tolist() for k in range(9)] for one in (made, again, other)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def corpus(path: Path, *, masked: bool = False) -> tuple[IndexedDataset, list[list[int]]]:

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
 from tests.patience import patience
 from tests.unit import data_bytes
+from tests.unit.hostile import Payload
 
 SHAPES = [(seed, *shape) for seed, shape in enumerate(itertools.product([1, 2, 3, 5, 8, 31], [1, 2, 7, 40, 90]))] * 6
 
@@ -41,7 +43,7 @@ def random_dataset(tmp_path: Path, seed: int) -> IndexedDataset:
 def test_samples_are_windows_of_the_brute_force_stream(tmp_path: Path) -> None:
     for number, (seed, seq_length, num_samples) in enumerate(SHAPES):
         indexed = random_dataset(tmp_path, number)
-        options = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        options: dict[str, Any] = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
         dataset = GPTDataset(indexed, range(indexed.num_documents), **options)
         stream: list[int] = []
         for document in dataset.document_index:
@@ -244,16 +246,6 @@ def test_what_the_indices_follow_from_decides_the_entry(prefix: Path, tmp_path: 
     assert len(entries(cache)) == 4
     assert contents(after) != before
     assert contents(after) == contents(open_cached(prefix, tmp_path / "fresh"))
-
-
-class Payload:
-    """Creates a file when unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, int]]:
-        return os.open, (str(self.marker), os.O_CREAT)
 
 
 def _flip(path: Path) -> None:

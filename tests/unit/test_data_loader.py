@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,10 +86,10 @@ def loader(
     micro: int = 2,
     batch: int = 8,
     bad: int | None = None,
-    **more: int,
+    **more: Any,
 ) -> BatchLoader:
     """Of numbered samples, for one of the data-parallel ranks."""
-    sizes = {"micro_batch_size": micro, "global_batch_size": batch, "rank": rank, "ranks": ranks}
+    sizes: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": batch, "rank": rank, "ranks": ranks}
     return BatchLoader(Numbered(length, bad), Microbatch, **sizes, **more)
 
 

@@ -105,10 +105,8 @@ def test_a_sample_of_one_document_is_cut_and_says_so(tmp_path: Path) -> None:
     samples = [data[k] for k in range(len(useful))]
     assert predicted(samples) == Counter(pair for each in useful for pair in itertools.pairwise(each[:9]))
     assert sorted(int(sample["tokens"][0]) for sample in samples) == sorted(document[0] for document in useful)
-    report = data.packing
-    assert (report.documents, report.samples, report.longer) == (
-        len(useful), len(useful), sum(len(document) > 9 for document in useful)
-    )  # fmt: skip
+    report, longer = data.packing, sum(len(document) > 9 for document in useful)
+    assert (report.documents, report.samples, report.longer) == (len(useful), len(useful), longer)
     assert report.cut == pytest.approx(sum(max(len(d) - 9, 0) for d in useful) / sum(map(len, useful)))
     assert report.padding == pytest.approx(sum(int((s["tokens"] == 0).sum()) for s in samples) / (8 * len(useful)))
 

@@ -3,6 +3,7 @@ package itself where it is installed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,33 +17,9 @@ from tests.unit import data_bytes
 LENGTHS = (7, 3, 12, 1, 9, 5, 20, 2, 6, 8)
 Case = tuple[int, int, int]  # samples, sequence length, seed
 # The first token of each sample, and a sum over all labels. One epoch; two, of which the last is shuffled by itself;
-# two shuffled together; several of both kinds.
-GOLDEN: dict[Case, tuple[list[int], int]] = {
-    (10, 7, 1): ([61, 53, 39, 11, 23, 46, 68, 18, 26, 1], 13088),
-    (20, 7, 1): ([64, 19, 71, 38, 18, 37, 52, 2, 23, 10, 44, 27, 6, 12, 45, 51, 71, 25, 32, 11], 53675),
-    (29, 5, 3): (
-        [
-            *(43, 17, 63, 1, 28, 48, 22, 72, 24, 36, 58, 38, 38, 19, 53),
-            *(48, 66, 2, 43, 59, 67, 29, 62, 12, 71, 14, 6, 33, 53),
-        ],
-        85798,
-    ),
-    (60, 4, 7): (
-        [
-            *(25, 38, 73, 72, 6, 13, 37, 6, 5, 55, 68, 2, 33, 58, 10, 29, 29, 50, 47, 39),
-            *(31, 19, 21, 63, 69, 62, 19, 54, 10, 1, 43, 27, 42, 58, 46, 51, 42, 71, 11, 67),
-            *(37, 54, 63, 25, 2, 33, 46, 58, 50, 38, 17, 11, 15, 15, 10, 35, 61, 27, 23, 18),
-        ],
-        280593,
-    ),
-}
-BLEND = (
-    [
-        *(1098, 66, 1010, 1246, 19, 1106, 1130, 63, 1040, 1165, 42, 1229, 1222, 1084, 49, 1128, 1285, 12, 1274, 1147),
-        *(59, 1205, 1231, 1121, 4, 1137, 1211, 27, 1264, 1073, 73, 1189, 1017, 1009, 30, 1140, 1192, 46, 1053, 1023),
-    ],
-    4750485,
-)
+# two shuffled together; several of both kinds; and a blend.
+MADE = json.loads(Path(__file__).with_name("megatron_order.json").read_text())
+GOLDEN: dict[Case, tuple[list[int], int]] = {tuple(case): tuple(made) for case, made in MADE["cases"]}
 
 
 @pytest.fixture
@@ -81,7 +58,7 @@ def test_samples_come_in_megatrons_order(case: Case, paths: tuple[str, str]) -> 
 
 
 def test_a_blend_is_megatrons(paths: tuple[str, str]) -> None:
-    assert summary(samples((40, 7, 5), "0.3", paths[0], "0.7", paths[1])) == BLEND
+    assert summary(samples((40, 7, 5), "0.3", paths[0], "0.7", paths[1])) == tuple(MADE["blend"])
 
 
 def test_a_blend_without_weights_is_one_epoch(paths: tuple[str, str]) -> None:
