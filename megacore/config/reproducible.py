@@ -46,7 +46,8 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
         yield f"--num-attention-heads {heads}"
     shares = count % model.query_groups == 0 and not model.qk_layernorm_all_heads  # blocks share a key
     if model.query_groups % count and not shares:
-        yield f"--num-query-groups {model.query_groups}"
+        whole = " with --qk-layernorm-all-heads" if model.qk_layernorm_all_heads else ""
+        yield f"--num-query-groups {model.query_groups}{whole}"
     if inner % count:
         yield f"--ffn-hidden-size {inner}"
     elif length * inner // count % _ELEMENTS:
@@ -115,7 +116,14 @@ def _blocks(config: Config, world_size: int) -> Iterator[str]:
 @REPRODUCIBLE_RULES.about(*_MODEL, "tp")
 def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     tp, count = config.parallel.tp, canonical_blocks(config)
-    if config.training.reproducible and count > 1 and count & (count - 1) == 0 and count % tp:
+    if not config.training.reproducible or count & (count - 1):
+        return
+    if count == 1 and tp > 1 and config.training.reproducible_blocks is None:
+        undivided = " and ".join(_indivisible(config, 2))
+        said = f"--reproducible with --tp {tp} needs sums in blocks, which the ranks divide, but {undivided} cannot be "
+        said += "divided by 2"
+        yield Problem(said, Values(name="tp", among=[1], near=tp), _ONE_BLOCK)
+    elif count > 1 and count % tp:
         said = f"--reproducible computes sums in {count} blocks, which --tp {tp} must divide"
         yield Problem(said, divisors_of("tp", tp, count), _ONE_BLOCK)
 

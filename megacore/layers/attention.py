@@ -312,7 +312,7 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
     """
     if isinstance(attention, Attention):
         return
-    heads, dropout = config.num_attention_heads, config.attention_dropout
+    heads, dropout, multiplier = config.num_attention_heads, config.attention_dropout, f"{config.attention_multiplier}"
     rope = mixing["rotary"] is not None
     asked = {
         "--cp": (context.sequence.group.size > 1, f"{context.sequence.group.size}", "use --cp 1"),
@@ -326,6 +326,8 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
         "--clip-qkv": (config.clip_qkv is not None, f"{config.clip_qkv}", "leave it out"),
         "--attention-dropout": (dropout > 0, f"{dropout:g}", "use 0"),
         "--attn-logit-softcapping": (config.attn_logit_softcapping is not None, "", "leave it out"),
+        "--attention-multiplier": (config.attention_multiplier is not None, multiplier, "leave it out"),
+        "--multi-latent-attention": (config.multi_latent_attention, "", "leave it out"),
     }
     kind, supported = type(attention).__name__, getattr(attention, "supports", ())
     if problems := [

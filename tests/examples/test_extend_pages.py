@@ -174,6 +174,7 @@ def test_what_an_attention_does_not_support_is_refused_by_name(tmp_path: Path) -
     write_files(PAGES["attention"], tmp_path)
     run = "--preset gpt2-tiny --mock-data --train-iters 1 --global-batch-size 8"
     asked = ["--reproducible", "--recompute selective", "--attention-dropout 0.1", "--position-embedding-type alibi"]
+    asked += ["--attention-multiplier 2.0"]
     flags = " ".join([run, *asked])
     (said,) = run_distributed(refused_attention, 1, str(tmp_path), flags, init=False)
     assert [flag for flag in asked if f"{flag}: SigmoidAttention does not have it" not in said] == []
