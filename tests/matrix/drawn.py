@@ -81,6 +81,6 @@ def reproducible(number: int) -> Row:
     return Row(f"exact-drawn-{number}", program, changes, [" ".join(words)], BITWISE, slow=True)
 
 
-DRAWN_EXPERTS = [of_eight_ranks(number, experts=True) for number in range(24)]
+DRAWN_EXPERTS = [of_eight_ranks(number, experts=True) for number in (*range(24), 48)]
 DRAWN_CONTEXT = [of_eight_ranks(number, experts=False) for number in range(24)]
 DRAWN_EXACT = [reproducible(number) for number in range(32)]

@@ -231,7 +231,10 @@ def test_every_bad_line_is_named_and_nothing_is_written(
         ({"messages": ["a"]}, "message 1 is not an object but str"),
         ({"messages": [reply, {"role": "user"}]}, "message 2 has no 'content'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of the role 'assistant' has content"),
-        ({"messages": [{"role": "tool", "content": "a"}, reply]}, "the role 'tool' is unknown to --chat-template"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}, reply]},
+            "the role 'tool' is unknown to --chat-template plain",
+        ),
         ({"messages": [{"role": "assistant", "content": None}]}, "'content' of message 1 holds NoneType, not text"),
     ]
     good = {"messages": [reply]}

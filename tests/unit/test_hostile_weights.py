@@ -129,7 +129,10 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
         links("model.safetensors", "../outside.safetensors"),
         "model.safetensors is a link that leads out of the directory",
     ),
-    "link to a tokenizer": (links("tokenizer.json", "/etc/passwd"), "tokenizer.json is a link that leads out"),
+    "link to a tokenizer": (
+        links("tokenizer.json", "/etc/passwd"),
+        "tokenizer.json is a link that leads out of the directory",
+    ),
     "link to a config": (
         all_of(lambda path: (path / "config.json").rename(path.parent / "c"), links("config.json", "../c")),
         "config.json is a link that leads out of the directory",

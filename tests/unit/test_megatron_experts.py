@@ -197,7 +197,7 @@ def test_experts_of_the_torch_dist_format(stacked: bool, tmp_path: Path) -> None
         (
             "decoder.layers.0.self_attention.linear_proj.weight",
             lambda x: x + 1,
-            "differs from that of the first expert",
+            "differs from that of the first expert-",
         ),
         ("decoder.layers.1.mlp.router.weight", lambda x: x + 1, "differs from that of the first expert-parallel rank"),
         ("decoder.layers.1.mlp.experts.linear_fc1.weight1", lambda x: x[:-1], "experts.3.up.weight is (7, 16)"),
