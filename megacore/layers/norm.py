@@ -56,8 +56,7 @@ class LayerNorm(ShardedModule):
         return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
 
     def _parameters_of_group(self) -> tuple[Tensor | None, Tensor | None]:
-        bias = None if self.bias is None else copy_to_group(self.bias, self.group)
-        return _weight_of_group(self), bias
+        return _weight_of_group(self), _of_group(self.bias, self.group)
 
 
 class RMSNorm(ShardedModule):
@@ -133,7 +132,7 @@ class JointHeadNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, n, d] or, of this rank's heads, [b, s, n/t, d] -> the same"""
         weight = _weight_of_group(self)
-        bias = None if self.bias is None else copy_to_group(self.bias, self.group)
+        bias = _of_group(self.bias, self.group)
         if self.blocks.divide:
             return self._of_blocks(x, weight, bias)
         vectors = x.flatten(2).contiguous()
@@ -269,10 +268,12 @@ HeadNorm = LayerNorm | RMSNorm | JointHeadNorm | NormOfEachHead
 
 def _weight_of_group(norm: LayerNorm | RMSNorm | JointHeadNorm) -> Tensor | None:
     """What a norm multiplies by, if it has a weight, whose gradient is summed over its group."""
-    if norm.weight is None:
-        return None
-    weight = copy_to_group(norm.weight, norm.group)
-    return weight + 1.0 if norm.plus_one else weight
+    weight = _of_group(norm.weight, norm.group)
+    return weight + 1.0 if weight is not None and norm.plus_one else weight
+
+
+def _of_group(parameter: Tensor | None, group: Group) -> Tensor | None:
+    return parameter if parameter is None or group.size == 1 else copy_to_group(parameter, group)
 
 
 def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -324,7 +325,9 @@ def freed_once_another_stream_has_waited(rank: int, world_size: int) -> None:
     with torch.Stream("pretend"):
         work.wait()  # and lets go of the tensor
     del x, work
-    torch.ones(4, device="pretend").sum()
+    for _ in range(100):  # gloo's thread may hold the tensor a moment longer than `wait`
+        torch.ones(4, device="pretend").sum()
+        time.sleep(0.1)
 
 
 def host_tensor(rank: int, world_size: int) -> None:
