@@ -11,6 +11,8 @@ import sys
 import time
 from typing import ClassVar
 
+REHEARSAL = "MEGACORE_REHEARSE"
+"""The variable that cuts a run to this machine, as --rehearse does."""
 _SILENT = {"help", "h", "version", "dry-run"}  # flags that ask for a text, which nothing else may precede
 
 
@@ -31,7 +33,10 @@ def announce() -> None:
         return
     _Begun.at = time.monotonic()
     processes = os.environ.get("WORLD_SIZE", "1")
-    _say(f"starting {processes} {'process' if processes == '1' else 'processes'}: reading flags and files")
+    what = f"{processes} {'process' if processes == '1' else 'processes'}"
+    if "rehearse" in flags or os.environ.get(REHEARSAL):
+        what = "a rehearsal"
+    _say(f"starting {what}: reading flags and files")
 
 
 def announce_stage(stage: str) -> None:

@@ -2,7 +2,7 @@
 
     python tools/draw_lr.py --train-iters 1000 --lr-warmup-iters 50 -o lr.svg
     python tools/draw_lr.py --train-iters 1000 --lr-decay-style 1cycle --lr-warmup-iters 300 -o lr.png
-    python tools/draw_lr.py --config output/config.toml -o lr.svg
+    python tools/draw_lr.py output/mine -o lr.svg                  # of a run
     python tools/draw_lr.py --train-iters 100                      # a table in the terminal
 
 It takes the flags of pretrain_gpt.py: paste a command line, and those that are not about schedules change nothing.
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.commands.tool import ToolParser, run_tool
+from megacore.commands.tool import ToolParser, run_tool, with_config
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
 from megacore.config.duration_rules import schedule_problems
 from megacore.config.fields import Section, field_infos
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="file to write: .svg, or .png (needs matplotlib). Default: a table in the terminal.",
     )
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = with_config(sys.argv[1:] if argv is None else argv)
     known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])
     own = words if known is None else ([] if known.output is None else ["--output", str(known.output)])
     return run_tool(parser, own, partial(_draw, flags))

@@ -4,6 +4,7 @@
         --micro-batch-size 2 --recompute full --zero-stage 1 --cluster a100-80g --tokens 366e9
     python tools/plan.py pretrain_gpt.py --preset llama-3-8b --global-batch-size 256 --cluster h100 --world-size 64 \\
         --search --picture layouts.svg
+    python tools/plan.py output/mine --cluster h100     # of a run, by its output directory
     python tools/plan.py --calibrate output/mock        # fit output/mock/cluster.toml to a run of this machine
 
 Takes the flags of the entry point and validates them as it does. Nothing here loads torch (docs/guides/planner.md).

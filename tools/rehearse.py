@@ -28,7 +28,8 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from megacore.commands.plan import ENTRIES
 from megacore.commands.tool import EXIT_FAILED, ToolParser, positive, run_tool
 from megacore.errors import UserError
-from megacore.verify.rehearse import PROCESSES, VARIABLE
+from megacore.starting import REHEARSAL
+from megacore.verify.rehearse import PROCESSES
 
 _ALLOCATING = ("srun", "mpirun", "mpiexec")  # start any command; the others start a Python program
 _PYTHONS = ("python", "python3")
@@ -82,7 +83,7 @@ def _run(command: Sequence[str], processes: int) -> int:
             program.write_text(f'#!/bin/sh\nexec {tool} "$@"\n')
             program.chmod(0o755)
         path = os.environ.get("PATH", os.defpath)
-        environment = {**os.environ, VARIABLE: str(processes), _BEHIND: path, "PATH": f"{folder}{os.pathsep}{path}"}
+        environment = {**os.environ, REHEARSAL: str(processes), _BEHIND: path, "PATH": f"{folder}{os.pathsep}{path}"}
         try:
             return subprocess.run(command, env=environment, check=False).returncode
         except OSError as error:

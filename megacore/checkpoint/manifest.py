@@ -96,7 +96,7 @@ class Manifest:
         step: updates done.
         consumed_samples: position in the data, all of it: every other property of the order is in `config`.
         counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step, whether the
-            weights are in doubt.
+            weights are in doubt, and whether a program describes the layers.
         series: lists of numbers of the trainer by name: what the spike guard and adaptive clipping know, rollbacks.
         topology: ranks along each dimension of the mesh that wrote it, by name; a reader's may differ.
         random: what there is to say of random numbers.
@@ -158,7 +158,7 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
 _OF_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000", "common.pt")
 
 
-IN_DOUBT = "whose weights may be of no use: they were saved while steps were skipped, or are too large"
+IN_DOUBT = "whose weights may be of no use: steps were skipped with them, or they are too large"
 
 
 def way_to_a_checkpoint(path: Location) -> str:
@@ -461,6 +461,18 @@ def sections_as_dicts(config: Config) -> dict[str, dict[str, Any]]:
     sections = asdict(config)
     sections["model"].pop("experts", None)
     return sections
+
+
+def require_program(manifest: Manifest, directory: Location, program: str | None) -> None:
+    """Refuse to take a model whose layers are a program's for a GPT of megacore's.
+
+    Raises:
+        CheckpointError: the checkpoint needs its program, and none is given.
+    """
+    if manifest.counters.get("own_layers", 0) and program is None:
+        raise CheckpointError(
+            f"{directory} was trained by a program that describes its layers itself: give that file, --program FILE.py"
+        )
 
 
 def trained_model(manifest: Manifest, directory: Location) -> ResolvedModel:

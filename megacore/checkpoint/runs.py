@@ -64,6 +64,10 @@ class Run(Protocol):
         """Make the run's pointer name this checkpoint."""
         ...
 
+    def replace_manifest(self, name: str, manifest: str) -> None:
+        """Give a checkpoint another manifest, in one step."""
+        ...
+
     def retire(self, name: str) -> None:
         """Delete a checkpoint; half of it is never taken for a whole one."""
         ...
@@ -112,6 +116,9 @@ class LocalRun:
 
     def point_to(self, name: str) -> None:
         storage.point_to(self.path / name)
+
+    def replace_manifest(self, name: str, manifest: str) -> None:
+        storage.replace_manifest(self.path / name, manifest)
 
     def retire(self, name: str) -> None:
         storage.retire(self.path / name)
@@ -164,6 +171,9 @@ class RemoteRun:
     def point_to(self, name: str) -> None:
         (self.path / POINTER_NAME).write_bytes(f"{name}\n".encode())
         storage.passing("pointer replaced")
+
+    def replace_manifest(self, name: str, manifest: str) -> None:
+        (self.path / name / MANIFEST_NAME).write_bytes(manifest.encode())
 
     def retire(self, name: str) -> None:
         mark(self.path / name)

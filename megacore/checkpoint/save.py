@@ -5,11 +5,13 @@ directory, copy the state, write the shards, publish. Whatever exception one ran
 StorageError on all of them: a rank that left a save early would leave the others waiting in a collective. With
 --async-save the last two parts run in a thread, which does not communicate: the ranks agree in their main threads,
 where they meet anyway, so that a slow or failing disk holds up no collective. A checkpoint is complete under its name
-or does not exist, and no existing one is touched. runs.py writes it, into a directory or an object store.
+or does not exist, and of an existing one at most the manifest is replaced (`doubt`). runs.py writes it, into
+a directory or an object store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +22,23 @@ from torch import Tensor
 from megacore.checkpoint import storage
 from megacore.checkpoint.directory import expired, next_serial, pointed_to
 from megacore.checkpoint.files import FileEntry
-from megacore.checkpoint.manifest import IN_DOUBT, Manifest, Piece, TensorEntry, schema_of, sections_as_dicts
+from megacore.checkpoint.manifest import (
+    IN_DOUBT,
+    Manifest,
+    Piece,
+    TensorEntry,
+    find_checkpoint,
+    read_manifest,
+    schema_of,
+    sections_as_dicts,
+)
 from megacore.checkpoint.runs import run_at
 from megacore.checkpoint.state import MODEL, TrainingState
 from megacore.checkpoint.storage import write_tensors
 from megacore.checkpoint.work import Work, described
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.build import tokenizer_of
-from megacore.errors import StorageError
+from megacore.errors import CheckpointError, StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, ReplicaRole
 from megacore.progress import Progress
@@ -162,6 +173,27 @@ class CheckpointSaver:
             job.work.join(_PATIENCE_SECONDS)
             if job.work.is_done and (self._mesh.world.is_first or not job.may_be_complete):
                 self._run.discard(job.temporary)
+
+    def doubt(self, directory: Location) -> str | None:
+        """Mark a checkpoint of this run whose weights have turned out to be of no use, and let the pointer name the
+        last that is not marked; only while no save is under way.
+
+        Returns:
+            Why that failed, on the first rank; else None.
+        """
+        if self._mesh.world.is_first:
+            work = Work(lambda: self._mark(directory), self._run.path, background=False)
+            return work.problem
+        return None
+
+    def _mark(self, directory: Location) -> None:
+        manifest = read_manifest(directory)
+        if manifest.is_in_doubt:
+            return
+        marked = dataclasses.replace(manifest, counters=manifest.counters | {"in_doubt": 1})
+        self._run.replace_manifest(directory.name, marked.to_json())
+        with contextlib.suppress(CheckpointError):  # none is left
+            self._run.point_to(find_checkpoint(self._run.path).name)
 
     def _discard(self, temporary: str) -> None:
         if self._mesh.world.is_first:

@@ -12,6 +12,7 @@ from megacore.files import read_bounded
 
 # Parsed, a file takes several times its size in memory; the largest index in use is a tenth of this.
 LARGEST_JSON = 4 << 20
+_MOST_DIGITS = 4000  # Python refuses a little more, and names a function of its own
 
 
 def read_object(path: Path, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         CheckpointError: it is too deep, has a name twice, is not JSON, or no object.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=without_duplicates)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=without_duplicates, parse_int=_whole)
     except RecursionError:  # the parser's limit, long before memory is one
         raise CheckpointError(f"{where}: its JSON is nested too deep") from None
     except ValueError as error:
@@ -47,6 +48,12 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is not a JSON object")
     return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

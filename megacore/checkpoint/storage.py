@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.directory import POINTER_NAME, temporary_name
+from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, temporary_name
 from megacore.checkpoint.files import Digests, FileEntry, describe
 from megacore.checkpoint.tensor_file import NAMES
 from megacore.checkpoint.tensor_header import header_of
@@ -34,7 +34,7 @@ POINTS = (
     "manifest written",
     "before the rename",
     "renamed",
-    "pointer written",
+    "replacement written",
     "pointer replaced",
     "retiring",
     "half retired",
@@ -125,16 +125,25 @@ def publish(temporary: Path, final: Path) -> None:
 
 def point_to(directory: Path) -> None:
     """Make the run's pointer name this checkpoint, in one step."""
-    pointer = directory.parent / POINTER_NAME
-    temporary = pointer.with_name(temporary_name(POINTER_NAME))
+    _replace(directory.parent / POINTER_NAME, f"{directory.name}\n", directory.parent)
+    passing("pointer replaced")
+
+
+def replace_manifest(directory: Path, manifest: str) -> None:
+    """Give a checkpoint another manifest, in one step."""
+    _replace(directory / MANIFEST_NAME, manifest, directory.parent)
+
+
+def _replace(path: Path, text: str, run: Path) -> None:
+    """Replace a file of a run; what is half written lies in the run's directory, where the next writer sweeps."""
+    temporary = run / temporary_name(POINTER_NAME)
     try:
-        write_text(temporary, f"{directory.name}\n")
-        passing("pointer written")
-        os.replace(temporary, pointer)
+        write_text(temporary, text)
+        passing("replacement written")
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(directory.parent)
-    passing("pointer replaced")
+    sync(path.parent)
 
 
 def retire(directory: Path) -> None:

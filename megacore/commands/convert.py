@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.download import local_checkpoint
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, find_checkpoint, read_manifest, require_program
 from megacore.commands.tool import ToolParser, add_program, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
@@ -29,13 +29,14 @@ from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_equal, write_ranks, write_torch_dist
 from megacore.convert.upcycle import upcycled, write_upcycled
-from megacore.errors import UserError
+from megacore.errors import CheckpointError, UserError
 from megacore.freed_memory import give_back_what_is_freed
 from megacore.models.program import layers_of
 from megacore.remote import is_url
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MEGATRON = ("megatron", "torch_dist")
+_WITH_PROGRAM = ("hf", "dcp")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -182,7 +183,7 @@ def convert(args: Namespace) -> None:
         ("--dtype", args.dtype != "keep", args.target != "megacore"),
         ("--like", args.like is not None, args.target in ("hf", "dcp") or args.source in ("deepspeed", "dcp")),
         ("--ema", args.ema, args.target != "megacore"),
-        ("--program", args.program is not None, args.source == "megacore" and args.target in ("hf", "dcp")),
+        ("--program", args.program is not None, args.source == "megacore" and args.target in _WITH_PROGRAM),
         ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
         ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
         ("--ignore-config-field", args.ignore_config_field is not None, args.source in ("hf", "deepspeed", "dcp")),
@@ -201,8 +202,20 @@ def convert(args: Namespace) -> None:
             f"{args.run} is a URL, which --from {args.source} does not read: download it, and give its path"
         )
     with local_checkpoint(args.run, args.output.absolute().parent) as args.run, published(args.output) as temporary:
+        if args.source == "megacore":
+            _refuse_layers_of_a_program(args)
         way(args, temporary)
     print(f"published {args.output}")
+
+
+def _refuse_layers_of_a_program(args: Namespace) -> None:
+    directory = find_checkpoint(args.run)
+    try:
+        require_program(read_manifest(directory), directory, args.program)
+    except CheckpointError as error:
+        if args.target in _WITH_PROGRAM:
+            raise
+        raise UserError(f"{error}, and --to {one_of(_WITH_PROGRAM)} in place of {args.target}") from None
 
 
 def _from_hf(args: Namespace, temporary: Path) -> None:

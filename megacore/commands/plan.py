@@ -21,6 +21,7 @@ from megacore.commands.plan_parser import (
     ENTRIES,
     PlanParser,
     dashed,
+    entry_of,
     idle_flags,
     named_entry,
     price,
@@ -41,7 +42,7 @@ from megacore.commands.plan_search import (
     wrong_given,
     wrong_limits,
 )
-from megacore.commands.tool import positive, run_tool
+from megacore.commands.tool import positive, run_tool, with_config
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import given_values, parse_config
@@ -76,7 +77,9 @@ _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
 
 def plan_tool(argv: Sequence[str] | None = None) -> int:
     """tools/plan.py; the exit status is 0 done, 2 refused."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = with_config(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["--config"]:
+        given = [entry_of(given[1]), *given]
     named = named_entry(given)
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
     parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point of the planned run: {one_of(ENTRIES)}")

@@ -7,6 +7,7 @@ reported with what is wrong with the rest, in the words of the trainer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import re
@@ -220,6 +221,14 @@ def _take_entry(known: argparse.Namespace) -> None:
 def named_entry(words: Sequence[str]) -> str:
     """The entry point on a command line, for its help."""
     return next((word for word in words if Path(word).name in ENTRIES), ENTRIES[0])
+
+
+def entry_of(config: str) -> str:
+    """The entry point that a configuration file is of."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # reading it in full says so
+        if "\n[bert]\n" in Path(config).read_text(encoding="utf-8"):
+            return "pretrain_bert.py"
+    return ENTRIES[0]
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -61,6 +61,13 @@ class EmptyFlag(NamedTuple):
     length: int
 
 
+def with_config(words: Sequence[str]) -> list[str]:
+    """The words of a tool that takes a run's flags, in which RUN, an output directory that comes first, is --config."""
+    if words and not words[0].startswith("-") and os.path.isdir(words[0]):
+        return ["--config", os.path.join(words[0], "config.toml"), *words[1:]]
+    return list(words)
+
+
 class ToolParser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT, and
     flags that are given twice with different values.

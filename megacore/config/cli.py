@@ -31,6 +31,7 @@ from megacore.config.launch_notes import (
     defaults_of_megatron,
     kept_although_derived,
     kept_from_checkpoint,
+    naming_defaults,
     overridden_preset,
 )
 from megacore.config.messages import counted
@@ -330,7 +331,8 @@ def _read(
         ).of_start()
         config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
         found = validation.messages()
-        problems = problems + found
+        of_megatron = {name: value for name, value in megatron.items() if name not in given}
+        problems = problems + [naming_defaults(one, of_megatron) for one in found]
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
     meeting = _unknown_address(process)

@@ -106,7 +106,8 @@ def _initial_scale(value: Value) -> Translation:
         return Translation()
     if power > 126:
         raise ValueError(f"{value} is above 126, whose power of two fp32 does not hold: use 16")
-    return Translation({"initial_loss_scale": 2.0**power * replicas})
+    note = f"2^{power} x {replicas} replicas, because megacore scales the mean over all of them" if replicas > 1 else ""
+    return Translation({"initial_loss_scale": 2.0**power * replicas}, note=note)
 
 
 def _of_dynamic_scale(name: str, read: Callable[[Value], Any]) -> Key:
@@ -117,6 +118,7 @@ def _of_dynamic_scale(name: str, read: Callable[[Value], Any]) -> Key:
     return custom(f"--{name.replace('_', '-')}; nothing with a fixed loss_scale", (name,), translate)
 
 
+_ACCUMULATED = "data_types.grad_accum_dtype"
 _SUMS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 
 
@@ -126,6 +128,15 @@ def _sum_format(value: Value) -> Translation:
     if value.value not in _SUMS:
         raise ValueError(f"{value}: gradients are accumulated and reduced in fp32 or bf16: use one of them")
     return Translation({"grad_reduce_dtype": _SUMS[value.value]})
+
+
+def _communicated(value: Value) -> Translation:
+    own, accumulated = _sum_format(value), _SUMS.get(str(value.other(_ACCUMULATED)))
+    if accumulated is None or value.value is None or own.values["grad_reduce_dtype"] == accumulated:
+        return own
+    return Translation(
+        note=f"{value} has no effect: gradients are reduced as they are accumulated ({_ACCUMULATED}), in {accumulated}"
+    )
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ KEYS: Mapping[str, Key] = {
     "gradient_predivide_factor": idle("the loss is divided before backward"),
     "gradient_allreduce_op": some(("mean", None), "the loss is the mean over the global batch", "use mean"),
     "disable_allgather": idle(WHOLE_BUCKETS),
-    "communication_data_type": custom("--grad-reduce-dtype: fp32 or bf16", ("grad_reduce_dtype",), _sum_format),
+    "communication_data_type": custom("--grad-reduce-dtype: fp32 or bf16", ("grad_reduce_dtype",), _communicated),
     "seq_parallel_communication_data_type": idle("--cp ranks exchange activations in their own format"),
     "zero_allow_untested_optimizer": idle("every optimizer works with every --zero-stage"),
     "zero_force_ds_cpu_optimizer": idle(CHOSEN),
@@ -181,7 +192,7 @@ KEYS: Mapping[str, Key] = {
     "cuda_visible_devices": idle(f"{_FORMER}: the launcher chooses the devices"),
     "fp32_allreduce": idle(f"{_FORMER}: gradients are summed in --grad-reduce-dtype, fp32 where it is not given"),
     "vocabulary_size": idle("--tokenizer or --vocab-size says it"),
-    "data_types.grad_accum_dtype": custom("--grad-reduce-dtype: fp32 or bf16", ("grad_reduce_dtype",), _sum_format),
+    _ACCUMULATED: custom("--grad-reduce-dtype: fp32 or bf16", ("grad_reduce_dtype",), _sum_format),
     "data_types.param_dtype": some((None,), "--precision decides", "leave it out, and use fp16 or bf16"),
     "data_types.buffer_dtype": some((None,), "buffers have the format of the parameters", "leave it out"),
     "data_types.keep_in_fp32_modules": some(("auto", []), "all layers have one format", "leave it out"),

@@ -62,7 +62,7 @@ class Given:
         nothing."""
         notes = []
         for origin, translated in self.translated.items():
-            if became := "; ".join(f"{source} is {ours}" for source, ours in translated.items() if ours):
+            if became := "; ".join(f"{source} -> {ours}" for source, ours in translated.items() if ours):
                 notes.append(f"translated from {origin}: {became}")
         return notes + [f"{origin}'s, and without effect here: {', '.join(idle)}" for origin, idle in self.idle.items()]
 
@@ -218,7 +218,8 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config, w
     given.values.update({k: v for k, v in implied.items() if k not in values and k not in given.values})
     every = {**values, **given.values}
     for (origin, source), translation in became.items():
-        fields = [name for name in (*translation.values, *translation.implied) if name in every]
+        took_effect = [name for name, value in translation.implied.items() if every.get(name) == value]
+        fields = [*(name for name in translation.values if name in every), *took_effect]
         # A later setting may have replaced what this one became.
         ours = ", ".join(flag_and_value(name, translation.values.get(name, every[name])) for name in fields)
         given.translated.setdefault(origin, {})[source] = ours

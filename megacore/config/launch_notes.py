@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -59,6 +60,14 @@ def kept_although_derived(
     return notes
 
 
+def naming_defaults(problem: str, defaults: Mapping[str, Any]) -> str:
+    """A problem that tells which of the values in it nobody gave, because they are defaults of Megatron-LM."""
+    for name, value in defaults.items():
+        text = flag_and_value(name, value)
+        problem = re.sub(rf"^{re.escape(text)}(?= )", f"{text} (Megatron-LM's default)", problem)
+    return problem
+
+
 def defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:
     """A note with the flags whose default is Megatron-LM's.
 
@@ -102,6 +111,10 @@ def _resolved_value(name: str, config: Config) -> Any:
 
 def _in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(
-        f"{flag_and_value(name, here)} instead of {number(usual) if isinstance(usual, int | float) else usual}"
+        flag_and_value(name, here) + ("" if usual is None else f" instead of {_shown(usual)}")
         for name, (here, usual) in changes.items()
     )
+
+
+def _shown(value: Any) -> str:
+    return number(value) if isinstance(value, int | float) else str(value)

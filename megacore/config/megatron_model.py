@@ -284,8 +284,7 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = {
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "moe_router_load_balancing_type": {
-        "sinkhorn": "use seq_aux_loss with --moe-aux-loss-coeff, which balances experts otherwise, so that training "
-        "differs",
+        "sinkhorn": "use seq_aux_loss with --moe-aux-loss-coeff: another way to balance experts, so training differs",
     },
     "position_embedding_type": {
         "mrope": "positions of images have several dimensions, and those of text have one: rope is another model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TypeGuard
@@ -38,6 +39,8 @@ def missing_files(config: Config, world_size: int = 1) -> list[str]:
     tokenizer = data.tokenizer if _is_set(data.tokenizer) and not is_url(data.tokenizer) else None
     if tokenizer is not None and not (os.path.isfile(tokenizer) or os.path.isdir(tokenizer)):
         state = "is no file or directory" if os.path.exists(tokenizer) else "does not exist"
+        if state == "does not exist" and re.fullmatch(r"\w[\w.-]*/[\w-]+", tokenizer):  # a name on a hub?
+            state += ", and names of a hub are not looked up"
         problems.append(
             f"--tokenizer {tokenizer} {state}: use a tokenizer.json, a directory that contains one, "
             "or a SentencePiece .model"

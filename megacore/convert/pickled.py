@@ -15,6 +15,7 @@ import argparse
 import io
 import pickle
 import pickletools
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = (
     """
     known: list[Any] = [*allowed, *((Inert, name) for name in unneeded)]
     try:
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals(known), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of torch, about a file that is refused
             value = _read(path)
             _require_plain(list(_tensors_in(value)), path.stat().st_size)
             return value

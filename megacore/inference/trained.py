@@ -12,7 +12,7 @@ import torch
 from megacore.checkpoint.check import refuse_other_tokenizer
 from megacore.checkpoint.files import verified_tokenizer
 from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, require_program, trained_model
 from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
@@ -53,6 +53,7 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
     layers = layers_of(program)
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
+    require_program(manifest, directory, program)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not predict the next token: give a GPT")

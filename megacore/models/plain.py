@@ -123,8 +123,8 @@ class BuiltLayer(Layer):
         return self.module
 
 
-def as_layers(model: nn.Module | Sequence[Layer | nn.Module]) -> list[Layer]:
-    """The layers of a model, of which an nn.Sequential has one for each of its modules, with the same names.
+def as_layers(model: object) -> list[Layer]:
+    """The layers of a model; nn.Sequential and nn.ModuleList have one for each of their modules, with the same names.
 
     Parameters that several modules share are tied.
 
@@ -132,14 +132,19 @@ def as_layers(model: nn.Module | Sequence[Layer | nn.Module]) -> list[Layer]:
         ConfigError: a module cannot be trained as it is.
     """
     named: Sequence[tuple[str, Any]] = [("module", model)]
+    if not isinstance(model, nn.Module | Sequence):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
+        raise ConfigError([f"layers is {what}: give a list of Layers and torch.nn.Modules, or one torch.nn.Module"])
     if not isinstance(model, nn.Module):
         named = [(str(number), one) for number, one in enumerate(model)]
-    elif isinstance(model, nn.Sequential):
+    elif isinstance(model, nn.Sequential | nn.ModuleList):
         named = list(model._modules.items())  # with those that are there twice
     first: dict[int, str] = {}
     layers, problems = list[Layer](), list[str]()
     for name, one in named:
-        if isinstance(one, nn.Module):
+        if isinstance(one, nn.ModuleList | nn.ModuleDict):
+            problems.append(f"layer {name} is a {type(one).__name__}, which computes nothing: use torch.nn.Sequential")
+        elif isinstance(one, nn.Module):
             split = [type(of).__name__ for of in one.modules() if _owns_sharded(of)]
             problems += [
                 f"module {name!r} has a {kind}, whose values megacore makes: describe the layer that makes it, as in "
@@ -150,12 +155,11 @@ def as_layers(model: nn.Module | Sequence[Layer | nn.Module]) -> list[Layer]:
             layer: Layer = BuiltLayer(name, one)
             layer.ties = {local: first[key] for local, key in learning.items() if key in first}
             first = {key: f"{name}.{local}" for local, key in learning.items()} | first
+            layers.append(layer)
         elif isinstance(one, Layer):
-            layer = one
+            layers.append(one)
         else:
-            problems.append(f"layer {name} is a {type(one).__name__}: give a Layer or a torch.nn.Module")
-            continue
-        layers.append(layer)
+            problems.append(f"layer {name} is of type {type(one).__name__}: give a Layer or a torch.nn.Module")
     if problems:
         raise ConfigError(problems)
     return layers

@@ -27,7 +27,7 @@ from megacore.config import (
 )
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import field_infos
-from megacore.config.messages import one_of
+from megacore.config.messages import counted, one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError
 from megacore.models.plain import Layer, describe_call, is_split, undivided
@@ -112,9 +112,10 @@ def checked_config(
             "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
         )
     if stages > max(len(layers), 1):
+        most = "1 stage" if len(layers) == 1 else f"{len(layers)} stages or less"
         problems.append(
             f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
-            f"{len(layers)} layers: use {len(layers)} stages or less, or cut the model into more layers"
+            f"{counted(len(layers), 'layer')}: use {most}, or cut the model into more layers"
         )
     elif not problems:
         config = with_registered(Config)(
@@ -145,7 +146,7 @@ def _translated(
     ways = "use torch.optim.AdamW, Adam or SGD, partial(torch.optim.AdamW, lr=1e-3), or OptimizerConfig(lr=1e-3)"
     if not callable(optimizer):
         why = "holds parameters that the engine does not train" if isinstance(optimizer, torch.optim.Optimizer) else ""
-        problems.append(f"optimizer is a {type(optimizer).__name__}{why and ', which ' + why}: {ways}")
+        problems.append(f"optimizer is of type {type(optimizer).__name__}{why and ', which ' + why}: {ways}")
         return OptimizerConfig(), settings
     if settings is not None:
         problems.append("optimizer_settings has no effect beside an optimizer of torch's: leave one of them out")

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
+from megacore.checkpoint.directory import step_of
+from megacore.checkpoint.manifest import IN_DOUBT
 from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
+from megacore.config.checkpoint import AUTO
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
@@ -93,6 +96,21 @@ class Saving:
         self._saved_step = None
         self.save(state)
         self.finish()
+
+    def doubt(self, updated: int) -> None:
+        """Have `--load auto` pass over the newest checkpoint of this run too, if its weights are those of now.
+
+        Args:
+            updated: the last step that updated the weights.
+        """
+        self.finish()
+        is_ours = self._saved_step is not None or self._options.load == AUTO
+        if self.newest is None or not is_ours or (step_of(self.newest) or 0) < updated:
+            return
+        if (problem := self._saver.doubt(self.newest)) is not None:
+            self._report.say(f"warning: {problem}")
+        else:
+            self._report.say(f"warning: --load auto now passes over {self.newest}, {IN_DOUBT}")
 
     def advance(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""

@@ -143,6 +143,7 @@ class TrainStep:
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
+        self._diagnosis: Diagnosis | None = None  # of the last step, if it was not finite
         self._summed_loss: Tensor | None = None
         interval = config.logging.gradient_noise_interval
         self.noise = GradientNoise(interval) if interval else None
@@ -224,7 +225,7 @@ class TrainStep:
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
         weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
-        self._weight, self._summed_loss, self._microbatches = None, None, ()
+        self._weight, self._summed_loss, self._microbatches, self._diagnosis = None, None, (), None
         self.step += 1
         lr = self.lr()
         self.update.optimizer.decoupled_lr = self.decoupled_lr()
@@ -242,12 +243,11 @@ class TrainStep:
         if self.balance is not None:
             self.balance.end_step(updated=outcome.skipped is None)
         means = outcome.loss * per_count
-        diagnosis = None
         if outcome.is_unexpected:
             if microbatches:
                 with section(Phase.EVALUATE):
-                    diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
-                self._end_if_hopeless(outcome, diagnosis)
+                    self._diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+                self._end_if_hopeless(outcome, self._diagnosis)
             elif outcome.stop is not None:  # what the caller has computed cannot be computed again
                 raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
         return StepResult(
@@ -258,7 +258,7 @@ class TrainStep:
             grad_norm=outcome.norm,
             lr=lr,
             skipped=outcome.skipped,
-            diagnosis=diagnosis,
+            diagnosis=self._diagnosis,
             votes=outcome.votes[: len(votes)],
             spike=outcome.spike,
             clip_limit=outcome.clip_limit,
@@ -296,6 +296,12 @@ class TrainStep:
             return f"the last {counted(self.update.skipped_in_a_row, 'step')} did not change the weights"
         largest = self.update.largest_weight()
         return str(largest) if largest.value >= IMPLAUSIBLE_WEIGHT else None
+
+    @property
+    def blames_weights(self) -> bool:
+        """Whether the weights are why the last steps were not finite, as far as is known."""
+        known = None if self._diagnosis is None else self._diagnosis.cause
+        return self.update.lacks_finite_steps and known not in ("data", "hardware")
 
     def lr(self) -> float:
         """The learning rate of the last step."""
@@ -352,7 +358,9 @@ class TrainStep:
             consumed_samples=consumed_samples,
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
-            counters=self.update.counters() | {"learning_rate": self.lr(), "in_doubt": int(in_doubt)},
+            counters=self.update.counters()
+            | {"learning_rate": self.lr(), "in_doubt": int(in_doubt)}
+            | ({"own_layers": 1} if self.task.has_own_layers else {}),
             series={**self.update.series(), **({} if self.noise is None else self.noise.series()), **series},
             buffers={**(buffers or {}), **({} if self.balance is None else self.balance.buffers())},
         )
@@ -382,6 +390,8 @@ class TrainStep:
         """
         state = self.state(consumed_samples=0, buffers=buffers)
         manifest = load_checkpoint(directory, state, self.mesh.world, with_optimizer=with_optimizer)
+        if manifest.counters.get("own_layers", 0) and not self.task.has_own_layers:
+            raise CheckpointError(f"{directory} was trained by a program that describes its layers: start that program")
         if with_progress:
             self.step = manifest.step
         if with_optimizer:

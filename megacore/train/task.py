@@ -55,9 +55,11 @@ class Task(ABC):
         batch_type: of microbatches.
         loss_shape: of the loss's sums and counts; () is a scalar.
         evaluation_shape: of an evaluation's sums and counts.
+        has_own_layers: whether a program describes the layers, which the configuration then does not tell.
     """
 
     batch_type: type[Batch] = Microbatch
+    has_own_layers = False
 
     def __init__(
         self,

@@ -187,6 +187,9 @@ class Trainer:
             if self.is_done or is_due or (self._owes_save and not self.update.skipped_in_a_row):
                 with self.unclocked():
                     self.save(is_last=self.is_done)
+            if self.step >= training.train_iters and self.train_steps.blames_weights:
+                streak = counted(self.update.skipped_in_a_row, "step")
+                raise self._diverged(f"the last {streak} did not change the weights, which may be of no use", result)
 
     def _require_an_update(self, last: StepResult) -> None:
         """Raise TrainingDiverged if every step was skipped: nothing was learned, so nothing is saved."""
@@ -194,14 +197,16 @@ class Trainer:
         taken = self.step - (0 if self.loaded is None else self.loaded.step)
         if update.skipped_in_a_row < taken or not (update.updates == 0 or update.doubts_weights):
             return
-        remedies = update.remedies(loss_is_finite=math.isfinite(last.loss))
+        raise self._diverged(
+            f"each of {counted(taken, 'step')} was skipped, and the weights are as they were at the start", last
+        )
+
+    def _diverged(self, what: str, last: StepResult) -> TrainingDiverged:
+        remedies = self.update.remedies(loss_is_finite=math.isfinite(last.loss))
         cause, ways = "", f": use more --train-iters, {remedies}"  # of overflows that a smaller loss scale cures
         if last.diagnosis is not None:
             cause, ways = f" ({last.diagnosis})", last.diagnosis.way_out(remedies)
-        raise TrainingDiverged(
-            f"each of {counted(taken, 'step')} was skipped, and the weights are as they were at the start; the last: "
-            f"{last.skipped}{cause}{ways}"
-        )
+        return TrainingDiverged(f"{what}; the last: {last.skipped}{cause}{ways}")
 
     @property
     def is_done(self) -> bool:
@@ -222,7 +227,11 @@ class Trainer:
             self.batches.prefetch()  # while an accelerator computes
         self.consumed_samples = self.batches.consumed_samples
         votes = self.stop_requests.votes(number, waiting=self.saving.is_busy and self.saving.is_waiting)
-        result = self.train_steps.update_weights(votes=votes)
+        try:
+            result = self.train_steps.update_weights(votes=votes)
+        except TrainingDiverged:
+            self._doubt_newest()
+            raise
         self.decision = self.stop_requests.decision(result.votes)
         self.callbacks.on_step_end(result)
         return result
@@ -319,7 +328,14 @@ class Trainer:
         if doubt is not None and not is_last:
             self.report.say(f"warning: {at} | not saved: {doubt}")
             return
+        if is_last:
+            self._doubt_newest()
         self.saving.save(self.state(in_doubt=doubt is not None), is_last=is_last)
+
+    def _doubt_newest(self) -> None:
+        """Mark the newest checkpoint if no step was finite with its weights."""
+        if self.train_steps.blames_weights:
+            self.saving.doubt(self.step - self.update.skipped_in_a_row)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.

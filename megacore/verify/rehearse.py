@@ -44,9 +44,9 @@ from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.plan.fit import computes_on_cpu
+from megacore.starting import REHEARSAL
 from megacore.verify.narrow import narrow
 
-VARIABLE = "MEGACORE_REHEARSE"
 PROCESSES = 8
 """At most, where no number is given."""
 _STEPS = 4
@@ -72,14 +72,14 @@ _DROPPED = (
     *("mup_base_width", "tensorboard_dir", "wandb_project", "whole_word_masking", "compile"),
 )
 """Settings that a cut run may be without, which the conclusion then names."""
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", VARIABLE)
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", REHEARSAL)
 """What the variables of a launcher begin with: the cut run has a launcher of its own."""
 
 
 def is_rehearsal(argv: Sequence[str]) -> bool:
     """Whether `--rehearse` is among the flags of an entry point, or its variable is set and no plan is asked for."""
     is_flag = any(word.split("=")[0] == REHEARSE for word in argv)
-    return is_flag or (bool(os.environ.get(VARIABLE)) and not is_dry_run(argv))
+    return is_flag or (bool(os.environ.get(REHEARSAL)) and not is_dry_run(argv))
 
 
 def rehearse(argv: Sequence[str], entry: str) -> int:
@@ -96,7 +96,7 @@ def rehearse(argv: Sequence[str], entry: str) -> int:
         print(refusal(entry, error.problems), file=sys.stderr)
         return EXIT_REFUSED
     own, words = ([word for word in argv if (word.split("=")[0] == REHEARSE) == is_own] for is_own in (True, False))
-    parser = ToolParser(prog=f"{entry} {REHEARSE}" if own else VARIABLE, add_help=False)
+    parser = ToolParser(prog=f"{entry} {REHEARSE}" if own else REHEARSAL, add_help=False)
     parser.add_argument(REHEARSE, nargs="?", type=positive, const=PROCESSES)
     status = 0
 
@@ -106,7 +106,7 @@ def rehearse(argv: Sequence[str], entry: str) -> int:
             raise UserError(f"{REHEARSE} runs and --dry-run plans: leave one of them out")
         status = _run(cut(words, entry, given.rehearse), entry)
 
-    return run_tool(parser, own or [f"{REHEARSE}={os.environ[VARIABLE]}"], run) or status
+    return run_tool(parser, own or [f"{REHEARSE}={os.environ[REHEARSAL]}"], run) or status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
             problems = problems or found
     raise UserError(
         f"no cut of this run to at most {counted(most, 'process', 'processes')} is valid: {problems[0]}; "
-        f"allow more, as in {VARIABLE}={2 * most}"
+        f"allow more, as in {REHEARSAL}={2 * most}"
     )
 
 

@@ -17,7 +17,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.verify.rehearse import VARIABLE as REHEARSE
+from megacore.starting import REHEARSAL
 from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
 from tests.e2e.launching import alone
@@ -134,12 +134,12 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: 
 @pytest.mark.parametrize(
     "variables, flags, said",
     [
-        ({REHEARSE: "x"}, "", "'x' is not a whole number: use 1 or more"),
-        ({REHEARSE: "8", "RANK": "x"}, "", "the environment's RANK is 'x', not a number from 0"),
-        ({REHEARSE: "8", "WORLD_SIZE": "abc"}, "", "the environment's WORLD_SIZE is 'abc', not a number from 1"),
-        ({REHEARSE: "8"}, "--tp 2 --nun-layers 2", "--nun-layers is not a flag: did you mean --num-layers?"),
+        ({REHEARSAL: "x"}, "", "'x' is not a whole number: use 1 or more"),
+        ({REHEARSAL: "8", "RANK": "x"}, "", "the environment's RANK is 'x', not a number from 0"),
+        ({REHEARSAL: "8", "WORLD_SIZE": "abc"}, "", "the environment's WORLD_SIZE is 'abc', not a number from 1"),
+        ({REHEARSAL: "8"}, "--tp 2 --nun-layers 2", "--nun-layers is not a flag: did you mean --num-layers?"),
         (
-            {REHEARSE: "8"},
+            {REHEARSAL: "8"},
             "--mock-data --vocab-size 64 --train-iters 9 --init-from-hf /nowhere",
             "--init-from-hf /nowhere is not a",
         ),

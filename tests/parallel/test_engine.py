@@ -181,8 +181,11 @@ class Quick(AdamWConfig):
         ),
         ({"logging": LoggingConfig(trace=True, trace_steps=1)}, "trace True is GPT's"),
         ({"optimizer": torch.optim.RMSprop}, "optimizer RMSprop is not in megacore: use AdamW or SGD"),
-        ({"optimizer": "adamw"}, "optimizer is a str: use torch.optim.AdamW, Adam or SGD, partial"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "a SGD, which holds parameters that the engine"),
+        ({"optimizer": "adamw"}, "optimizer is of type str: use torch.optim.AdamW, Adam or SGD, partial"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            "of type SGD, which holds parameters that ",
+        ),
         ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "AdamW.* cannot be made .*: use torch.optim.AdamW, Adam"),
         ({"optimizer": nn.Linear}, "optimizer Linear cannot be made"),
         ({"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
@@ -348,13 +351,22 @@ def linear(name: str, size: int = 6) -> Layer:
         ([Layer("a", nn.ReLU)], "the model has no parameter that learns"),
         ([Layer("a", nn.LazyLinear, 6), linear("b")], "a.weight gets its shape from its first input"),
         ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], "a.weight is torch.float64"),
-        ([nn.Linear(6, 6), int], "layer 1 is a type: give a Layer or a torch.nn.Module"),
+        ([nn.Linear(6, 6), int], "layer 1 is of type type: give a Layer or a torch.nn.Module"),
+        (
+            nn.Sequential,
+            "layers is the class Sequential: give a list of Layers and torch.nn.Modules",
+        ),
+        (5, "layers is of type int: give a list"),
+        (
+            [nn.ModuleList([nn.Linear(6, 6)])],
+            "layer 0 is a ModuleList, which computes nothing: use torch.nn.Seq",
+        ),
         (nn.Sequential(VocabParallelEmbedding(8, 6)), r"module '0' has a VocabParallelEmbedding.*Layer\(\"0\", Voc"),
         ([Layer("a", dict)], "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_model_is_refused(layers: nn.Module | list[Layer], said: str) -> None:
+def test_a_wrong_model_is_refused(layers: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         engine_of(layers)
 

@@ -194,7 +194,7 @@ def check(directory: Path, victim: int, point: str, async_save: bool) -> None:
 
 
 CHOSEN = [(0, "shard half written", False), (0, "manifest written", True), (0, "half retired", False)]
-ALL = [point for point in storage.POINTS if point not in ("pointer written",)]
+ALL = [point for point in storage.POINTS if point not in ("replacement written",)]
 
 
 @pytest.mark.parametrize(("victim", "point", "async_save"), CHOSEN)

@@ -290,10 +290,16 @@ def in_a_streak(
 FP16 = {"precision": "fp16", "initial_loss_scale": 2.0**30, "hysteresis": 1}
 STREAKS: list[Any] = [
     # layout, steps that are bad, options, how the run ends, what goes on, what it says
-    ((1, 2, 2), range(4, 9), {"max_bad_steps": 3, "zero_stage": 1}, "for 3 .*before step 3, .* largest weight is 1,",
-     "step_00000003", "step 4/7 | the save waits for a step that updates the weights"),
+    ((1, 2, 2), range(4, 9), {"max_bad_steps": 3, "zero_stage": 1, "keep_last": 2},
+     "for 3 .*before step 3, .* largest weight is 1,", "step_00000002",
+     "step 4/7 | the save waits for a step that updates the weights"),
+    ((1, 1, 2), range(4, 9), {"max_bad_steps": 3, "async_save": True}, "for 3 .*before step 3",
+     "none of the 1 checkpoints .*step_00000003, whose weights may be of no use",
+     "now passes over {}/step_00000003, whose"),
     ((2, 1, 2), range(4, 6), {"zero_stage": 3, "async_save": True}, "done", "step_00000007", "saved {}/step_00000006"),
-    ((1, 1, 1), range(6, 8), {}, "done", "step_00000005", "passes over {}/step_00000007"),
+    ((1, 1, 1), range(6, 9), {"keep_last": 2}, "the last 2 steps did not change", "step_00000004",
+     "passes over {}/step_00000007"),
+    ((1, 1, 1), range(6, 9), {"exit_interval": 6, "keep_last": 3}, "done", "step_00000004", "over {}/step_00000005"),
     ((1, 1, 1), range(1, 8), {},
      r"each of 7 .* the loss .*is not finite \(.*: use --init-method-std 0.02 or .*, or look", None, "skipped"),
     ((1, 1, 1), range(1, 8), {"max_bad_steps": 2},

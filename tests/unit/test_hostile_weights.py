@@ -164,7 +164,7 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "full header": (header({f"{n}": entry(0, 16) for n in range(14_000)}, data=16), "overlaps another tensor"),
     "many digits": (
         holds("config.json", json.dumps(CONFIG).replace('"n_layer": 1', '"n_layer": ' + "9" * 100_000)),
-        "is not valid JSON",
+        "is not valid JSON: a number has 100,000 digits",
     ),
     "beyond any float": (config(vocab_size=10**400), "is not a finite number"),
     "many layers": (config(n_layer=10_000), "too few for the 10000 layers"),

@@ -172,6 +172,9 @@ def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}            0.5" for step in (1, 2, 3)]
     assert draw_lr.main(["--train-iters", "2147483647"]) == 0  # only what is shown is computed
     assert capsys.readouterr().out.splitlines()[-1].split() == ["2147483647", "3e-05"]
+    (tmp_path / "config.toml").write_text("[training]\ntrain_iters = 3\n[optimizer]\nlr = 0.25\n", encoding="utf-8")
+    assert draw_lr.main([str(tmp_path), "--lr-decay-style", "constant"]) == 0  # of a run
+    assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}           0.25" for step in (1, 2, 3)]
     assert draw_lr.main(["--lr", "0.5"]) == 2
     assert "--train-iters is missing" in capsys.readouterr().err
     assert parse(*GOOD).optimizer.lr_decay_style == "cosine"

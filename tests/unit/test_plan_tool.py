@@ -36,6 +36,19 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
         assert figure["origin"] == "assumed"
 
 
+def test_a_run_is_planned_by_its_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, words in (
+        ('[model]\npreset = "gpt2-small"\n', ["pretrain_gpt.py", "--preset", "gpt2-small"]),
+        ('[model]\npreset = "bert-base"\n\n[bert]\n', ["pretrain_bert.py", "--preset", "bert-base"]),
+    ):
+        (tmp_path / "config.toml").write_text(content, encoding="utf-8")
+        plans = []
+        for run in ([str(tmp_path)], words):
+            assert main([*run, "--cluster", "h100", "--world-size", "8"]) == 0
+            plans.append(capsys.readouterr().out)
+        assert plans[0] == plans[1]
+
+
 SMALL = "pretrain_gpt.py --preset gpt2-small --cluster a100-80g --global-batch-size 64"
 
 

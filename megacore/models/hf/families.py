@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,8 +68,8 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     architectures = values.get("architectures")
     if architectures not in (None, [], *([one] for one in family.architectures)):
         raise CheckpointError(
-            f"{where}: architectures is {str(architectures)[:80]}, but of {name} megacore has "
-            f"{one_of(family.architectures)}"
+            f"{where}: architectures is {json.dumps(architectures)[:80]}: of model_type {name} megacore reads "
+            f"{one_of([json.dumps([one]) for one in family.architectures])}"
         )
     return family
 
