@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import add_sizes, configuration, megacore_step, megacore_trainer
 from megacore.config import ParallelConfig
+from megacore.models.outline import outline
 from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import build_mesh
-from megacore.plan.outline import outline
 from megacore.plan.traffic import rank_traffic
 from megacore.train.launch import compute_reproducibly
 from tests.distributed import run_distributed

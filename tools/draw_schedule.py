@@ -27,10 +27,10 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
+from megacore.pipeline.simulator import Costs, simulate
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.closed_forms import closed_form
 from megacore.plan.picture import Panel, diagram
-from megacore.plan.simulator import Costs, simulate
 from megacore.plan.terminal import LEAST_WIDTH, render
 from megacore.plan.traced_picture import TITLES, describe_counts, traced_panels
 

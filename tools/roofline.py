@@ -31,10 +31,10 @@ from megacore.config.messages import counted
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError
+from megacore.models.flops import flops_per_sequence
+from megacore.models.outline import outline
 from megacore.plan.devices import DEVICES, Device, Range, device_named
-from megacore.plan.flops import flops_per_sequence
 from megacore.plan.memory import plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.roofline import Estimate, Totals, estimate
 from megacore.plan.state import held_experts, updated_parameters
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.comparison.job import Layout, Sizes
 from megacore.config import ParallelConfig
+from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.outline import outline
 
 
 def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu_check.device import copy_rate, matmul_rate, open_device, total_memory, version_of
 from benchmarks.gpu_check.records import Records
-from megacore.plan.peaks import peak_tflops
 from megacore.train.metrics import device_name
+from megacore.train.peaks import peak_tflops
 
 # What nvidia-smi is asked for; it reads, and changes nothing.
 _DRIVER_FIELDS = (

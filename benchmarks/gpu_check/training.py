@@ -33,12 +33,12 @@ from benchmarks.workload import megacore_step, megacore_trainer
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.data.gpt.build import vocabulary_size
+from megacore.models.flops import block_flops, flops_per_sequence, head_flops
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
-from megacore.plan.flops import block_flops, flops_per_sequence, head_flops
 from megacore.plan.memory import plan_memory
-from megacore.plan.peaks import peak_tflops
 from megacore.train.metrics import device_name, peak_memory_bytes, synchronize
+from megacore.train.peaks import peak_tflops
 from megacore.train.trainer import Trainer
 from megacore.zero.memory import measured_bytes
 

@@ -12,10 +12,10 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, describe_degrees, describe_rank, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import UserError
+from megacore.models.outline import outline
 from megacore.parallel.processors import available_cores
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.plan_json import cluster_json, described, layout_flags, layout_json, run_json
 from megacore.plan.plan_report import fit_json, layout_lines, misfits
 from megacore.plan.planner import Origin, Plan, by_formula, exact, make_plan

@@ -10,6 +10,7 @@ import torch
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.reproducible import canonical_blocks
+from megacore.models.size import loss_chunks
 from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.context import WHOLE, SequenceShards
@@ -18,7 +19,6 @@ from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import Dropout, RandomStreams
-from megacore.plan.activations import loss_chunks
 
 
 class ParallelArguments(TypedDict):

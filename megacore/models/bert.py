@@ -25,6 +25,8 @@ from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
+from megacore.models.flops import block_flops, head_flops
+from megacore.models.outline import bert_block, bert_outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
@@ -36,8 +38,6 @@ from megacore.parallel.tensor import (
     vocab_parallel_bias,
     vocab_parallel_weight,
 )
-from megacore.plan.flops import block_flops, head_flops
-from megacore.plan.outline import bert_block, bert_outline
 
 # Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
 # of the tokens [b, s] replace their logits, and in an evaluation also the likeliest tokens [b, s].

@@ -22,6 +22,7 @@ from megacore.layers.context import BuildContext
 from megacore.layers.moe import MoE
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import rotaries_of
+from megacore.models.outline import gpt_outline
 from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
@@ -33,7 +34,6 @@ from megacore.parallel.tensor import (
     vocab_parallel_bias,
     vocab_parallel_weight,
 )
-from megacore.plan.outline import gpt_outline
 
 
 class GPTEmbedding(ShardedModule):

@@ -13,7 +13,7 @@ from torch import nn
 
 from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
-from megacore.plan.outline import LayerOutline
+from megacore.models.outline import LayerOutline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from megacore.config import ResolvedConfig
 from megacore.config.pipeline_layout import parse_layout
-from megacore.plan.layer_time import TimedLayer, layer_seconds
+from megacore.pipeline.layer_time import TimedLayer, layer_seconds
 
 
 class LayerCost(TimedLayer, Protocol):

@@ -23,12 +23,11 @@ from megacore.errors import UserError
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.backward import WeightHalf, input_half
-from megacore.pipeline.schedule import Action, Op, Schedule, build_schedule, peer_stage
+from megacore.pipeline.schedule import Action, Kind, Op, Schedule, Timed, build_schedule, peer_stage
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
 from megacore.pipeline.transport import Arrival, Receive, Send, Transfer, Transport
 from megacore.pipeline.validation import prove
-from megacore.plan.trace import Kind, Timed
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase
 

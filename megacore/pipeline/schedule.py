@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the order in which each rank computes, sends and receives, as lists of actions.
 
 Nothing here touches a tensor. These functions write the lists, `validation.py` proves them, the simulator
-(megacore/plan/simulator.py) times them, and `runtime.py` executes them.
+(megacore/pipeline/simulator.py) times them, and `runtime.py` executes them.
 
 | schedule | source | waiting, by computing time | in flight |
 |---|---|---|---|
@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
 
 from megacore.errors import UserError
 
@@ -358,3 +359,22 @@ def possible_order(order: Sequence[Sequence[Action]], stages: int) -> Iterator[t
     if stuck:
         waiting = "; ".join(f"rank {rank} waits to do {action}" for rank, action in stuck)
         raise ScheduleError(f"the schedule deadlocks: {waiting}")
+
+
+# ---- what was executed
+
+Kind = Literal["compute", "wait", "post"]
+
+
+class Timed(NamedTuple):
+    """Something a rank did, with its time on the wall clock, in seconds.
+
+    Attributes:
+        kind: a computation; waiting for a transfer; posting transfers.
+        actions: the one that was computed, or that was waited for (none: for what was sent to leave), or all posted.
+    """
+
+    kind: Kind
+    actions: tuple[Action, ...]
+    start: float
+    end: float

@@ -22,7 +22,7 @@ from megacore.pipeline.schedule import (
     result,
     transfers_of,
 )
-from megacore.plan.simulator import Costs, run_all, simulate
+from megacore.pipeline.simulator import Costs, run_all, simulate
 
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
 

@@ -9,7 +9,6 @@ heads, f inner width of the MLP, V vocabulary, t tensor-parallel ranks, e bytes 
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -17,13 +16,16 @@ from megacore.config.activations import ACTIVATIONS
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.reproducible import canonical_blocks
+from megacore.models.size import (
+    ELEMENT_BYTES,
+    attention_matrices,
+    logits_bytes,
+    loss_chunks,
+    short_matrices,
+)
 from megacore.plan.experts import combining_bytes, expert_share, routing_bytes
-from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.once import once_per_layers
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOST_LOGITS = 2.0**31
-"""Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
 LONGEST_WHOLE = 1024
 """The longest sequence for which `ops.attention` makes masks, biases and, with dropout on a CPU, weights whole."""
 _BLOCK, _ALIBI_BLOCK = 512, 128  # queries of a block of longer ones; with ALiBi on a CPU
@@ -606,19 +608,6 @@ def shared_bytes(config: ResolvedConfig) -> float:
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
     return tables + ((1 + e) * s * s if _has_window(model, s) and not scores else 0.0)
-
-
-def logits_bytes(config: ResolvedConfig) -> float:
-    """All logits [b, s, padded V/t], over which the loss writes their gradient."""
-    return _element(config) * _tokens(config) * vocabulary_rows(config.model, _layer_ranks(config))
-
-
-def loss_chunks(config: ResolvedConfig) -> int:
-    """In how many chunks of the vocabulary the head computes its logits: canonical blocks, or what --loss-chunks says,
-    or the fewest that keep them within `MOST_LOGITS`."""
-    if (blocks := canonical_blocks(config)) > 1:
-        return max(2, blocks // _layer_ranks(config))
-    return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
 
 
 @once_per_layers

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role, shard_ranks
+from megacore.models.size import ELEMENT_BYTES, largest_product, loss_chunks, vocabulary_rows
+from megacore.pipeline.in_flight import StageBackward
 from megacore.plan.activations import (
-    ELEMENT_BYTES,
     activation_gradient_bytes,
     attention_again_bytes,
     attention_gradient_bytes,
@@ -26,22 +27,19 @@ from megacore.plan.activations import (
     inner_bytes,
     input_half_bytes,
     kept_gradient_bytes,
-    loss_chunks,
     mlp_gradient_bytes,
     product_input_bytes,
     residual_bytes,
     shared_inner_bytes,
 )
-from megacore.plan.buckets import grown
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share, routed_parameters
-from megacore.plan.in_flight import StageBackward
-from megacore.plan.model_size import largest_product, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer, forgets_gradients, term_bytes, updates_in_one_pass
 from megacore.plan.traffic import recomputed_whole
 from megacore.plan.unreduced import Held, Piece, last_before_projections, pieces, pieces_of_mlp, unreduced
 from megacore.plan.whole_matrices import WholeBucket, whole_buckets, with_padding
+from megacore.zero.buckets import grown
 
 
 def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:

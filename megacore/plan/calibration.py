@@ -20,13 +20,13 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, one_of
 from megacore.config.parallel import ScheduleName
 from megacore.errors import ConfigError, UserError
+from megacore.models.outline import outline
+from megacore.pipeline.simulator import Costs
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.devices import DEVICES, Device, Link, Range
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
-from megacore.plan.outline import outline
 from megacore.plan.planner import scheduled
 from megacore.plan.roofline import Transfer, transfer_seconds
-from megacore.plan.simulator import Costs
 from megacore.plan.stage_time import speed_of
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_costs, step_time

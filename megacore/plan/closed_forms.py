@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacore.pipeline.schedule import Schedule
-from megacore.plan.simulator import Costs
+from megacore.pipeline.simulator import Costs
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
 from megacore.files import read_bounded
 from megacore.plan.devices import DEVICES, Device, Link, Range
-from megacore.plan.peaks import Format
 from megacore.plan.software import MEGACORE, Software
+from megacore.train.peaks import Format
 
 # USD per device and hour, assumed.
 _PRICES = {"a100-40g": 1.3, "a100-80g": 1.8, "h100": 2.8, "h200": 3.5, "b200": 5.5, "mi250x": 1.1}

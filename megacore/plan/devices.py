@@ -17,7 +17,7 @@ from typing import Literal
 
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import UserError
-from megacore.plan.peaks import Format, peak_tflops
+from megacore.train.peaks import Format, peak_tflops
 
 Case = Literal["slow", "expected", "fast"]
 

@@ -13,9 +13,9 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
+from megacore.models.outline import outline
 from megacore.plan.limits import Limits, size_text
 from megacore.plan.memory import RankMemory, plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
 from megacore.plan.state import PlannedLayer, whole_parameters
 from megacore.plan.ways_out import ways_out

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import GIB, MOST_MEMORY, fullest_rank, held_on_host, plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.room import Room
 
 

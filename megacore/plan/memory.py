@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
+from megacore.models.size import ELEMENT_BYTES, logits_bytes
+from megacore.pipeline.in_flight import in_flight, moments
+from megacore.plan.activations import residual_bytes
 from megacore.plan.backward_memory import Passing
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.experts import expert_copies
-from megacore.plan.in_flight import in_flight, moments
 from megacore.plan.once import once_per_microbatches, once_per_state
 from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.rank_activations import layers_of, passing_of, passing_of_whole, peaks_of, products

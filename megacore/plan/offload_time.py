@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.plan.activations import ELEMENT_BYTES, product_input_bytes
+from megacore.models.size import ELEMENT_BYTES
+from megacore.plan.activations import product_input_bytes
 from megacore.plan.backward_memory import kept_by_layer, product_inputs_left
 from megacore.plan.devices import Case, Device
 from megacore.plan.state import PlannedLayer, term_bytes

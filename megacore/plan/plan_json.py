@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import Any
 
 from megacore.config import ResolvedConfig
+from megacore.models.flops import blocks_of
+from megacore.models.size import active_parameters, block_parameters
 from megacore.plan.cluster import Cluster
-from megacore.plan.flops import blocks_of
 from megacore.plan.memory import RankMemory, held_on_host
-from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.plan.other_settings import other_settings
 from megacore.plan.planner import Figure, Origin, by_formula, usable_host_bytes
 from megacore.plan.state import PlannedLayer, whole_parameters

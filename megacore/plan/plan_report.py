@@ -11,9 +11,9 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import counted
 from megacore.config.parallel import ResolvedParallel, StagesThatFit
-from megacore.plan.flops import Attention
+from megacore.models.flops import Attention
+from megacore.models.size import vocabulary_rows
 from megacore.plan.memory import RankMemory
-from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.other_settings import other_settings
 from megacore.plan.plan_json import (
     cluster_json,

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence
+from megacore.models.outline import LayerOutline, outline
+from megacore.models.size import active_parameters, block_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
-from megacore.plan.flops import Attention, block_flops, blocks_of, flops_per_sequence
 from megacore.plan.limits import Limits
 from megacore.plan.memory import GIB, MOST_MEMORY, RankMemory, fullest_rank, held_on_host, needed_on_host, plan_memory
-from megacore.plan.model_size import active_parameters, block_parameters
-from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time

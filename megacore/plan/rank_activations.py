@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
+from megacore.pipeline.in_flight import Moment, StageBackward
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import (
     halves_gradient_bytes,
@@ -31,7 +32,6 @@ from megacore.plan.backward_memory import (
     product_inputs_left,
 )
 from megacore.plan.cut import OnRank
-from megacore.plan.in_flight import Moment, StageBackward
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from megacore.plan.devices import Case, Device, Range
 from megacore.plan.links import groups_between_nodes
-from megacore.plan.peaks import Format
+from megacore.train.peaks import Format
 
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["product", "attention", "memory"]

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.memory import GIB, fullest_rank, held_at_least, needed_on_host
 from megacore.plan.once import SharedResults
-from megacore.plan.outline import outline
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import usable_bytes, usable_host_bytes
 from megacore.plan.search_cuts import Cuts

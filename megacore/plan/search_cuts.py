@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from typing import Literal
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.cut import Cut, Parts
-from megacore.plan.outline import outline
 from megacore.plan.search_space import Choice, Constraints, with_choice
 
 Balance = Literal["time", "parameters", "flops", "uniform"]

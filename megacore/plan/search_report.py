@@ -9,8 +9,8 @@ from typing import Any
 
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
+from megacore.models.outline import outline
 from megacore.plan.memory import RankMemory, held_on_host, plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.plan_json import cluster_json, described, layout_json, node_host_json, run_json, training_json
 from megacore.plan.plan_report import four_digits, settings_line
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar
 from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import at_most, divisors, one_of
+from megacore.models.outline import outline
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
-from megacore.plan.outline import outline
 
 T = TypeVar("T")
 

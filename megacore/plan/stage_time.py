@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
+from megacore.models.size import ELEMENT_BYTES, attention_matrices, loss_chunks, short_matrices, vocabulary_rows
+from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.experts import expert_share
-from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.once import once_per_layers, once_per_split, once_per_state
 from megacore.plan.software import Software
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters

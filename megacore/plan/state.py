@@ -12,8 +12,8 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.compression import error_bytes
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import AdamWConfig
+from megacore.models.size import ELEMENT_BYTES
 from megacore.pipeline.partition import LayerCost
-from megacore.plan.activations import ELEMENT_BYTES
 from megacore.plan.experts import expert_copies, routed_parameters
 
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
+from megacore.pipeline.simulator import Costs, Simulator, Timeline
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.once import once_per_microbatches
-from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
 from megacore.plan.state import PlannedLayer
 from megacore.plan.step_end import step_ends

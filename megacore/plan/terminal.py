@@ -15,8 +15,8 @@ from textwrap import wrap
 from rich.text import Text
 
 from megacore.pipeline.schedule import Action, Op
+from megacore.pipeline.simulator import Span, Timeline
 from megacore.plan.picture import NAMES, Panel
-from megacore.plan.simulator import Span, Timeline
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120
 _STYLES = {

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megacore.config.dimensions import DIMENSIONS, pipeline_dimension
 from megacore.errors import UserError
@@ -27,31 +27,17 @@ from megacore.pipeline.schedule import (
     Op,
     Schedule,
     ScheduleError,
+    Timed,
     requirements,
     result,
     transfers_of,
     with_transfers,
 )
+from megacore.pipeline.simulator import Costs, Span, Timeline
 from megacore.pipeline.validation import prove
-from megacore.plan.simulator import Costs, Span, Timeline
 
-Kind = Literal["compute", "wait", "post"]
 _PASSES, _ACTIONS, _COLLECTIVES, _COPIES = range(4)  # rows of a rank; one for each kind of copies from there on
 _SHORTEST_IDLE = 1.0  # microseconds
-
-
-class Timed(NamedTuple):
-    """Something a rank did, with its time on the wall clock, in seconds.
-
-    Attributes:
-        kind: a computation; waiting for a transfer; posting transfers.
-        actions: the one that was computed, or that was waited for (none: for what was sent to leave), or all posted.
-    """
-
-    kind: Kind
-    actions: tuple[Action, ...]
-    start: float
-    end: float
 
 
 class TracedTransfer(NamedTuple):

@@ -24,12 +24,18 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.compression import format_of
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.reproducible import canonical_blocks
+from megacore.models.size import (
+    ELEMENT_BYTES,
+    loss_chunks,
+    norm_parameters,
+    vocabulary_rows,
+    whole_attention_parameters,
+)
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
+from megacore.plan.activations import gathered_keys
 from megacore.plan.devices import Device
 from megacore.plan.experts import ExpertShare, expert_copies, expert_share
 from megacore.plan.links import groups_between_nodes
-from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_experts, held_parameters, term_bytes, zero_stage
 from megacore.plan.whole_matrices import directions

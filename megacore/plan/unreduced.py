@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
+from megacore.models.size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.once import once_per_layers
 from megacore.plan.state import PlannedLayer
 from megacore.plan.whole_matrices import WholeBucket, joins_up_and_gate, weights

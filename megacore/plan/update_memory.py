@@ -8,16 +8,15 @@ from collections.abc import Iterator, Sequence
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import Updated
-from megacore.plan.activations import ELEMENT_BYTES
-from megacore.plan.buckets import grown
+from megacore.models.size import ELEMENT_BYTES, vocabulary_rows
 from megacore.plan.cut import OnRank
 from megacore.plan.experts import expert_copies, expert_share
-from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.once import once_per_state
 from megacore.plan.orthogonal_memory import orthogonalizing_bytes
 from megacore.plan.state import PlannedLayer, term_bytes, updates_in_one_pass, zero_stage
 from megacore.plan.unreduced import Piece, bucket_members, pieces
 from megacore.plan.whole_matrices import of_chunk, update_buckets
+from megacore.zero.buckets import grown
 
 # Elements of a tied table's gradient that are summed at a time (parallel/direct.py).
 _SUMMED_AT_ONCE = 1 << 24

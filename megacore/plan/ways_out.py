@@ -18,11 +18,11 @@ from typing import Any
 from megacore.config import ParallelConfig, ResolvedConfig, violations
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import counted, divisors
+from megacore.models.outline import outline
 from megacore.plan.change import ChangedRun
 from megacore.plan.fastest_schedule import fastest_that_fits, is_auto
 from megacore.plan.limits import Demand, Limits, size_text
 from megacore.plan.memory import GIB, MOST_MEMORY
-from megacore.plan.outline import outline
 from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096

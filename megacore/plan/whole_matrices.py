@@ -16,12 +16,12 @@ from typing import NamedTuple
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import OptimizerSettings
-from megacore.plan.buckets import grown
+from megacore.models.size import attention_matrices, short_matrices
 from megacore.plan.experts import expert_copies, expert_share
-from megacore.plan.model_size import attention_matrices, short_matrices
 from megacore.plan.once import once_per_layers, once_per_state
-from megacore.plan.packing import bucket_ends, exchange, pack
 from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
+from megacore.zero.buckets import grown
+from megacore.zero.packing import bucket_ends, exchange, pack
 
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
 

@@ -36,16 +36,16 @@ from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import DIMENSIONS, coordinates_of, pipeline_dimension, ranks_of_role
 from megacore.data.loading.batch import Batch
 from megacore.errors import ConfigError, UserError
+from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
 from megacore.ops.block_attention import tiles_of
 from megacore.parallel.mesh import Mesh
+from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
-from megacore.plan.in_flight import in_flight
 from megacore.plan.memory import RankMemory, plan_memory
-from megacore.plan.outline import outline
 from megacore.train.bert_task import BertTask
 from megacore.train.fake_job import CPU, HOST_READS, NoWeights, absent_accelerator, fake_job
 from megacore.train.fake_settings import unfit_settings

@@ -14,6 +14,7 @@ from torch import Tensor
 from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.layers.context import BuildContext
+from megacore.models.flops import flops_per_sequence
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
 from megacore.models.spec import DescribesLayers
@@ -25,7 +26,6 @@ from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
-from megacore.plan.flops import flops_per_sequence
 from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
 
 

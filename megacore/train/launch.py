@@ -30,6 +30,7 @@ from megacore.errors import (
     WorkerDied,
 )
 from megacore.freed_memory import keep_what_is_freed
+from megacore.models.outline import outline
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import (
@@ -51,7 +52,6 @@ from megacore.plan.fastest_schedule import (
     typical_cluster,
     with_stages_that_fit,
 )
-from megacore.plan.outline import outline
 from megacore.starting import announce_stage
 from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause

@@ -15,13 +15,13 @@ from megacore.config.dimensions import pipeline_dimension
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import rows_of_ranks
 from megacore.parallel.mesh import Mesh, multiplies_in_tf32
+from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
-from megacore.plan.layer_time import layer_seconds
+from megacore.pipeline.simulator import Costs, simulate
 from megacore.plan.memory import fullest_state, plan_memory
-from megacore.plan.peaks import Format, peak_tflops
-from megacore.plan.simulator import Costs, simulate
+from megacore.train.peaks import Format, peak_tflops
 from megacore.train.step import StepResult
 from megacore.train.task import Task
 from megacore.zero.memory import measured_bytes

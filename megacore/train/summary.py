@@ -14,11 +14,10 @@ from megacore.config.messages import counted
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.config.reproducible import canonical_blocks
 from megacore.data.gpt.packing import Packing
+from megacore.models.flops import blocks_of
+from megacore.models.size import active_parameters, block_parameters, loss_chunks
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
-from megacore.plan.activations import loss_chunks
-from megacore.plan.flops import blocks_of
-from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.train.metrics import LINE_WIDTH
 from megacore.train.task import DTYPES
 

@@ -24,9 +24,9 @@ from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.errors import TrainingDiverged
+from megacore.models.flops import CONVENTION
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.flops import CONVENTION
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock

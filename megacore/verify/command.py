@@ -37,13 +37,13 @@ from megacore.data.bert.build import check_bert_inputs
 from megacore.data.gpt.build import check_inputs, vocabulary_size
 from megacore.errors import EXIT_REFUSED, UserError
 from megacore.models.gpt import gpt_layers
+from megacore.models.outline import outline
 from megacore.models.program import layers_of
 from megacore.models.spec import DescribesLayers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
-from megacore.plan.outline import outline
 from megacore.verify.compare import Verdict, as_json, compare, describe
 from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.narrow import STEPS, WARMUP_STEPS, narrow

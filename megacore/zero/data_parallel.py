@@ -27,9 +27,9 @@ from torch.func import functional_call
 
 from megacore.parallel.mesh import Group, Mesh, ReplicaRole
 from megacore.parallel.sharding import ShardedParameter, separate_term, sharded_parameters
-from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import when_backward
 from megacore.zero.bucket import Bucket
+from megacore.zero.buckets import grown
 from megacore.zero.flat import assign_buckets, assign_whole
 from megacore.zero.host_shard import HostStreams
 from megacore.zero.local_segments import LocalRun, LocalSegment, local_segments

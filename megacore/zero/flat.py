@@ -20,7 +20,7 @@ import torch
 
 from megacore.parallel.mesh import ReplicaRole
 from megacore.parallel.sharding import ShardedParameter
-from megacore.plan.packing import bucket_ends, exchange, pack
+from megacore.zero.packing import bucket_ends, exchange, pack
 
 # Parameters and shards begin at multiples of this many elements: 64 bytes at 16 bits, 128 at 32. What a matrix product
 # rounds may depend on how its operands are aligned, and unaligned ones are slower.

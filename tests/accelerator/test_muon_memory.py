@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
-from megacore.plan.outline import outline
 from megacore.plan.whole_matrices import whole_buckets
 from megacore.train.step_trace import fake_step
 from tests.accelerator.device import needs_pretend

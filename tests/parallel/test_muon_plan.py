@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config import Config
 from megacore.config.cli import parse_config
+from megacore.models.outline import outline
 from megacore.optim.whole_matrices import WholeMatrices
 from megacore.parallel.mesh import build_mesh
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.cut import Cut
-from megacore.plan.outline import outline
 from megacore.plan.step_time import step_time
 from megacore.plan.whole_matrices import Product, busiest_seconds
 from megacore.train.dry_run import run_rank

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megacore.parallel.mesh import build_mesh
+from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.schedule import build_schedule, requirements, result
-from megacore.plan.layer_time import layer_seconds
 from tests.distributed import run_distributed
 from tests.parity.runs import VOCAB, Layout, make_config, make_trainer
 from tests.unit.test_picture import boxes, drawn_spans

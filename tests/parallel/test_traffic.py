@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig, ResolvedExperts
 from megacore.layers import moe
+from megacore.models.outline import outline
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group, build_mesh
 from megacore.plan.memory import plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.traffic import rank_traffic
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer

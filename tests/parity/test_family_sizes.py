@@ -19,15 +19,15 @@ from megacore.config.presets import GPT_PRESETS
 from megacore.layers.context import BuildContext
 from megacore.layers.rotary import Rotary
 from megacore.models.bert import bert_layers
+from megacore.models.flops import block_flops, flops_per_sequence, head_flops
 from megacore.models.gpt import gpt_layers
+from megacore.models.outline import bert_outline, gpt_outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import sharded_parameters
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
-from megacore.plan.flops import block_flops, flops_per_sequence, head_flops
-from megacore.plan.outline import bert_outline, gpt_outline
 from tests.parity.families import FAMILIES, POSITIONS, VOCAB, model_config
 
 META, CPU = torch.device("meta"), torch.device("cpu")

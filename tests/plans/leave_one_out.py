@@ -20,9 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Range
-from megacore.plan.outline import outline
 from megacore.plan.software import MEGATRON_LM
 from megacore.plan.step_time import step_time
 from tests.plans.published import A100, Run, held_out_runs, megatron_runs, single_node_runs, timed_runs

@@ -48,8 +48,16 @@ ORDER = (
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
 PACKAGES = {name for groups in ORDER for name in groups} - {"scripts", "tools", "tests"}
-# A schedule is a list of actions, and belongs to what is computed without torch.
-PURE = {f"megacore.pipeline.{name}" for name in ("partition", "schedule", "schedule_file", "validation")}
+# Lists and numbers of the core, which are made without torch.
+PURE = {
+    *(f"megacore.models.{name}" for name in ("flops", "outline", "size")),
+    *(
+        f"megacore.pipeline.{name}"
+        for name in ("in_flight", "layer_time", "partition", "schedule", "schedule_file", "simulator", "validation")
+    ),
+    *(f"megacore.zero.{name}" for name in ("buckets", "packing")),
+    "megacore.train.peaks",
+}
 
 POINT_TO_POINT = {
     "send",

@@ -14,6 +14,7 @@ import torch
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
+from megacore.models.outline import outline
 from megacore.parallel.mesh import Mesh
 from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
@@ -28,7 +29,6 @@ from megacore.plan.fastest_schedule import (
 )
 from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.room import Room
 from megacore.plan.step_time import step_time

@@ -16,7 +16,7 @@ from megacore.config.presets import GPT_PRESETS
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
 from megacore.models.hf.family import same_bert
-from megacore.plan.outline import gpt_outline
+from megacore.models.outline import gpt_outline
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("hf_configs.json").read_text())
 SMALL: dict[str, dict[str, Any]] = TABLES["small"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.models.outline import outline
 from megacore.plan.memory import GIB, held_on_host, plan_memory
-from megacore.plan.outline import outline
 from tests.unit.planning import planned, resolved
 from tools.plan import main
 

@@ -11,10 +11,10 @@ import pytest
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import DIMENSIONS
+from megacore.models.outline import outline
 from megacore.parallel.mesh import groups_of_experts, groups_of_role
 from megacore.plan.devices import Device, Link, Range
 from megacore.plan.links import groups_between_nodes
-from megacore.plan.outline import outline
 from megacore.plan.roofline import Transfer, transfer_seconds
 from megacore.plan.traffic import Sent, bytes_by_link, rank_traffic, stage_message, tied_gradients
 from tests.parity.runs import make_config

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
+from megacore.models.outline import outline
+from megacore.pipeline import in_flight as in_flight_module
+from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.schedule import Op, rank_order
 from megacore.plan import fit
-from megacore.plan import in_flight as in_flight_module
 from megacore.plan.cut import Cut
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.in_flight import in_flight
 from megacore.plan.limits import size_text
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, held_at_least, plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_capacity, host_room
 from megacore.plan.state import PlannedLayer, state_bytes
 from tests.unit import refusals

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import outline
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.outline import outline
 from megacore.plan.planner import largest_term, make_plan
 from megacore.plan.step_time import StepTime, step_time
 from tests.unit.refusals import parse

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import outline
 from megacore.plan import rank_activations
 from megacore.plan.memory import plan_memory
 from megacore.plan.once import SharedResults, once_per_layers, once_per_microbatches, once_per_split, once_per_state
-from megacore.plan.outline import outline
 from tests.unit.refusals import parse
 
 calls = list[str]()

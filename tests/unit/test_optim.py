@@ -14,7 +14,7 @@ from megacore.optim.sgd import SGD
 from megacore.optim.update import clip_factor, part_of_rank, square_sum, totals
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.plan.buckets import grown
+from megacore.zero.buckets import grown
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.flat import FlatLayout, assign_buckets
 from megacore.zero.options import ZeroOptions

@@ -11,11 +11,11 @@ import pytest
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.config.pipeline_layout import parse_layout
+from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
+from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.partition import partition, stage_ranges
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.layer_time import layer_seconds
-from megacore.plan.outline import outline
 from megacore.plan.stage_time import speed_of, stage_time
 
 

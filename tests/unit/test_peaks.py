@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.plan.peaks import Format, peak_tflops
+from megacore.train.peaks import Format, peak_tflops
 
 
 @pytest.mark.parametrize(

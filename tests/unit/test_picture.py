@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megacore.pipeline.schedule import Action, Schedule, build_schedule
+from megacore.pipeline.simulator import Costs, simulate
 from megacore.plan.closed_forms import closed_form
-from megacore.plan.simulator import Costs, simulate
 from tests.unit.packaging_builds import ROOT
 from tools.draw_schedule import main
 

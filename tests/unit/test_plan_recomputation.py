@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.plan.flops import block_flops, head_flops, without_experts
+from megacore.models.flops import block_flops, head_flops, without_experts
 from megacore.plan.planner import step_flops
 from tests.unit.planning import planned, resolved
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megacore.config import validate, violations
+from megacore.models.outline import outline
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB, fullest_rank, plan_memory
-from megacore.plan.outline import outline
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import make_plan
 from megacore.plan.search import Layout, search

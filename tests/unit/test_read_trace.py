@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megacore.pipeline.schedule import build_schedule
-from megacore.plan.simulator import Costs, simulate
-from megacore.plan.trace import RankTrace, Timed, TracedStep, write_trace
+from megacore.pipeline.schedule import Timed, build_schedule
+from megacore.pipeline.simulator import Costs, simulate
+from megacore.plan.trace import RankTrace, TracedStep, write_trace
 from tools.draw_schedule import main
 
 NOT_ONE = "is not a trace.json that a run with --trace wrote"

@@ -13,10 +13,10 @@ import torch
 import megacore
 from megacore.config import ResolvedConfig
 from megacore.errors import UserError
+from megacore.models.flops import block_flops, flops_per_sequence
+from megacore.models.outline import gpt_outline
 from megacore.ops.visibility import Visibility
 from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
-from megacore.plan.flops import block_flops, flops_per_sequence
-from megacore.plan.outline import gpt_outline
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
 from megacore.train import operator_costs, step_trace
 from megacore.train.step_trace import Recorder, record_step

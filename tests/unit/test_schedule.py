@@ -18,8 +18,8 @@ from megacore.pipeline.schedule import (
     with_transfers,
     zero_bubble,
 )
+from megacore.pipeline.simulator import Costs, Simulator, simulate
 from megacore.pipeline.validation import held, in_flight, prove
-from megacore.plan.simulator import Costs, Simulator, simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in (1, 2, 3, 4))]
 SOME = (1, 2, 3, 4, 5, 7, 8, 13, 16, 32)  # microbatches; the slow test takes all from 1 to 32

@@ -15,9 +15,9 @@ import torch
 
 from megacore.config.optimizers import MuonConfig
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.plan import packing
-from megacore.plan.packing import Counts, bucket_ends, exchange, least_shard, pack
+from megacore.zero import packing
 from megacore.zero.flat import FlatLayout, assign_whole
+from megacore.zero.packing import Counts, bucket_ends, exchange, least_shard, pack
 
 Shape = tuple[int, int]
 REPLICAS = (2, 4, 8, 16, 32, 64)

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from benchmarks.comparison.job import Job, Layout, Step
 from benchmarks.workload import configuration, megacore_step, megacore_trainer
 from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import ShardedParameter
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
-from megacore.plan.outline import outline
 
 
 class FileWeights:

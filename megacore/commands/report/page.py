@@ -20,8 +20,8 @@ from megacore.commands.report.files import Record, RunFiles, lasting, require_re
 from megacore.commands.report.series import Point, finite, quantile, short, smoothed
 from megacore.commands.report.style import STYLE
 from megacore.config.messages import counted
+from megacore.models.flops import CONVENTION
 from megacore.plan.canvas import to_svg as drawing_to_svg
-from megacore.plan.flops import CONVENTION
 from megacore.plan.picture import diagram
 from megacore.plan.traced_picture import traced_panels
 

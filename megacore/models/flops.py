@@ -14,7 +14,7 @@ from typing import Literal
 
 from megacore.config import ResolvedModel
 from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
-from megacore.plan.model_size import attention_matrices, short_matrices
+from megacore.models.size import attention_matrices, short_matrices
 
 CONVENTION = "model FLOPs, full attention"
 Attention = Literal["full", "causal"]

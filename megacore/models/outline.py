@@ -15,8 +15,8 @@ from typing import NamedTuple, TypedDict
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.flops import block_flops, block_of_kind, head_flops, without_experts, without_window
-from megacore.plan.model_size import (
+from megacore.models.flops import block_flops, block_of_kind, head_flops, without_experts, without_window
+from megacore.models.size import (
     bert_embedding_parameters,
     bert_head_parameters,
     block_parameters,

@@ -3,7 +3,7 @@
 The stages must be the same for every rank, for the planner and for a checkpoint's readers, before any device is known.
 So the speeds are those of a typical device: a CPU core for fp32, an A100 for 16 bits. Only the ratios of layers count,
 and these depend little on the device: products and attention take most of the time everywhere. Memory-bound work is
-counted as in stage_time.py, which predicts seconds on a given device; transfers are left out.
+counted as in plan/stage_time.py, which predicts seconds on a given device; transfers are left out.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Protocol
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
-from megacore.plan.cluster import CLUSTERS
-from megacore.plan.flops import Attention, block_flops
+from megacore.models.flops import Attention, block_flops
+from megacore.models.size import ELEMENT_BYTES, loss_chunks
 
+# FLOP/s of products and bytes/s of memory, each the peak times the share of it that is usual.
+_CORE, _A100 = (80e9 * 0.6, 8e9 * 0.7), (312e12 * 0.83, 2039e9 * 0.82)
 # Elements that the memory-bound operators of a block read and write, in the order of the code: two norms (read, write),
 # two residual sums with bias and dropout (read two, write one), of tensors [b, s, h]; of the inner width the activation
 # (read one, or gate and up, write one); queries, keys and values moved to heads and back (read, write).
@@ -44,12 +45,8 @@ def layer_seconds(config: ResolvedConfig, layer: TimedLayer) -> float:
         config: a resolved configuration.
         layer: of a GPT or BERT: its embedding, a block, or its head.
     """
-    cluster = CLUSTERS["laptop" if config.precision.precision == "fp32" else "a100-80g"]
-    device, peak = cluster.device, cluster.peak(config.precision.precision)
-    assert peak is not None
+    flops_per_second, bandwidth = _CORE if config.precision.precision == "fp32" else _A100
     t, e, tokens = ranks_of_role("layer", config.parallel), ELEMENT_BYTES[config.precision.precision], _tokens(config)
-    flops_per_second = peak * device.product_efficiency.expected
-    bandwidth = device.memory_bandwidth * device.memory_efficiency.expected
     sums = layer.parameters / t * (8.0 + e) / bandwidth  # of weights' gradients, in fp32
     if layer.block is not None:
         return _block_seconds(config, layer.block, flops_per_second, bandwidth) + sums
