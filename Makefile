@@ -81,7 +81,7 @@ pytest: setup-dev
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup-dev
-	$(RUN) -m pytest -m slow tests/$(PIECE) $(ARGS)
+	$(RUN) -m pytest -m slow -n $(WORKERS) --dist worksteal tests/$(PIECE) $(ARGS)
 
 # Runs both trees on this machine. ARGS="--only runs:zero" takes the runs with this word in their names.
 golden: setup-dev

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ToolParser(
         prog="draw_lr.py",
         description="Draw the learning rate over the steps of a run, and the weight decay and the momentum where they "
-        "change. All flags of pretrain_gpt.py are accepted (pretrain_gpt.py --help optimizer).",
+        "change. All flags of pretrain_gpt.py are accepted (pretrain_gpt.py --help optimizer); RUN, the output "
+        "directory of a run, may come first.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -100,7 +100,7 @@ def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
         source = _newest(given.get("pretrained_checkpoint"))
         return {} if source is None else _shape_of(source, given)
     shape = _shape_of(manifest, given)
-    if manifest.counters.get("updates", manifest.step) == 0:  # converted, not trained here
+    if manifest.updates == 0:  # converted, not trained here
         return shape
     infos = {name: info for section in SECTIONS.values() for name, info in field_infos(section).items()}
     there = {name: manifest.settings.get(name) for name in _CONTINUED}
@@ -156,7 +156,7 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
             f"{load}: the manifest of {directory} does not say which model and optimizer it is "
             "of: it is damaged: use another step's directory"
         )
-    has_state = manifest.counters.get("updates", manifest.step) > 0  # a converted checkpoint has none
+    has_state = manifest.updates > 0  # a converted checkpoint has none
     loads_state = config.start.load_optim and not config.training.skip_train
     if has_state and loads_state and trained_with != config.optimizer.optimizer:
         raise CheckpointError(

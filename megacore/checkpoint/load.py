@@ -51,7 +51,7 @@ def load_checkpoint(
     """
     directory, manifest = read_together(path, world)
     _require_same_model(manifest, state.data_parallel.parameters, directory)
-    updates = int(manifest.counters.get("updates", manifest.step))
+    updates = manifest.updates
     names = [kind.name for kind in state.optimizer.kinds]
     missing = [name for name in names if name not in manifest.tensors]
     if with_optimizer and updates > 0 and not never_kept(manifest).issuperset(missing):

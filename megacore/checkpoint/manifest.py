@@ -127,6 +127,22 @@ class Manifest:
         return self.counters.get("in_doubt", 0) > 0
 
     @property
+    def has_own_layers(self) -> bool:
+        """Whether a program described the layers, which the configuration does not tell."""
+        return self.counters.get("own_layers", 0) > 0
+
+    @property
+    def updates(self) -> int:
+        """How many steps have updated the weights; earlier versions did not count them."""
+        return int(self.counters.get("updates", self.step))
+
+    @property
+    def weights(self) -> dict[str, FileEntry]:
+        """The files of the weights, which tell equal weights of one layout."""
+        names = {piece.file for entry in self.tensors.get("model", {}).values() for piece in entry.pieces}
+        return {name: entry for name, entry in self.files.items() if name in names}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The configuration's fields by their names, which are unique, whatever the section: that depends on the
         version that wrote the manifest."""
@@ -158,7 +174,7 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
 _OF_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000", "common.pt")
 
 
-IN_DOUBT = "whose weights may be of no use: steps were skipped with them, or they are too large"
+IN_DOUBT = "whose weights may be of no use: the steps that followed were skipped, or the weights are too large"
 
 
 def way_to_a_checkpoint(path: Location) -> str:
@@ -463,15 +479,15 @@ def sections_as_dicts(config: Config) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def require_program(manifest: Manifest, directory: Location, program: str | None) -> None:
+def require_program(manifest: Manifest, directory: Location, *, is_given: bool) -> None:
     """Refuse to take a model whose layers are a program's for a GPT of megacore's.
 
     Raises:
-        CheckpointError: the checkpoint needs its program, and none is given.
+        CheckpointError: the checkpoint needs its program, and none that describes layers is given.
     """
-    if manifest.counters.get("own_layers", 0) and program is None:
+    if manifest.has_own_layers and not is_given:
         raise CheckpointError(
-            f"{directory} was trained by a program that describes its layers itself: give that file, --program FILE.py"
+            f"{directory} was trained by a program that describes its own layers: give that file, --program FILE.py"
         )
 
 

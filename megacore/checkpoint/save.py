@@ -5,7 +5,7 @@ directory, copy the state, write the shards, publish. Whatever exception one ran
 StorageError on all of them: a rank that left a save early would leave the others waiting in a collective. With
 --async-save the last two parts run in a thread, which does not communicate: the ranks agree in their main threads,
 where they meet anyway, so that a slow or failing disk holds up no collective. A checkpoint is complete under its name
-or does not exist, and of an existing one at most the manifest is replaced (`doubt`). runs.py writes it, into
+or does not exist, and of an existing one only the manifest is ever replaced (`doubt`). runs.py writes it, into
 a directory or an object store.
 """
 
@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.checkpoint import storage
-from megacore.checkpoint.directory import expired, next_serial, pointed_to
+from megacore.checkpoint.directory import expired, next_serial, pointed_to, published
 from megacore.checkpoint.files import FileEntry
 from megacore.checkpoint.manifest import (
     IN_DOUBT,
@@ -174,26 +175,36 @@ class CheckpointSaver:
             if job.work.is_done and (self._mesh.world.is_first or not job.may_be_complete):
                 self._run.discard(job.temporary)
 
-    def doubt(self, directory: Location) -> str | None:
-        """Mark a checkpoint of this run whose weights have turned out to be of no use, and let the pointer name the
-        last that is not marked; only while no save is under way.
+    def doubt(self, newest: Location, updates: int) -> Work:
+        """Mark the run's checkpoints whose weights have turned out to be of no use, and let the pointer name the last
+        that is not marked; only while no save is under way.
+
+        Args:
+            newest: one of them. One of another run, or a link to one, is left as it is.
+            updates: of the weights; nothing is marked where it has had others.
 
         Returns:
-            Why that failed, on the first rank; else None.
+            The first rank's work: the paths of what it has marked, or why that failed. Nothing on the others.
         """
-        if self._mesh.world.is_first:
-            work = Work(lambda: self._mark(directory), self._run.path, background=False)
-            return work.problem
-        return None
+        do = (lambda: self._mark(newest, updates)) if self._mesh.world.is_first else None
+        return Work(do, self._run.path, background=False)
 
-    def _mark(self, directory: Location) -> None:
-        manifest = read_manifest(directory)
-        if manifest.is_in_doubt:
-            return
-        marked = dataclasses.replace(manifest, counters=manifest.counters | {"in_doubt": 1})
-        self._run.replace_manifest(directory.name, marked.to_json())
+    def _mark(self, newest: Location, updates: int) -> list[str]:
+        manifest = read_manifest(newest)
+        ours = [path for path in published(self._run.path) if not isinstance(path, Path) or not path.is_symlink()]
+        if newest not in ours or manifest.updates != updates:
+            return []
+        marked = []
+        for path in ours:  # a rollback saves the weights once more
+            with contextlib.suppress(CheckpointError):  # a damaged one is never taken
+                found = read_manifest(path)
+                if found.weights == manifest.weights and not found.is_in_doubt:
+                    counters = found.counters | {"in_doubt": 1}
+                    self._run.replace_manifest(path.name, dataclasses.replace(found, counters=counters).to_json())
+                    marked.append(str(path))
         with contextlib.suppress(CheckpointError):  # none is left
             self._run.point_to(find_checkpoint(self._run.path).name)
+        return marked
 
     def _discard(self, temporary: str) -> None:
         if self._mesh.world.is_first:

@@ -29,7 +29,7 @@ from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_equal, write_ranks, write_torch_dist
 from megacore.convert.upcycle import upcycled, write_upcycled
-from megacore.errors import CheckpointError, UserError
+from megacore.errors import UserError
 from megacore.freed_memory import give_back_what_is_freed
 from megacore.models.program import layers_of
 from megacore.remote import is_url
@@ -210,12 +210,14 @@ def convert(args: Namespace) -> None:
 
 def _refuse_layers_of_a_program(args: Namespace) -> None:
     directory = find_checkpoint(args.run)
-    try:
-        require_program(read_manifest(directory), directory, args.program)
-    except CheckpointError as error:
-        if args.target in _WITH_PROGRAM:
-            raise
-        raise UserError(f"{error}, and --to {one_of(_WITH_PROGRAM)} in place of {args.target}") from None
+    manifest = read_manifest(directory)
+    if args.target in _WITH_PROGRAM:
+        require_program(manifest, directory, is_given=args.program is not None)
+    elif manifest.has_own_layers:
+        raise UserError(
+            f"{directory} was trained by a program that describes its own layers: use --to {one_of(_WITH_PROGRAM)} "
+            f"instead of {args.target}, with --program FILE.py"
+        )
 
 
 def _from_hf(args: Namespace, temporary: Path) -> None:

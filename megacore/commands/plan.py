@@ -77,8 +77,9 @@ _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
 
 def plan_tool(argv: Sequence[str] | None = None) -> int:
     """tools/plan.py; the exit status is 0 done, 2 refused."""
-    given = with_config(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["--config"]:
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = with_config(words)
+    if given != words:
         given = [entry_of(given[1]), *given]
     named = named_entry(given)
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")

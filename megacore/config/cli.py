@@ -331,7 +331,7 @@ def _read(
         ).of_start()
         config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
         found = validation.messages()
-        of_megatron = {name: value for name, value in megatron.items() if name not in given}
+        of_megatron = {name: value for name, value in megatron.items() if name not in {**given, **former}}
         problems = problems + [naming_defaults(one, of_megatron) for one in found]
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []

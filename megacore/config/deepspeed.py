@@ -153,7 +153,7 @@ def _fp32(name: str) -> ForeignSetting:
     """DeepSpeed trains in fp32 where the file enables neither 16-bit format."""
     return ForeignSetting(
         origin=name,
-        source="neither bf16 nor fp16",
+        source="without bf16 and fp16",
         where=f"{name}: ",
         fields=(),
         translate=lambda shape: Translation(implied={"precision": "fp32"}),

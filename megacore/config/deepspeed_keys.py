@@ -131,11 +131,11 @@ def _sum_format(value: Value) -> Translation:
 
 
 def _communicated(value: Value) -> Translation:
-    own, accumulated = _sum_format(value), _SUMS.get(str(value.other(_ACCUMULATED)))
-    if accumulated is None or value.value is None or own.values["grad_reduce_dtype"] == accumulated:
-        return own
+    accumulated = _SUMS.get(str(value.other(_ACCUMULATED)))
+    if accumulated is None or value.value is None or _SUMS.get(str(value.value)) == accumulated:
+        return _sum_format(value)
     return Translation(
-        note=f"{value} has no effect: gradients are reduced as they are accumulated ({_ACCUMULATED}), in {accumulated}"
+        note=f"has no effect: gradients are reduced as they are accumulated ({_ACCUMULATED}), in {accumulated}"
     )
 
 

@@ -359,7 +359,7 @@ IDLE_VALUES: Mapping[str, str] = by_flag(
         "--fim-pad-token --null-tokenizer-pad-id",
         "padding at the end of a sample has no loss, and no token attends to it",
     ),
-    ("--kill-switch-file --kill-switch-path", "no file ends a run: SIGTERM and SIGINT do, and save"),
+    ("--kill-switch-file --kill-switch-path", "SIGTERM and SIGINT always save and end the run"),
     ("--lazy-mpu-init", "process groups are created at launch"),
     ("--log-level --log-level-replica --logging-level", "messages have one level"),
     ("--manual-gc-interval", "the interpreter collects garbage by itself"),

@@ -97,8 +97,8 @@ REPLACED: Mapping[str, str] = by_flag(
     ),
     (
         "--train-weighted-split-paths --train-weighted-split-paths-path",
-        "use --train-data-path WEIGHT PREFIX WEIGHT PREFIX if all ranges are 0:1, else --data-path WEIGHT PREFIX with "
-        "--split, which divides each PREFIX alike",
+        "use --train-data-path WEIGHT PREFIX WEIGHT PREFIX if every range is 0:1; otherwise use --data-path WEIGHT "
+        "PREFIX with --split, which cuts every PREFIX at the same fractions",
     ),
     (
         "--trust-remote-code",
@@ -108,7 +108,7 @@ REPLACED: Mapping[str, str] = by_flag(
     ("--use-mp-args-from-checkpoint-args", "give --tp and --pp: a checkpoint is loaded on any layout"),
     (
         "--valid-weighted-split-paths --valid-weighted-split-paths-path --validation-set-names",
-        "use --valid-sets NAME=PREFIX if all ranges are 0:1, else --data-path WEIGHT PREFIX with --split",
+        "use --valid-sets NAME=PREFIX if every range is 0:1; otherwise use --data-path WEIGHT PREFIX with --split",
     ),
     ("--yaml-cfg", "use --config FILE.toml"),
 )

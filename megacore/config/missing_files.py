@@ -40,7 +40,7 @@ def missing_files(config: Config, world_size: int = 1) -> list[str]:
     if tokenizer is not None and not (os.path.isfile(tokenizer) or os.path.isdir(tokenizer)):
         state = "is no file or directory" if os.path.exists(tokenizer) else "does not exist"
         if state == "does not exist" and re.fullmatch(r"\w[\w.-]*/[\w-]+", tokenizer):  # a name on a hub?
-            state += ", and names of a hub are not looked up"
+            state += " (megacore does not look names up on a hub)"
         problems.append(
             f"--tokenizer {tokenizer} {state}: use a tokenizer.json, a directory that contains one, "
             "or a SentencePiece .model"

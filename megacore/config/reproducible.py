@@ -155,8 +155,8 @@ def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
     elif count % tp == 0 and not _fits(count, tp, cp):
         accepted = [ranks for ranks in divisors(count) if _fits(count, tp, ranks)]
         yield Problem(
-            f"--reproducible computes sums in {count} blocks, which is no multiple of 2 x --cp = {2 * cp} and "
-            f"--tp x --cp = {tp * cp}",
+            f"--reproducible computes sums in {count} blocks, and their number must be a multiple of both "
+            f"2 x --cp = {2 * cp} and --tp x --cp = {tp * cp}",
             Values(name="cp", among=accepted, near=cp),
             Change("leave --reproducible out", {"reproducible": False}),
         )

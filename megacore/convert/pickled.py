@@ -82,7 +82,7 @@ def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = (
     known: list[Any] = [*allowed, *((Inert, name) for name in unneeded)]
     try:
         with torch.serialization.safe_globals(known), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of torch, about a file that is refused
+            warnings.simplefilter("ignore", UserWarning)  # torch's own; a refusal says what matters
             value = _read(path)
             _require_plain(list(_tensors_in(value)), path.stat().st_size)
             return value

@@ -17,6 +17,7 @@ from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
 from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
 from megacore.models.program import layers_of
 from megacore.models.spec import DescribesLayers, LayerSpec
 from megacore.parallel.mesh import select_device
@@ -53,7 +54,7 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
     layers = layers_of(program)
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
-    require_program(manifest, directory, program)
+    require_program(manifest, directory, is_given=layers is not gpt_layers)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not predict the next token: give a GPT")

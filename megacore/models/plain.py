@@ -133,16 +133,17 @@ def as_layers(model: object) -> list[Layer]:
     """
     named: Sequence[tuple[str, Any]] = [("module", model)]
     if not isinstance(model, nn.Module | Sequence):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
-        raise ConfigError([f"layers is {what}: give a list of Layers and torch.nn.Modules, or one torch.nn.Module"])
+        raise ConfigError(
+            [f"layers is {_kind(model)}: give a list of Layers and torch.nn.Modules, or one torch.nn.Module"]
+        )
     if not isinstance(model, nn.Module):
         named = [(str(number), one) for number, one in enumerate(model)]
-    elif isinstance(model, nn.Sequential | nn.ModuleList):
+    elif isinstance(model, nn.Sequential) or _is_list(model):
         named = list(model._modules.items())  # with those that are there twice
     first: dict[int, str] = {}
     layers, problems = list[Layer](), list[str]()
     for name, one in named:
-        if isinstance(one, nn.ModuleList | nn.ModuleDict):
+        if _is_list(one) or isinstance(one, nn.ModuleDict):
             problems.append(f"layer {name} is a {type(one).__name__}, which computes nothing: use torch.nn.Sequential")
         elif isinstance(one, nn.Module):
             split = [type(of).__name__ for of in one.modules() if _owns_sharded(of)]
@@ -159,10 +160,18 @@ def as_layers(model: object) -> list[Layer]:
         elif isinstance(one, Layer):
             layers.append(one)
         else:
-            problems.append(f"layer {name} is of type {type(one).__name__}: give a Layer or a torch.nn.Module")
+            problems.append(f"layer {name} is {_kind(one)}: give a Layer or a torch.nn.Module")
     if problems:
         raise ConfigError(problems)
     return layers
+
+
+def _is_list(model: object) -> bool:
+    return isinstance(model, nn.ModuleList) and type(model).forward is nn.ModuleList.forward
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def _owns_sharded(module: nn.Module) -> bool:

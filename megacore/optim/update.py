@@ -397,15 +397,11 @@ class WeightUpdate:
 
     @property
     def doubts_weights(self) -> bool:
-        """Whether the weights may be why the last steps were skipped."""
-        return self.lacks_finite_steps or (self.guard.prevents_update and self.guard.in_a_row > 0)
-
-    @property
-    def lacks_finite_steps(self) -> bool:
-        """Whether the last steps were not finite. A dynamic loss scale is found by overflows, which do not count: many
-        at the beginning, and later as many as it takes to lower it."""
+        """Whether the weights may be why the last steps were skipped. A dynamic loss scale is found by overflows, many
+        at the beginning and later as many as it takes to lower it."""
+        is_spike = self.guard.prevents_update and self.guard.in_a_row > 0
         is_search = self.updates == 0 or self.skipped_in_a_row <= self._usual_overflows
-        return self._bad_steps > 0 or not is_search
+        return self._bad_steps > 0 or is_spike or not is_search
 
     def copies_of(self, entry: NonFinite) -> Copies:
         """The copies of a weight or moment that is not finite on a rank; all ranks call this together."""

@@ -1,9 +1,9 @@
 """Devices by short names, as far as a step's time depends on them: memory, links, and how much of each a step reaches.
 
 What a data sheet states stands here once: bandwidths of memory and links from the manufacturers' data sheets (NVIDIA
-A100, H100, H200 and HGX B200; AMD MI250X), the peaks of matrix products in `peaks.py`. Capacities are those that the
-drivers report to programs (CUDA's and HIP's total memory), which are not the rounded numbers in the names: an H100 of
-"80 GB" has 79.11 GiB, which are 84.9e9 bytes. Bandwidths are of one direction. What a step
+A100, H100, H200 and HGX B200; AMD MI250X), the peaks of matrix products in `train/peaks.py`. Capacities are those that
+the drivers report to programs (CUDA's and HIP's total memory), which are not the rounded numbers in the names: an H100
+of "80 GB" has 79.11 GiB, which are 84.9e9 bytes. Bandwidths are of one direction. What a step
 reaches of them is assumed, as three values: slow, expected and fast. A device's `network` is its share of what the
 network cards of common nodes carry. The memory of a node's host is that of NVIDIA's DGX systems (DGX A100 of 320 GB and
 640 GB, DGX H100, H200 and B200) and, beside MI250X, of LUMI-G and Frontier; other nodes have less or more.
@@ -55,7 +55,7 @@ class Device:
 
     Attributes:
         name: the value of --device.
-        reported_as: the driver's name, by which `peaks.py` has its peaks.
+        reported_as: the driver's name, by which `train/peaks.py` has its peaks.
         memory_bytes: capacity, as the driver reports it to a program.
         memory_bandwidth: bytes per second.
         node_ranks: devices of a node.

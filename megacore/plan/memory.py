@@ -1,8 +1,8 @@
 """What training takes of a rank's memory, by formula: state, activations, and the moment of building.
 
 State is that of state.py. Activations are those of activations.py, times the microbatches that the schedule keeps in
-flight (in_flight.py). Backward adds what exists for a moment (backward_memory.py), and so does the update of the
-weights (update_memory.py). Three sums are made of them: what a rank certainly takes, by which a run may be refused;
+flight (pipeline/in_flight.py). Backward adds what exists for a moment (backward_memory.py), and so does the update of
+the weights (update_memory.py). Three sums are made of them: what a rank certainly takes, by which a run may be refused;
 what it is expected to take, by which a way out is recommended; and the low end of this, for reports.
 """
 

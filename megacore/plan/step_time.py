@@ -1,7 +1,7 @@
 """How long a training step takes: the stages of the pipeline by its schedule, and what follows the last backward.
 
-What a stage takes (stage_time.py) is given to the simulator of the schedule (simulator.py), so that uneven stages and
-every schedule are treated alike. The end of the step (step_end.py) is that of the slowest rank.
+What a stage takes (stage_time.py) is given to the schedule's simulator (pipeline/simulator.py), so that uneven stages
+and every schedule are treated alike. The end of the step (step_end.py) is that of the slowest rank.
 """
 
 from __future__ import annotations

@@ -76,12 +76,14 @@ class Diagnosis:
         is_permanent: whether no further step can be finite.
         is_corruption: whether a computer was in error: copies of a weight or moment on other ranks are finite, or the
             step is, computed again.
+        suspects_weights: whether finite weights may be the cause.
     """
 
     cause: str
     lines: tuple[str, ...]
     is_permanent: bool = False
     is_corruption: bool = False
+    suspects_weights: bool = False
 
     def __str__(self) -> str:
         return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
@@ -262,26 +264,27 @@ class _Case:
             where = f"the output of {culprit.name} on rank {culprit.rank}"
             lines.append(f"first not finite in forward order: {where}, after activations of up to {largest:.3g}")
         if remarks or largest >= _LARGE[self._steps.config.precision.precision]:
-            return Diagnosis(cause="overflow", lines=tuple(lines))
+            return Diagnosis(cause="overflow", lines=tuple(lines), suspects_weights=True)
         return self._data_or_not(lines, others_are_finite=len(self._bad) < len(self._everyone))
 
     def _of_gradient(self, culprit: Culprit | None, remarks: Sequence[str]) -> Diagnosis:
         """The cause of gradients that are not finite, where all losses are finite; `culprit` is the first of them."""
         numbers = list(range(len(self._microbatches)))
         if culprit is None:
-            return Diagnosis(cause="overflow", lines=("each gradient is finite: their sum overflowed", *remarks))
+            text = "each gradient is finite: their sum overflowed"
+            return Diagnosis(cause="overflow", lines=(text, *remarks), suspects_weights=bool(remarks))
         while len(numbers) > 1:
             half = numbers[: len(numbers) // 2]
             numbers = half if self._backward(half).culprit is not None else numbers[len(numbers) // 2 :]
         (number,), culprit = numbers, self._backward(numbers).culprit
         if culprit is None:
             text = "the gradient of no microbatch alone is not finite: a sum of them overflowed"
-            return Diagnosis(cause="overflow", lines=(text, *remarks))
+            return Diagnosis(cause="overflow", lines=(text, *remarks), suspects_weights=bool(remarks))
         replica = self._replicas[culprit.rank]
         which = next(each for each in self._everyone if (each.replica, each.number) == (replica, number))
         lines = (f"first in the backward of {self._describe(which)}: the gradient of {culprit}", *remarks)
         if remarks or self._steps.config.precision.precision == "fp16":
-            return Diagnosis(cause="overflow", lines=lines)
+            return Diagnosis(cause="overflow", lines=lines, suspects_weights=bool(remarks))
         others = [each for each in range(len(self._microbatches)) if each != number]
         is_alone = {self._replicas[rank] for rank in culprit.ranks} == {replica} and len(self._everyone) > 1
         return self._data_or_not(lines, others_are_finite=is_alone and not (others and self._backward(others).culprit))
@@ -289,7 +292,8 @@ class _Case:
     def _data_or_not(self, lines: Sequence[str], *, others_are_finite: bool) -> Diagnosis:
         if others_are_finite:
             return Diagnosis(cause="data", lines=(*lines, "other microbatches are finite with the same weights"))
-        return Diagnosis(cause="undetermined", lines=(*lines, "weights and moments are finite"))
+        lines = (*lines, "weights and moments are finite")
+        return Diagnosis(cause="undetermined", lines=tuple(lines), suspects_weights=True)
 
     def _describe(self, microbatch: _Microbatch) -> str:
         rank = self._replicas.index(microbatch.replica)

@@ -6,12 +6,10 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
-from megacore.checkpoint.directory import step_of
 from megacore.checkpoint.manifest import IN_DOUBT
 from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
-from megacore.config.checkpoint import AUTO
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
@@ -97,20 +95,23 @@ class Saving:
         self.save(state)
         self.finish()
 
-    def doubt(self, updated: int) -> None:
-        """Have `--load auto` pass over the newest checkpoint of this run too, if its weights are those of now.
+    def doubt(self, updates: int) -> None:
+        """Mark the newest checkpoint of the run in doubt, if it has the weights of now.
 
         Args:
-            updated: the last step that updated the weights.
+            updates: how many steps have updated the weights.
         """
         self.finish()
-        is_ours = self._saved_step is not None or self._options.load == AUTO
-        if self.newest is None or not is_ours or (step_of(self.newest) or 0) < updated:
+        if self.newest is None:
             return
-        if (problem := self._saver.doubt(self.newest)) is not None:
-            self._report.say(f"warning: {problem}")
-        else:
-            self._report.say(f"warning: --load auto now passes over {self.newest}, {IN_DOUBT}")
+        marking = self._saver.doubt(self.newest, updates)
+        if marking.problem is not None:
+            self._report.say(
+                f"warning: {self.newest} could not be marked, so --load auto still takes it, {IN_DOUBT}: "
+                f"{marking.problem}"
+            )
+        elif marking.result:
+            self._report.say(f"warning: --load auto now passes over {' and '.join(marking.result)}, {IN_DOUBT}")
 
     def advance(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.load import load_checkpoint
-from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import OptimizerConfig, ResolvedConfig
 from megacore.config.messages import counted
@@ -143,7 +143,7 @@ class TrainStep:
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
-        self._diagnosis: Diagnosis | None = None  # of the last step, if it was not finite
+        self._skipped: list[Diagnosis | None] = []  # of the last steps, since one that updated the weights
         self._summed_loss: Tensor | None = None
         interval = config.logging.gradient_noise_interval
         self.noise = GradientNoise(interval) if interval else None
@@ -225,11 +225,12 @@ class TrainStep:
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
         weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
-        self._weight, self._summed_loss, self._microbatches, self._diagnosis = None, None, (), None
+        self._weight, self._summed_loss, self._microbatches = None, None, ()
         self.step += 1
         lr = self.lr()
         self.update.optimizer.decoupled_lr = self.decoupled_lr()
         ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
+        self._skipped.append(None)
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
             outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
@@ -243,11 +244,15 @@ class TrainStep:
         if self.balance is not None:
             self.balance.end_step(updated=outcome.skipped is None)
         means = outcome.loss * per_count
+        diagnosis = None
+        if outcome.skipped is None:
+            self._skipped.clear()
         if outcome.is_unexpected:
             if microbatches:
                 with section(Phase.EVALUATE):
-                    self._diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
-                self._end_if_hopeless(outcome, self._diagnosis)
+                    diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+                self._skipped[-1] = diagnosis
+                self._end_if_hopeless(outcome, diagnosis)
             elif outcome.stop is not None:  # what the caller has computed cannot be computed again
                 raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
         return StepResult(
@@ -258,7 +263,7 @@ class TrainStep:
             grad_norm=outcome.norm,
             lr=lr,
             skipped=outcome.skipped,
-            diagnosis=self._diagnosis,
+            diagnosis=diagnosis,
             votes=outcome.votes[: len(votes)],
             spike=outcome.spike,
             clip_limit=outcome.clip_limit,
@@ -298,10 +303,9 @@ class TrainStep:
         return str(largest) if largest.value >= IMPLAUSIBLE_WEIGHT else None
 
     @property
-    def blames_weights(self) -> bool:
-        """Whether the weights are why the last steps were not finite, as far as is known."""
-        known = None if self._diagnosis is None else self._diagnosis.cause
-        return self.update.lacks_finite_steps and known not in ("data", "hardware")
+    def suspects_weights(self) -> bool:
+        """Whether the last two or more steps were not finite, and nothing but the weights is known to be the cause."""
+        return len(self._skipped) > 1 and all(each is not None and each.suspects_weights for each in self._skipped)
 
     def lr(self) -> float:
         """The learning rate of the last step."""
@@ -388,10 +392,12 @@ class TrainStep:
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
+        if self.task.has_own_layers is False and read_manifest(find_checkpoint(directory)).has_own_layers:
+            raise CheckpointError(
+                f"{directory} was trained by a program that describes its own layers: resume it with that program"
+            )
         state = self.state(consumed_samples=0, buffers=buffers)
         manifest = load_checkpoint(directory, state, self.mesh.world, with_optimizer=with_optimizer)
-        if manifest.counters.get("own_layers", 0) and not self.task.has_own_layers:
-            raise CheckpointError(f"{directory} was trained by a program that describes its layers: start that program")
         if with_progress:
             self.step = manifest.step
         if with_optimizer:

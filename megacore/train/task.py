@@ -55,11 +55,11 @@ class Task(ABC):
         batch_type: of microbatches.
         loss_shape: of the loss's sums and counts; () is a scalar.
         evaluation_shape: of an evaluation's sums and counts.
-        has_own_layers: whether a program describes the layers, which the configuration then does not tell.
+        has_own_layers: whether a program describes the layers, and not the configuration; None: there is none of a GPT.
     """
 
     batch_type: type[Batch] = Microbatch
-    has_own_layers = False
+    has_own_layers: bool | None = None
 
     def __init__(
         self,

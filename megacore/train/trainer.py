@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megacore.data.gpt.blend import NamedSets, SampleDataset
 from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
-from megacore.errors import TrainingDiverged
+from megacore.errors import OutputClosed, StorageError, TrainingDiverged
 from megacore.models.flops import CONVENTION
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
@@ -181,15 +181,18 @@ class Trainer:
                     self.evaluate()
             if self.saving.is_busy:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
+            is_diverged = self.step >= training.train_iters and self.train_steps.suspects_weights
+            if is_diverged:
+                self._doubt_newest()
             if self.step >= training.train_iters:
                 self._require_an_update(result)
             is_due = self.decision.save or self._is_due(intervals.save_interval or 0)
             if self.is_done or is_due or (self._owes_save and not self.update.skipped_in_a_row):
                 with self.unclocked():
                     self.save(is_last=self.is_done)
-            if self.step >= training.train_iters and self.train_steps.blames_weights:
+            if is_diverged:
                 streak = counted(self.update.skipped_in_a_row, "step")
-                raise self._diverged(f"the last {streak} did not change the weights, which may be of no use", result)
+                raise self._diverged(f"the last {streak} were not finite, and the weights may be of no use", result)
 
     def _require_an_update(self, last: StepResult) -> None:
         """Raise TrainingDiverged if every step was skipped: nothing was learned, so nothing is saved."""
@@ -230,7 +233,8 @@ class Trainer:
         try:
             result = self.train_steps.update_weights(votes=votes)
         except TrainingDiverged:
-            self._doubt_newest()
+            with suppress(OutputClosed, StorageError):  # what ends the run is the first of them
+                self._doubt_newest()
             raise
         self.decision = self.stop_requests.decision(result.votes)
         self.callbacks.on_step_end(result)
@@ -328,14 +332,12 @@ class Trainer:
         if doubt is not None and not is_last:
             self.report.say(f"warning: {at} | not saved: {doubt}")
             return
-        if is_last:
-            self._doubt_newest()
         self.saving.save(self.state(in_doubt=doubt is not None), is_last=is_last)
 
     def _doubt_newest(self) -> None:
-        """Mark the newest checkpoint if no step was finite with its weights."""
-        if self.train_steps.blames_weights:
-            self.saving.doubt(self.step - self.update.skipped_in_a_row)
+        """Mark the newest checkpoint in doubt if it has the weights with which the last steps were not finite."""
+        if self.train_steps.suspects_weights:
+            self.saving.doubt(self.update.updates)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.

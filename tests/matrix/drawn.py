@@ -26,7 +26,8 @@ def of_eight_ranks(number: int, *, experts: bool) -> Row:
     if pp > 1 and draw.random() < 0.25:
         schedule = "interleaved virtual2"
     micro = 1 if dp >= 4 else draw.choice([1, 2])
-    words = [f"tp{tp} pp{pp} dp{dp} cp{cp} mb{micro} z{draw.randrange(4)}", schedule, draw.choice(RECOMPUTE)]
+    # The other run has the same microbatches: smaller ones alone use up half of the bound after three steps of SGD.
+    words = [f"mb{micro} | tp{tp} pp{pp} dp{dp} cp{cp} z{draw.randrange(4)}", schedule, draw.choice(RECOMPUTE)]
     words += ["sp"] if is_split else []
     if experts:
         etp, most = draw.choice([1, tp]) if is_split else tp, PROGRAMS[program]["num_experts"]

@@ -351,7 +351,7 @@ def linear(name: str, size: int = 6) -> Layer:
         ([Layer("a", nn.ReLU)], "the model has no parameter that learns"),
         ([Layer("a", nn.LazyLinear, 6), linear("b")], "a.weight gets its shape from its first input"),
         ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], "a.weight is torch.float64"),
-        ([nn.Linear(6, 6), int], "layer 1 is of type type: give a Layer or a torch.nn.Module"),
+        ([nn.Linear(6, 6), int], "layer 1 is the class int: give a Layer or a torch.nn.Module"),
         (
             nn.Sequential,
             "layers is the class Sequential: give a list of Layers and torch.nn.Modules",

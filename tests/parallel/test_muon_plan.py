@@ -117,6 +117,7 @@ def states_of(rank: int, ranks: int, directory: str, *, cases: Sequence[tuple[La
                 assert report.planned.expected_tensors == pytest.approx(report.peak, rel=0.02), (layout, changes)
 
 
+@pytest.mark.slow
 def test_every_rank_holds_the_state_that_is_planned_for_it(tmp_path: Any) -> None:
     """Whichever matrices it updates, with the padding of its buckets."""
     sizes: dict[str, Any] = {"hidden_size": 256, "vocab_size": 512, "num_layers": 3}

@@ -519,6 +519,7 @@ def test_peak_of_memory() -> None:
     require_peaks(QUICK)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_of_long_sequences() -> None:
     require_peaks(["pp 2"], seq_length=LONG)
 
@@ -529,35 +530,43 @@ def test_peak_of_memory_where_a_step_makes_gradients_anew(length: int) -> None:
         require_peaks([case], seq_length=length, global_batch_size=layout[2])
 
 
+@pytest.mark.slow
 def test_peak_of_memory_where_buckets_are_unequal() -> None:
     require_peaks([*UNEQUAL], seq_length=64)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_where_experts_are_most_of_it() -> None:
     require_peaks([*OF_ROWS], seq_length=64)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_where_the_optimizer_takes_matrices_whole() -> None:
     require_peaks([*WHOLE], seq_length=64)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_where_the_update_takes_most() -> None:
     require_peaks([*UPDATED], seq_length=64)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_where_scores_are_most_of_it() -> None:
     require_peaks([*SCORES], seq_length=512)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_of_backwards_of_several_stages_and_in_halves() -> None:
     require_peaks([*STAGES], seq_length=LONG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OFFLOADED)
 def test_peak_of_memory_of_offloaded_activations_and_backwards_in_halves(case: str) -> None:
     require_peaks([case], seq_length=LONG)
 
 
+@pytest.mark.slow
 def test_peak_of_memory_where_ranks_divide_sequences() -> None:
     require_peaks([*DIVIDED], seq_length=2 * LONG)
 

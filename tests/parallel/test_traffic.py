@@ -263,7 +263,7 @@ MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "known", [CASES, MUON, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "Muon", "more"]
 )

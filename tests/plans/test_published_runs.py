@@ -120,6 +120,7 @@ def test_the_table_of_memory_is_in_the_guide() -> None:
     assert "\n".join(memory_lines()) in guide
 
 
+@pytest.mark.slow
 def test_the_rows_of_one_node_are_sums_of_few_numbers() -> None:
     """As docs/guides/planner.md says: m (a L + b) + c L + d for m microbatches and L layers, where runs of independent
     measurements would differ by a percent."""
