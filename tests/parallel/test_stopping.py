@@ -334,6 +334,73 @@ def test_what_goes_on_after_skipped_steps_is_sound(
     assert said.format(tmp_path) in "\n".join(results[0][2])
 
 
+def poisoned(trainer: Trainer, bad: Callable[[int], float]) -> Trainer:
+    """The trainer, whose losses are multiplied by what `bad` says of their step."""
+    sound = trainer.task.loss
+    trainer.task.loss = lambda output, microbatch: sound(output, microbatch) * bad(trainer.step)  # type: ignore[method-assign]
+    return trainer
+
+
+def names_in_doubt(directory: Path) -> set[str]:
+    return {path.name for path in published(directory) if read_manifest(path).is_in_doubt}
+
+
+def test_every_copy_of_weights_without_a_finite_step_is_in_doubt_after_a_resume_too(tmp_path: Path) -> None:
+    trainer = one_process(tmp_path, train_iters=3, save_interval=1)
+    trainer.run()
+    trainer.saving.save_again(trainer.state())  # as a rollback does
+    resumed = {"load": str(tmp_path / "step_00000003.2"), "train_iters": 9, "max_bad_steps": 2}
+    with pytest.raises(TrainingDiverged, match="for 2 steps in a row"):
+        poisoned(one_process(tmp_path, **resumed), lambda step: math.nan).run()
+    assert names_in_doubt(tmp_path) == {"step_00000003", "step_00000003.2"}
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+    elsewhere = one_process(tmp_path / "other", **resumed | {"load": str(tmp_path / "step_00000002")})
+    with pytest.raises(TrainingDiverged):
+        poisoned(elsewhere, lambda step: math.nan).run()
+    assert names_in_doubt(tmp_path) == {"step_00000003", "step_00000003.2"}, "another run's"
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        ({"on_spike": "skip", "spike_window": 4}, lambda step: 1e4 if step > 6 else 1.0),
+        ({"precision": "fp16"}, lambda step: 1e12 if step > 6 else 1.0),
+        ({"precision": "fp16", "loss_scale": 1024.0}, lambda step: 1e6 if step > 6 else 1.0),
+    ],
+    ids=["spikes", "search of a loss scale", "fixed loss scale"],
+)
+def test_steps_that_are_skipped_for_another_reason_leave_the_last_checkpoint_alone(
+    options: dict[str, Any], bad: Callable[[int], float], tmp_path: Path
+) -> None:
+    trainer = poisoned(one_process(tmp_path, train_iters=9, save_interval=1, **options), bad)
+    trainer.run()
+    assert trainer.update.skipped_in_a_row >= 2
+    assert names_in_doubt(tmp_path) <= {"step_00000009"}
+
+
+def test_a_weight_that_a_fault_has_changed_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
+    trainer = one_process(tmp_path, train_iters=9, save_interval=3)
+    for _ in range(3):
+        trainer.train_step(next(trainer.batches))
+    trainer.save()
+    with torch.no_grad():
+        next(iter(trainer.model.data_parallel.buckets)).master[0] = math.nan
+    with pytest.raises(TrainingDiverged, match="Resume from the last checkpoint"):
+        trainer.run()
+    assert names_in_doubt(tmp_path) == set()
+
+
+def test_a_failed_save_does_not_hide_that_the_run_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> FileEntry:
+        time.sleep(1.0)  # the last steps are not finite meanwhile
+        raise OSError(28, "No space left on device")
+
+    trainer = one_process(tmp_path, train_iters=9, save_interval=3, async_save=True, max_bad_steps=2)
+    monkeypatch.setattr(save_module, "write_tensors", fail)
+    with pytest.raises(TrainingDiverged, match="for 2 steps in a row"):
+        poisoned(trainer, lambda step: math.nan if step > 2 else 1.0).run()
+
+
 # The second step is not finite; the weights of the first are large, but may be what somebody wants.
 DIVERGING = {"lr": 1e11, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 1, "async_save": True}
 
