@@ -93,7 +93,7 @@ def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
     if left:
         read.notes.append(f'left to the flags by {name} ("auto"): {", ".join(left)}')
     if off:
-        read.notes.append(f"without effect in {name}, because nothing turns them on: {', '.join(off)}")
+        read.notes.append(f"without effect in {name}: {', '.join(off)}")
     return read
 
 
@@ -110,7 +110,7 @@ def _leaves(
             switch, default = SWITCHED[path]
             if value.get(switch, default) is False:
                 if switch not in value and value:
-                    off.append(path)
+                    off.append(f"{path} (needs {path}.{switch} true)")
                     deque(_leaves(value, problems, off, name, f"{path}."), maxlen=0)  # for the problems alone
                 continue
         if path in KEYS:

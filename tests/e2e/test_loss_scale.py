@@ -29,6 +29,12 @@ def test_an_overflow_on_four_ranks_halves_the_scale_until_steps_count(tmp_path: 
     assert records[-1]["train/loss"] < records[0]["train/loss"]
 
 
+def test_a_run_without_one_update_stops_with_status_4(tmp_path: Path) -> None:
+    done = alone(*small_run(tmp_path, init_method_std=1e30, train_iters=2, seq_length=32, device="cpu"), timeout=60)
+    assert done.returncode == 4, done.stderr
+    assert "megacore: stopped: each of 2 steps was skipped" in done.stderr and "done" not in done.stdout
+
+
 def test_an_overflow_at_the_smallest_scale_stops_with_status_4(tmp_path: Path) -> None:
     scale = {"initial_loss_scale": FAR_TOO_LARGE, "min_loss_scale": FAR_TOO_LARGE / 2, "hysteresis": 1}
     done = alone(*small_run(tmp_path, precision="fp16", seq_length=32, device="cpu", **scale), timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -129,6 +130,24 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: 
     assert done.returncode == 0, done.stderr
     assert "not on this machine: " in done.stdout and "step 4/4" in done.stdout
     assert re.search(r"rehearsed: pretrain_\w+\.py accepts the whole command line on \d+ process", done.stdout)
+
+
+def test_the_variable_alone_rehearses_what_a_launcher_starts(tmp_path: Path) -> None:
+    words = "--mock-data --vocab-size 64 --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64"
+    words += " --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words.split(), "--train-iters", "500000"],
+        cwd=tmp_path,
+        env=os.environ | {REHEARSAL: "1", "RANK": "0", "WORLD_SIZE": "64"},
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("starting a rehearsal: reading flags and files\n") and "step 4/4" in done.stdout
+    assert "rehearsed: pretrain_gpt.py accepts the whole command line on 64 processes" in done.stdout
+    assert "--rehearse" in (ROOT / "docs/guides/coming-from-megatron.md").read_text(encoding="utf-8")[:2500]
 
 
 @pytest.mark.parametrize(

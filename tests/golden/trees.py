@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import re
 import struct
 import subprocess
@@ -27,6 +28,7 @@ ROOT = HERE.parents[1]
 NUMBERS = ("consumed_", "eval/", "moe/", "train/")
 # Lines about the start of a run say how long it took.
 _STARTING = re.compile(r"^starting .*\n", re.MULTILINE)
+_HOST = re.compile(rf"\bon {re.escape(platform.node())}\b")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -78,7 +80,7 @@ class Worker:
         answer = json.loads(self._process.stdout.readline())
         names = {str(folder): "{dir}", str(owner): "{tree}", str(self.tree): "{tree}"}
         for kind in ("out", "err"):
-            answer[kind] = _STARTING.sub("", answer[kind])
+            answer[kind] = _HOST.sub("on {host}", _STARTING.sub("", answer[kind]))
             for found, name in names.items():
                 answer[kind] = answer[kind].replace(found, name)
         return Ended(**answer)

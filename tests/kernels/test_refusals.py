@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore import ops
+from megacore.ops.causal_attention import fused, fused_backward
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([0, 1, 2])
@@ -144,3 +145,12 @@ def test_geglu_takes_the_halves_of_a_wider_tensor() -> None:
     gate, up = both.chunk(2, -1)
     expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(ops.geglu(gate, up), expected, rtol=0, atol=0)
+
+
+def test_an_operator_that_reads_past_strides_is_given_none() -> None:
+    strided = torch.ones(1, 2, 4, 3).transpose(2, 3)
+    for operands in ((strided, HEADS, HEADS), (HEADS, strided, HEADS), (HEADS, HEADS, strided)):
+        with pytest.raises(AssertionError, match="the dimensions of a head must lie side by side"):
+            fused(*operands)
+        with pytest.raises(AssertionError, match="the dimensions of a head must lie side by side"):
+            fused_backward(HEADS, *operands, HEADS)

@@ -34,8 +34,18 @@ def check_values(rank: int, world_size: int) -> None:
         collectives.start_all_gather(gathered, own, group).wait()
         assert torch.equal(gathered, torch.arange(4 * world_size).to(dtype) * total + 1)
     # gloo would sum what lies between
-    with pytest.raises(AssertionError, match=r"strides \(2,\): it must be contiguous"):
-        collectives.all_reduce_(torch.arange(8.0)[::2], group)
+    gaps, rows = torch.arange(8.0 * world_size)[::2], torch.ones(4, 2 * world_size).t()
+    for call in (
+        lambda: collectives.all_reduce_(gaps, group),
+        lambda: collectives.start_all_reduce_(gaps, group),
+        lambda: collectives.start_all_gather(torch.empty(4 * world_size**2), gaps, group),
+        lambda: collectives.start_reduce_scatter(torch.empty(4), gaps, group),
+        lambda: collectives.PartsExchanged(rows, group),
+        lambda: collectives.RowsExchanged(rows, [2] * world_size, [2] * world_size, group),
+        lambda: collectives.Shift(rows, group),
+    ):
+        with pytest.raises(AssertionError, match="it must be contiguous"):
+            call()
 
 
 def test_sums_and_parts_are_exact() -> None:

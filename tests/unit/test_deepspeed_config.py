@@ -51,6 +51,13 @@ def test_the_tables_in_the_documentation_are_current(capsys: pytest.CaptureFixtu
     assert deepspeed_reference.main(["--check", str(PAGE)]) == 0, capsys.readouterr().out
 
 
+def test_no_accepted_value_is_named_twice() -> None:
+    for path, key in KEYS.items():
+        if key.kind == "some":
+            values = re.split(r", | or ", key.becomes.partition(";")[0])
+            assert len(values) == len(set(values)), (path, key.becomes)
+
+
 def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
     fields = all_fields(BertConfig).keys()
     ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}

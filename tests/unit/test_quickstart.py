@@ -56,6 +56,7 @@ def test_what_is_printed_is_what_runs() -> None:
     assert "--nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2 --dp 2 --config examples/quickstart.toml" in line
     assert "--global-batch-size" not in line
     assert "--global-batch-size 12" in quickstart.steps(3, TRAINING)[4].line
+    assert any("--temperature 0.8 --top-k 40" in step.line for step in quickstart.steps(0, TRAINING))
 
 
 def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from megacore.train.launch import Job
 from megacore.train.torch_defaults import DEFAULTS, set_torch_defaults
 from tests.unit.packaging_builds import ROOT
 
@@ -46,3 +49,13 @@ def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monk
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_NCCL_HIGH_PRIORITY": "1",
     }
+
+
+def test_a_deterministic_run_asks_torch_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    config: Any = SimpleNamespace(training=SimpleNamespace(reproducible=False, deterministic=True))
+    begins = mock.patch("megacore.train.launch.begin_watch", side_effect=InterruptedError)  # what follows
+    with begins, pytest.raises(InterruptedError):
+        Job().run(config, lambda config, mesh: None)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
