@@ -90,6 +90,17 @@ def test_retention_pointer_and_the_same_step_again(tmp_path: Path) -> None:
     assert [whole(path, ALONE, archived=True) for path in published(run)] == [None] * 4
 
 
+def test_a_checkpoint_at_a_url_is_marked_in_doubt(tmp_path: Path) -> None:
+    trainer, run = alone(tmp_path), RemotePath(URL)
+    for _ in range(2):
+        step_and_save(trainer)
+    trainer.saving.doubt(updates=1)  # of other weights
+    assert find_checkpoint(run) == run / "step_00000002"
+    trainer.saving.doubt(updates=2)
+    assert [whole(path, ALONE) for path in published(run)] == [None] * 2
+    assert find_checkpoint(run) == pointed_to(run) == run / "step_00000001"
+
+
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone", "manifest", "no manifest"])
 def test_what_is_damaged_is_passed_over_by_name(tmp_path: Path, damage: str) -> None:
     trainer = alone(tmp_path)
