@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.load import load_checkpoint
-from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
+from megacore.checkpoint.load import load_checkpoint, read_together
+from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import OptimizerConfig, ResolvedConfig
 from megacore.config.messages import counted
@@ -392,7 +392,7 @@ class TrainStep:
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
-        if self.task.has_own_layers is False and read_manifest(find_checkpoint(directory)).has_own_layers:
+        if self.task.has_own_layers is False and read_together(directory, self.mesh.world)[1].has_own_layers:
             raise CheckpointError(
                 f"{directory} was trained by a program that describes its own layers: resume it with that program"
             )
