@@ -174,7 +174,7 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
 _OF_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000", "common.pt")
 
 
-IN_DOUBT = "whose weights may be of no use: the steps that followed were skipped, or the weights are too large"
+IN_DOUBT = "whose weights may be of no use: the steps with these weights were skipped, or the weights are too large"
 
 
 def way_to_a_checkpoint(path: Location) -> str:

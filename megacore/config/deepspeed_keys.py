@@ -131,8 +131,9 @@ def _sum_format(value: Value) -> Translation:
 
 
 def _communicated(value: Value) -> Translation:
-    accumulated = _SUMS.get(str(value.other(_ACCUMULATED)))
-    if accumulated is None or value.value is None or _SUMS.get(str(value.value)) == accumulated:
+    accumulated, given = _SUMS.get(str(value.other(_ACCUMULATED))), str(value.value)
+    is_unused = accumulated is not None and given in (*_SUMS, "fp16", "float16") and _SUMS.get(given) != accumulated
+    if not is_unused:
         return _sum_format(value)
     return Translation(
         note=f"has no effect: gradients are reduced as they are accumulated ({_ACCUMULATED}), in {accumulated}"

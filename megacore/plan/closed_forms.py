@@ -1,6 +1,6 @@
 """The bubble of a built-in schedule in closed form, to compare with what the simulator finds.
 
-For ranks that all take the same time, and transfers that take none; the sources are in schedule.py.
+For ranks that all take the same time, and transfers that take none; the sources are in pipeline/schedule.py.
 """
 
 from __future__ import annotations

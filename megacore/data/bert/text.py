@@ -1,5 +1,5 @@
 """A sample of BERT before it is masked, and what the ways of laying one out share: the split that is read, the order
-of its units, and the checked reading of tokens. bert_layouts.py has the ways.
+of its units, and the checked reading of tokens. layouts.py has the ways.
 """
 
 from __future__ import annotations
