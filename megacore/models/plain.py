@@ -125,6 +125,7 @@ class BuiltLayer(Layer):
 
 def as_layers(model: object) -> list[Layer]:
     """The layers of a model; nn.Sequential and nn.ModuleList have one for each of their modules, with the same names.
+    With a forward of its own, a container is one layer.
 
     Parameters that several modules share are tied.
 
@@ -138,12 +139,12 @@ def as_layers(model: object) -> list[Layer]:
         )
     if not isinstance(model, nn.Module):
         named = [(str(number), one) for number, one in enumerate(model)]
-    elif isinstance(model, nn.Sequential) or _is_list(model):
+    elif _computes_as(model, nn.Sequential, nn.ModuleList):
         named = list(model._modules.items())  # with those that are there twice
     first: dict[int, str] = {}
     layers, problems = list[Layer](), list[str]()
     for name, one in named:
-        if _is_list(one) or isinstance(one, nn.ModuleDict):
+        if _computes_as(one, nn.ModuleList, nn.ModuleDict):
             problems.append(f"layer {name} is a {type(one).__name__}, which computes nothing: use torch.nn.Sequential")
         elif isinstance(one, nn.Module):
             split = [type(of).__name__ for of in one.modules() if _owns_sharded(of)]
@@ -166,8 +167,9 @@ def as_layers(model: object) -> list[Layer]:
     return layers
 
 
-def _is_list(model: object) -> bool:
-    return isinstance(model, nn.ModuleList) and type(model).forward is nn.ModuleList.forward
+def _computes_as(model: object, *containers: type[nn.Module]) -> bool:
+    """Whether it is one of torch's containers, without a forward of its own."""
+    return any(isinstance(model, kind) and type(model).forward is kind.forward for kind in containers)
 
 
 def _kind(value: object) -> str:

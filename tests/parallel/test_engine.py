@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,38 @@ def test_a_sequential_model_trains_as_in_torch(pp: int, make: partial[torch.opti
     model.load_state_dict(state | again)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Summed(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([module(x) for module in self.values()]).sum(0)
+
+
+class Chained(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce(lambda value, module: module(value), self, x)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Residual(nn.Linear(6, 6), nn.Tanh()),
+        lambda: Summed({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}),
+        lambda: Chained([nn.Linear(6, 6), nn.Tanh()]),
+    ],
+    ids=["Sequential", "ModuleDict", "ModuleList"],
+)
+def test_a_container_computes_what_its_own_forward_says(make: Callable[[], nn.Module], is_whole: bool) -> None:
+    model, (inputs, targets) = make(), batch(0)
+    expected = F.mse_loss(model(inputs), targets).item()
+    engine = engine_of(model if is_whole else [model])
+    assert float(engine.train_batch(engine.split(inputs, targets))) == pytest.approx(expected, rel=1e-5)
 
 
 class Quick(AdamWConfig):
