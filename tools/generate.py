@@ -15,16 +15,14 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest, require_program, trained_model
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
 from megacore.commands.tool import ToolParser, add_program, positive, run_tool, whole
 from megacore.config.fields import Range
 from megacore.config.numbers import parse_float
 from megacore.config.training import MAX_SEED
 from megacore.errors import UserError
 from megacore.inference.generate import Sampling, generate
-from megacore.inference.trained import model_of, tokenizer_of
-from megacore.models.gpt import gpt_layers
-from megacore.models.program import layers_of
+from megacore.inference.trained import model_of, tokenizer_of, trained_layers
 from megacore.parallel.mesh import select_device
 from megacore.remote import usable
 
@@ -35,10 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: Namespace) -> None:
-    layers = layers_of(args.program)
     directory = find_checkpoint(usable(args.run))
     manifest = read_manifest(directory)
-    require_program(manifest, directory, is_given=layers is not gpt_layers)
+    layers = trained_layers(args.program, manifest, directory)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not continue a text: use tools/fill_mask.py")

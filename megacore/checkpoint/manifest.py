@@ -479,18 +479,6 @@ def sections_as_dicts(config: Config) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def require_program(manifest: Manifest, directory: Location, *, is_given: bool) -> None:
-    """Refuse to take a model whose layers are a program's for a GPT of megacore's.
-
-    Raises:
-        CheckpointError: the checkpoint needs its program, and none that describes layers is given.
-    """
-    if manifest.has_own_layers and not is_given:
-        raise CheckpointError(
-            f"{directory} was trained by a program that describes its own layers: give that file, --program FILE.py"
-        )
-
-
 def trained_model(manifest: Manifest, directory: Location) -> ResolvedModel:
     """The model that was trained, with its experts; arguments and errors as for `section_of`."""
     model = section_of(manifest, directory, "model", ResolvedModel)

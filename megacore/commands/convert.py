@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.download import local_checkpoint
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, find_checkpoint, read_manifest, require_program
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, find_checkpoint, read_manifest
 from megacore.commands.tool import ToolParser, add_program, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
@@ -31,7 +31,7 @@ from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_
 from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
 from megacore.freed_memory import give_back_what_is_freed
-from megacore.models.program import layers_of
+from megacore.inference.trained import trained_layers
 from megacore.remote import is_url
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -202,7 +202,7 @@ def convert(args: Namespace) -> None:
             f"{args.run} is a URL, which --from {args.source} does not read: download it, and give its path"
         )
     with local_checkpoint(args.run, args.output.absolute().parent) as args.run, published(args.output) as temporary:
-        if args.source == "megacore":
+        if args.source == "megacore" and args.target not in _WITH_PROGRAM:
             _refuse_layers_of_a_program(args)
         way(args, temporary)
     print(f"published {args.output}")
@@ -210,10 +210,7 @@ def convert(args: Namespace) -> None:
 
 def _refuse_layers_of_a_program(args: Namespace) -> None:
     directory = find_checkpoint(args.run)
-    manifest = read_manifest(directory)
-    if args.target in _WITH_PROGRAM:
-        require_program(manifest, directory, is_given=args.program is not None)
-    elif manifest.has_own_layers:
+    if read_manifest(directory).has_own_layers:
         raise UserError(
             f"{directory} was trained by a program that describes its own layers: use --to {one_of(_WITH_PROGRAM)} "
             f"instead of {args.target}, with --program FILE.py"
@@ -238,7 +235,8 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
 
 
 def _to_hf(args: Namespace, temporary: Path) -> None:
-    dtype, layers = DTYPES.get(args.dtype), layers_of(args.program)
+    directory, dtype = find_checkpoint(args.run), DTYPES.get(args.dtype)
+    layers = trained_layers(args.program, read_manifest(directory), directory)
     export = plan_export(args.run, like=args.like, dtype=dtype, averaged=args.ema)
     print(f"{export.tensors.directory}: becomes {export.family.class_of(export.tensors.bert)}")
     if export.kept is None:

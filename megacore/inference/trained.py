@@ -12,7 +12,7 @@ import torch
 from megacore.checkpoint.check import refuse_other_tokenizer
 from megacore.checkpoint.files import verified_tokenizer
 from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest, require_program, trained_model
+from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest, trained_model
 from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
@@ -51,15 +51,35 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
     Raises:
         UserError: it holds a BERT, or is damaged, or the tokenizer or the program does not fit.
     """
-    layers = layers_of(program)
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
-    require_program(manifest, directory, is_given=layers is not gpt_layers)
+    layers = trained_layers(program, manifest, directory)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not predict the next token: give a GPT")
     kept = tokenizer_of(directory, tokenizer, config)
     return CausalModel(directory=directory, config=config, tokenizer=kept, layers=layers)
+
+
+def trained_layers(program: str | None, manifest: Manifest, directory: Location) -> DescribesLayers:
+    """What describes the layers of a checkpoint. Those of a program are never taken for a GPT of megacore's.
+
+    Args:
+        program: that trained it; None: none is given.
+        manifest: the checkpoint's.
+        directory: the checkpoint, for the message.
+
+    Raises:
+        UserError: the program cannot be imported, or it describes no layers and the checkpoint needs some.
+    """
+    layers = layers_of(program)
+    if manifest.has_own_layers and layers is gpt_layers:
+        lacking = "" if program is None else f"--program {program} has no function `layers`: "
+        raise CheckpointError(
+            f"{directory} was trained by a program that describes its own layers: {lacking}give that file, "
+            "--program FILE.py"
+        )
+    return layers
 
 
 def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) -> Tokenizer:

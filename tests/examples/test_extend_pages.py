@@ -133,6 +133,7 @@ def of_tools(rank: int, ranks: int, folder: str) -> tuple[list[str], list[int]]:
     words = ["pretrain_sigmoid.py", *flags, "--mock-data", "--global-batch-size", "8", "--train-iters", "3"]
     in_this_process(0, 1, folder, [*words, "--tokenizer", str(Path(folder, "tokenizer")), "--lr", "0.01"])
     program, run = str(Path(folder, "pretrain_sigmoid.py")), str(Path(folder, "run"))
+    Path(without := str(Path(folder, "empty.py"))).touch()
     scored = ["--input", str(ROOT / "Makefile"), "--checkpoint", run, "--json"]
     export = ["--from", "megacore", "--to", "hf", "--input", run, "--output", str(Path(folder, "hf"))]
     of_run = ["--checkpoint", run, "--prompt", "The", "--max-new-tokens", "2", "--temperature", "0"]
@@ -145,6 +146,9 @@ def of_tools(rank: int, ranks: int, folder: str) -> tuple[list[str], list[int]]:
         (generate.main, [*of_run, "--program", str(ROOT / "README.md")]),
         (convert_checkpoint.main, [*export, "--program", program]),
         (verify, [program, *flags, "--dp", "1"]),
+        (perplexity.main, [*scored, "--program", without]),
+        (generate.main, [*of_run, "--program", without]),
+        (convert_checkpoint.main, [*export, "--program", without]),
     ]
     said, statuses = list[str](), list[int]()
     for main, argv in calls:
@@ -157,7 +161,7 @@ def of_tools(rank: int, ranks: int, folder: str) -> tuple[list[str], list[int]]:
 def test_tools_take_the_program_that_trained(tmp_path: Path) -> None:
     write_files(PAGES["attention"], tmp_path)
     ((said, statuses),) = run_distributed(of_tools, 1, str(tmp_path), init=False)
-    assert statuses == [2, 2, 2, 0, 0, 2, 2, 0], said
+    assert statuses == [2, 2, 2, 0, 0, 2, 2, 0, 2, 2, 2], said
     for refused in said[:3]:
         assert "was trained by a program that describes its own layers: " in refused
     assert "use --to hf or dcp instead of megatron, with --program FILE.py" in said[2]
@@ -166,6 +170,8 @@ def test_tools_take_the_program_that_trained(tmp_path: Path) -> None:
     assert "README.md is no Python file: give the file that trained the model" in said[5]
     assert "the two models do not compute the same" in said[6]
     assert "SigmoidAttention" not in said[7]
+    for refused in said[8:]:
+        assert f"--program {tmp_path / 'empty.py'} has no function `layers`: give that file" in refused
 
 
 def refused_attention(rank: int, ranks: int, folder: str, flags: str) -> str:
