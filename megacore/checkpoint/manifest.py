@@ -151,7 +151,11 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest's text, with its digest."""
-        return sealed(asdict(self))
+        raw = asdict(self)
+        for entry in raw["files"].values():
+            if entry["xxh3_128"] is None:  # older manifests have only SHA-256
+                del entry["xxh3_128"]
+        return sealed(raw)
 
 
 def sealed(raw: Mapping[str, Any]) -> str:
@@ -231,15 +235,19 @@ def checkpoints_of(run: L) -> list[L]:
         ) from None
 
 
-def read_manifest(directory: Location) -> Manifest:
+def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
     """Parse a checkpoint's manifest.
+
+    Args:
+        directory: the checkpoint.
+        text: of the manifest that it shall have; None: what its file holds.
 
     Raises:
         CheckpointError: there is none, or it is damaged or of another version.
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = json.loads(_unsealed(path), object_pairs_hook=without_duplicates)
+        raw = json.loads(_unsealed(_read(path) if text is None else text), object_pairs_hook=without_duplicates)
         schema = _take(raw, "schema", int)
         if schema not in (SCHEMA, _SCHEMA_OF_BLOCKS):
             raise CheckpointError(
@@ -273,6 +281,21 @@ def read_manifest(directory: Location) -> Manifest:
         raise CheckpointError(f"{path} cannot be read as a manifest: {reason}") from None
 
 
+def marked_in_doubt(directory: Location) -> str:
+    """The text of a checkpoint's manifest with the mark that its weights are in doubt. All else is as it was written,
+    what another version may have added too.
+
+    Raises:
+        CheckpointError: there is none, or it could not be read again.
+    """
+    read_manifest(directory)
+    raw = json.loads(_read(directory / MANIFEST_NAME))
+    raw["counters"]["in_doubt"] = 1
+    text = sealed(raw)
+    read_manifest(directory, text.encode())
+    return text
+
+
 def _missing(directory: Location) -> str:
     """What is not there, where a manifest is not."""
     if isinstance(directory, Path) and directory.is_symlink() and not directory.exists():
@@ -280,12 +303,8 @@ def _missing(directory: Location) -> str:
     return f"{directory / MANIFEST_NAME} is missing" if directory.exists() else f"{directory} does not exist"
 
 
-def _unsealed(path: Location) -> bytes:
-    """The text of a manifest that is as it was written, and not too large to parse."""
-    size = path.stat().st_size
-    if size > MOST_MANIFEST_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and a manifest has at most {MOST_MANIFEST_BYTES:,}")
-    text = _read(path)
+def _unsealed(text: bytes) -> bytes:
+    """The text of a manifest, if it is as it was written, and not too large to parse."""
     head = HEAD.match(text)
     if head is None:
         try:
@@ -302,6 +321,9 @@ def _unsealed(path: Location) -> bytes:
 
 
 def _read(path: Location) -> bytes:
+    size = path.stat().st_size
+    if size > MOST_MANIFEST_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and a manifest has at most {MOST_MANIFEST_BYTES:,}")
     with open_regular(path) as file:
         return file.read(MOST_MANIFEST_BYTES + 1)
 

@@ -22,6 +22,7 @@ from megacore.checkpoint.manifest import (
     Piece,
     TensorEntry,
     is_tiled,
+    marked_in_doubt,
     read_manifest,
     schema_of,
     sealed,
@@ -124,6 +125,21 @@ def read_with(directory: Path, place: Place, change: Any) -> Manifest:
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(WRITTEN.to_json())
     assert read_manifest(tmp_path) == WRITTEN
+
+
+def test_a_manifest_of_an_older_version_is_written_as_it_was_read(tmp_path: Path) -> None:
+    """It has no XXH3. A mark changes nothing else, even what this version does not know."""
+    path, raw = tmp_path / "manifest.json", json.loads(WRITTEN.to_json())
+    del raw["files"]["model.safetensors"]["xxh3_128"]
+    path.write_text(sealed(raw))
+    old = read_manifest(tmp_path)
+    path.write_text(old.to_json())
+    assert read_manifest(tmp_path) == old
+    raw |= {"of a later version": {"a": None}, "counters": {"updates": 3, "scale": 65536.0}}
+    path.write_text(sealed(raw))
+    path.write_text(marked_in_doubt(tmp_path))
+    assert read_manifest(tmp_path) == dataclasses.replace(old, counters=old.counters | {"in_doubt": 1})
+    assert path.read_text() == sealed(raw | {"counters": raw["counters"] | {"in_doubt": 1}})
 
 
 REQUIRED = """schema step consumed_samples counters topology config files files.model.safetensors.bytes tensors
