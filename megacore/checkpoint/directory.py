@@ -161,9 +161,9 @@ def expired(run: L, *, keep_last: int | None, keep_every: int | None, protected:
     if keep_last is None:
         return []
     checkpoints = published(run)
-    kept = {_real(path) for path in (*protected, *(path for path in checkpoints if path.is_symlink()))}
+    kept = {real(path) for path in (*protected, *(path for path in checkpoints if path.is_symlink()))}
     known = [path for path in checkpoints if not path.is_symlink() and _serial(path) is not None]
-    old = [path for path in known[keep_last:] if _real(path) not in kept]
+    old = [path for path in known[keep_last:] if real(path) not in kept]
     return [path for path in reversed(old) if not (keep_every and (step_of(path) or 0) % keep_every == 0)]
 
 
@@ -193,8 +193,8 @@ def _named(run: Location) -> Location | None:
     return run / name if _STEP.fullmatch(name) else None
 
 
-def _real(path: Location) -> str:
-    """What a path leads to."""
+def real(path: Location) -> str:
+    """What a path leads to, however it is spelled."""
     return os.path.realpath(path) if isinstance(path, Path) else path.url
 
 

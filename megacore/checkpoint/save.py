@@ -11,7 +11,6 @@ a directory or an object store.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,14 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import storage
-from megacore.checkpoint.directory import expired, next_serial, pointed_to, published
+from megacore.checkpoint.directory import expired, next_serial, pointed_to, published, real
 from megacore.checkpoint.files import FileEntry
 from megacore.checkpoint.manifest import (
     IN_DOUBT,
     Manifest,
     Piece,
     TensorEntry,
-    find_checkpoint,
+    marked_in_doubt,
     read_manifest,
     schema_of,
     sections_as_dicts,
@@ -57,12 +56,27 @@ class Saved:
     Attributes:
         step: of the run.
         path: its directory.
+        updates: of the weights, as this start of the run counts them.
         notes: what went wrong after it was published, and does not concern it.
     """
 
     step: int
     path: Location
+    updates: int
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked:
+    """What has been marked in doubt.
+
+    Attributes:
+        paths: of the checkpoints.
+        problems: what went wrong, each a sentence that names the checkpoint or the file.
+    """
+
+    paths: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -150,7 +164,8 @@ class CheckpointSaver:
             raise
         if job.is_publishing:
             self._job = None
-            return Saved(step=job.draft.step, path=self._run.path / job.final, notes=results[0])
+            path = self._run.path / job.final
+            return Saved(step=job.draft.step, path=path, updates=job.draft.updates, notes=results[0])
         do = (lambda: self._publish(job, results)) if self._mesh.world.is_first else None
         path = self._run.path / job.temporary
         job.work, job.is_publishing = Work(do, path, background=self._background), True
@@ -175,36 +190,44 @@ class CheckpointSaver:
             if job.work.is_done and (self._mesh.world.is_first or not job.may_be_complete):
                 self._run.discard(job.temporary)
 
-    def doubt(self, newest: Location, updates: int) -> Work:
+    def doubt(self, newest: Location) -> Marked:
         """Mark the run's checkpoints whose weights have turned out to be of no use, and let the pointer name the last
-        that is not marked; only while no save is under way.
+        that has others; only while no save is under way.
 
         Args:
             newest: one of them. One of another run, or a link to one, is left as it is.
-            updates: of the weights; nothing is marked where it has had others.
-
-        Returns:
-            The first rank's work: the paths of what it has marked, or why that failed. Nothing on the others.
         """
-        do = (lambda: self._mark(newest, updates)) if self._mesh.world.is_first else None
-        return Work(do, self._run.path, background=False)
+        work = Work((lambda: self._mark(newest)) if self._mesh.world.is_first else None, newest, background=False)
+        # The others end the run only when the first rank has marked all: it would not outlive them.
+        marked, problem = all_gather_objects((work.result, work.problem), self._mesh.world)[0]
+        return marked if problem is None else Marked(problems=(f"no checkpoint is marked in doubt: {problem}",))
 
-    def _mark(self, newest: Location, updates: int) -> list[str]:
-        manifest = read_manifest(newest)
+    def _mark(self, newest: Location) -> Marked:
         ours = [path for path in published(self._run.path) if not isinstance(path, Path) or not path.is_symlink()]
-        if newest not in ours or manifest.updates != updates:
-            return []
-        marked = []
-        for path in ours:  # a rollback saves the weights once more
-            with contextlib.suppress(CheckpointError):  # a damaged one is never taken
-                found = read_manifest(path)
-                if found.weights == manifest.weights and not found.is_in_doubt:
-                    counters = found.counters | {"in_doubt": 1}
-                    self._run.replace_manifest(path.name, dataclasses.replace(found, counters=counters).to_json())
-                    marked.append(str(path))
-        with contextlib.suppress(CheckpointError):  # none is left
-            self._run.point_to(find_checkpoint(self._run.path).name)
-        return marked
+        if real(newest) not in map(real, ours):
+            return Marked()
+        weights, sound, marked, problems = read_manifest(newest).weights, None, list[str](), list[str]()
+        for path in ours:
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError:  # a damaged one is never taken
+                continue
+            if manifest.is_in_doubt:
+                continue
+            if manifest.weights != weights:
+                sound = sound or path
+                continue
+            try:  # a rollback saves the weights once more
+                self._run.replace_manifest(path.name, marked_in_doubt(path))
+                marked.append(str(path))
+            except Exception as error:
+                problems.append(f"--load auto still takes {path}, {IN_DOUBT}: {described(error, path)}")
+        try:
+            if sound is not None:
+                self._run.point_to(sound.name)
+        except Exception as error:
+            problems.append(described(error, self._run.path))
+        return Marked(paths=tuple(marked), problems=tuple(problems))
 
     def _discard(self, temporary: str) -> None:
         if self._mesh.world.is_first:

@@ -31,19 +31,29 @@ class Saving:
         callbacks: called for every checkpoint once it is published.
         report: takes warnings.
         loaded: the checkpoint that the run continues from.
+        updates: of the weights, as the run counts them when it has loaded.
 
     Attributes:
         is_busy: whether a save is under way in the background; the same on every rank.
         newest: the run's newest checkpoint: the last that was saved, or else the one that the run continues from.
+        updates: of its weights, as this start of the run counts them: its manifest may count those before a
+            --no-load-optim too.
     """
 
     def __init__(
-        self, config: ResolvedConfig, mesh: Mesh, *, callbacks: Callbacks, report: Report, loaded: Location | None
+        self,
+        config: ResolvedConfig,
+        mesh: Mesh,
+        *,
+        callbacks: Callbacks,
+        report: Report,
+        loaded: Location | None,
+        updates: int,
     ) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._callbacks, self._report = config.checkpoint, callbacks, report
         self._is_one_process = mesh.world.size == 1
-        self.is_busy, self.newest = False, loaded
+        self.is_busy, self.newest, self.updates = False, loaded, updates
         warns = config.checkpoint.on_save_error == "warn"
         self._warning = "; training continues (--on-save-error warn)" if warns else None
         self._saved_step: int | None = None
@@ -95,23 +105,23 @@ class Saving:
         self.save(state)
         self.finish()
 
+    @section(Phase.SAVE)
     def doubt(self, updates: int) -> None:
-        """Mark the newest checkpoint of the run in doubt, if it has the weights of now.
+        """Mark in doubt every checkpoint of the run that has the weights of now, if the newest one has them.
 
         Args:
             updates: how many steps have updated the weights.
         """
-        self.finish()
-        if self.newest is None:
+        with contextlib.suppress(OutputClosed, StorageError):  # what ends the run is the first of them
+            self.finish()
+        if self.newest is None or self.updates != updates:
             return
-        marking = self._saver.doubt(self.newest, updates)
-        if marking.problem is not None:
-            self._report.say(
-                f"warning: {self.newest} could not be marked, so --load auto still takes it, {IN_DOUBT}: "
-                f"{marking.problem}"
-            )
-        elif marking.result:
-            self._report.say(f"warning: --load auto now passes over {' and '.join(marking.result)}, {IN_DOUBT}")
+        marked = self._saver.doubt(self.newest)
+        with contextlib.suppress(OutputClosed):
+            if marked.paths:
+                self._report.say(f"warning: --load auto now passes over {' and '.join(marked.paths)}, {IN_DOUBT}")
+            for problem in marked.problems:
+                self._report.say(f"warning: {problem}")
 
     def advance(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""
@@ -132,5 +142,5 @@ class Saving:
             self.is_busy = self._saver.is_busy
         if saved is None:
             return
-        self._saved_step, self.newest = saved.step, saved.path
+        self._saved_step, self.newest, self.updates = saved.step, saved.path, saved.updates
         self._callbacks.on_save(saved)

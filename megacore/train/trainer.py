@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megacore.data.gpt.blend import NamedSets, SampleDataset
 from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
-from megacore.errors import OutputClosed, StorageError, TrainingDiverged
+from megacore.errors import TrainingDiverged
 from megacore.models.flops import CONVENTION
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
@@ -130,7 +130,9 @@ class Trainer:
                 *callbacks,
             ],
         )
-        self.saving = Saving(config, mesh, callbacks=self.callbacks, report=self.report, loaded=load)
+        self.saving = Saving(
+            config, mesh, callbacks=self.callbacks, report=self.report, loaded=load, updates=self.update.updates
+        )
 
     @property
     def step(self) -> int:
@@ -183,7 +185,7 @@ class Trainer:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
             is_diverged = self.step >= training.train_iters and self.train_steps.suspects_weights
             if is_diverged:
-                self._doubt_newest()
+                self._doubt_checkpoints()
             if self.step >= training.train_iters:
                 self._require_an_update(result)
             is_due = self.decision.save or self._is_due(intervals.save_interval or 0)
@@ -233,8 +235,7 @@ class Trainer:
         try:
             result = self.train_steps.update_weights(votes=votes)
         except TrainingDiverged:
-            with suppress(OutputClosed, StorageError):  # what ends the run is the first of them
-                self._doubt_newest()
+            self._doubt_checkpoints()
             raise
         self.decision = self.stop_requests.decision(result.votes)
         self.callbacks.on_step_end(result)
@@ -275,6 +276,7 @@ class Trainer:
                 f"({rollback})"
             )
         self._resume(self.saving.newest)
+        self.saving.updates = self.update.updates
         self.consumed_samples = rollback.stop_sample
         self.batches = self._batches()
         self.callbacks.on_rollback(rollback, spike)
@@ -334,8 +336,8 @@ class Trainer:
             return
         self.saving.save(self.state(in_doubt=doubt is not None), is_last=is_last)
 
-    def _doubt_newest(self) -> None:
-        """Mark the newest checkpoint in doubt if it has the weights with which the last steps were not finite."""
+    def _doubt_checkpoints(self) -> None:
+        """Mark in doubt the checkpoints of the weights with which the last steps were not finite."""
         if self.train_steps.suspects_weights:
             self.saving.doubt(self.update.updates)
 

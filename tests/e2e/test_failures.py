@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.manifest import find_checkpoint
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest
 from tests.e2e.launching import PROGRAM, Job, environment, needs_proc, small_run, under_torchrun
 from tests.patience import patience, until
 from tests.warm import start
@@ -70,6 +70,44 @@ def test_a_killed_data_worker_is_named_and_ends_all(tmp_path: Path) -> None:
     line = rf"megacore: {rank} failed: a data worker \(pid {victim}\) was ended by SIGKILL, perhaps .*"
     assert re.fullmatch(line, said.strip())
     assert f"a data worker (pid {victim})" in launcher
+
+
+# The training script, whose losses are NaN from the fourth step on, on a disk where a manifest is slow to replace.
+DIVERGING = """
+import math, sys, time
+import pretrain_gpt
+from megacore.checkpoint import storage
+from megacore.train.gpt_task import GPTTask
+from megacore.train.launch import exit_with
+
+replace, loss, computed = storage.replace_manifest, GPTTask.loss, []
+
+def slowly(*given):
+    time.sleep(3.0)
+    replace(*given)
+
+def diverging(*given):
+    computed.append(1)
+    return loss(*given) * (math.nan if len(computed) > 3 else 1.0)
+
+storage.replace_manifest, GPTTask.loss = slowly, diverging
+exit_with(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_the_first_rank_marks_what_is_in_doubt_before_the_others_end(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DIVERGING)
+    changes = {"train_iters": 9, "save_interval": 1, "max_bad_steps": 2, "micro_batch_size": 1, "global_batch_size": 2}
+    with under_torchrun(
+        tmp_path / "logs", 2, tmp_path / "driver.py", *small_run(tmp_path / "out", dp=2, **changes)
+    ) as job:
+        job.ends(START)
+        said, printed = job.said(), job.said("stdout")
+    assert re.match(r"megacore: stopped: the loss .*was not finite for 2 steps in a row", said)
+    assert "has died" not in said
+    assert f"now passes over {tmp_path}/out/step_00000003" in printed
+    assert read_manifest(tmp_path / "out" / "step_00000003").is_in_doubt
+    assert (tmp_path / "out" / "latest").read_text() == "step_00000002\n"
 
 
 def parent(pid: int) -> int:

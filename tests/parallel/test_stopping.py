@@ -295,7 +295,7 @@ STREAKS: list[Any] = [
      "step 4/7 | the save waits for a step that updates the weights"),
     ((1, 1, 2), range(4, 9), {"max_bad_steps": 3, "async_save": True}, "for 3 .*before step 3",
      "none of the 1 checkpoints .*step_00000003, whose weights may be of no use",
-     "now passes over {}/step_00000003, whose"),
+     "now passes over {}/step_00000003, whose weights may be of no use: the steps with these weights were skipped"),
     ((2, 1, 2), range(4, 6), {"zero_stage": 3, "async_save": True}, "done", "step_00000007", "saved {}/step_00000006"),
     ((1, 1, 1), range(6, 9), {"keep_last": 2}, "the last 2 steps were not finite", "step_00000004",
      "passes over {}/step_00000007"),
@@ -334,10 +334,21 @@ def test_what_goes_on_after_skipped_steps_is_sound(
     assert said.format(tmp_path) in "\n".join(results[0][2])
 
 
-def poisoned(trainer: Trainer, bad: Callable[[int], float]) -> Trainer:
-    """The trainer, whose losses are multiplied by what `bad` says of their step."""
-    sound = trainer.task.loss
-    trainer.task.loss = lambda output, microbatch: sound(output, microbatch) * bad(trainer.step)  # type: ignore[method-assign]
+def poisoned(trainer: Trainer, bad: Callable[[int], float], *, again: float | None = None) -> Trainer:
+    """The trainer, whose losses are multiplied by what `bad` says of the steps before; by `again` where a step is
+    computed again, for its diagnosis."""
+    sound, compute, before = trainer.task.loss, trainer.train_steps.compute_gradients, [0]
+
+    def compute_gradients(microbatches: Any) -> None:
+        before[0] = trainer.step
+        compute(microbatches)
+
+    def loss(output: Tensor, microbatch: Any) -> Tensor:
+        is_again = trainer.step > before[0]
+        return sound(output, microbatch) * (again if is_again and again is not None else bad(before[0]))
+
+    trainer.train_steps.compute_gradients = compute_gradients  # type: ignore[method-assign]
+    trainer.task.loss = loss  # type: ignore[method-assign]
     return trainer
 
 
@@ -358,6 +369,74 @@ def test_every_copy_of_weights_without_a_finite_step_is_in_doubt_after_a_resume_
     with pytest.raises(TrainingDiverged):
         poisoned(elsewhere, lambda step: math.nan).run()
     assert names_in_doubt(tmp_path) == {"step_00000003", "step_00000003.2"}, "another run's"
+
+
+def nan_after(steps: int) -> Callable[[int], float]:
+    return lambda step: math.nan if step >= steps else 1.0
+
+
+@pytest.mark.parametrize("spelled", ["{0}/step_00000003", "step_00000003", "../{1}/step_00000003"])
+def test_a_checkpoint_is_of_the_run_however_it_is_spelled(
+    spelled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_process(tmp_path, train_iters=3, save_interval=1).run()
+    monkeypatch.chdir(tmp_path)
+    resumed = {"load": spelled.format(tmp_path, tmp_path.name), "train_iters": 9, "max_bad_steps": 2}
+    with pytest.raises(TrainingDiverged):
+        poisoned(one_process(tmp_path, **resumed), nan_after(3)).run()
+    assert names_in_doubt(tmp_path) == {"step_00000003"}
+
+
+@pytest.mark.parametrize(("good", "doubted"), [(0, {"step_00000003"}), (3, set())])
+def test_updates_are_counted_alike_after_a_load_without_the_optimizer(
+    good: int, doubted: set[str], tmp_path: Path
+) -> None:
+    """The run begins to count at 0, and its checkpoint has had 3 updates."""
+    one_process(tmp_path, train_iters=3, save_interval=1).run()
+    resumed = {"load": str(tmp_path / "step_00000003"), "load_optim": False, "train_iters": 9, "max_bad_steps": 2}
+    with pytest.raises(TrainingDiverged):
+        poisoned(one_process(tmp_path, **resumed), nan_after(3 + good)).run()
+    assert names_in_doubt(tmp_path) == doubted
+
+
+def test_the_pointer_names_a_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    trainer = one_process(tmp_path, train_iters=9, save_interval=1, max_bad_steps=2)
+    for _ in range(3):
+        trainer.train_step(next(trainer.batches))
+        trainer.save()
+    (tmp_path / "step_00000002" / "manifest.json").write_text("damaged")
+    with pytest.raises(TrainingDiverged):
+        poisoned(trainer, nan_after(3)).run()
+    assert (tmp_path / "latest").read_text() == "step_00000001\n"
+
+
+@pytest.mark.parametrize("failing", ["step_00000003/manifest.json", "latest"])
+def test_what_cannot_be_marked_is_told_beside_what_is(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, replace = one_process(tmp_path, train_iters=9, max_bad_steps=2), os.replace
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+        trainer.save()
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    trainer.saving.save_again(trainer.state())
+
+    def fail(source: Path, target: Path) -> None:
+        if target == tmp_path / failing:
+            raise OSError(28, "No space left on device", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(storage.os, "replace", fail)
+    with pytest.raises(TrainingDiverged):
+        poisoned(trainer, nan_after(3)).run()
+    assert names_in_doubt(tmp_path) == {"step_00000003", "step_00000003.2"} - {Path(failing).parent.name}
+    said = capsys.readouterr().out
+    assert f"now passes over {tmp_path}/step_00000003.2" in said
+    assert f"{tmp_path / failing}: No space left on device" in said
+    is_named = f"still takes {tmp_path}/step_00000003, whose weights may be of no use" in said
+    assert is_named == (failing != "latest")
+    assert (tmp_path / "latest").read_text() == ("step_00000003.2\n" if failing == "latest" else "step_00000002\n")
 
 
 @pytest.mark.parametrize(
