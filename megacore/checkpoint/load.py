@@ -32,24 +32,20 @@ _THREADS = 4  # that check files
 
 
 def load_checkpoint(
-    path: Location, state: TrainingState, world: Group = ALONE, *, with_optimizer: bool = True
-) -> Manifest:
+    directory: Location, manifest: Manifest, state: TrainingState, world: Group, *, with_optimizer: bool = True
+) -> None:
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
-        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
+        directory: the checkpoint.
+        manifest: its, as all ranks have read it together.
         state: where to.
         world: the ranks that load together, and share the checking of files.
         with_optimizer: whether to read the optimizer's state; without it the optimizer begins anew.
 
-    Returns:
-        The checkpoint's manifest: step, position in the data, counters.
-
     Raises:
-        CheckpointError: a file is missing or damaged, a tensor is missing or of another shape, each by name, or the
-            ranks were given different checkpoints.
+        CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
     """
-    directory, manifest = read_together(path, world)
     _require_same_model(manifest, state.data_parallel.parameters, directory)
     updates = manifest.updates
     names = [kind.name for kind in state.optimizer.kinds]
@@ -73,7 +69,6 @@ def load_checkpoint(
         if with_optimizer
     }
     state.fill(Reader(directory, manifest).read, kinds, updates, errors)
-    return manifest
 
 
 def read_together(path: Location, world: Group) -> tuple[Location, Manifest]:

@@ -93,8 +93,8 @@ class WeightUpdate:
         scaler: of the loss.
         updates: done, without skipped steps.
         skipped_steps: so far.
-        skipped_in_a_row: steps since the last update, of this start.
-        last_loss: mean loss of the last step whose loss was finite.
+        skipped_in_a_row: steps since the last update or load.
+        last_loss: mean loss of the last step that updated the weights; 0 before the first since the last load.
         guard: against spikes.
     """
 
@@ -169,14 +169,14 @@ class WeightUpdate:
         norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
             return dataclasses.replace(self._skip(on_host, step), loss=total.loss, norm=norm, votes=summed_votes)
-        self.last_loss = float(on_host.mean)
-        spike = limits.exceeded(self.last_loss, float(norm))
+        mean = float(on_host.mean)
+        spike = limits.exceeded(mean, float(norm))
         if spike is not None:
             self._reject(spike, step)
             if self.guard.prevents_update:
                 return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=spike, spike=spike)
         else:
-            self.guard.accept(self.last_loss, float(norm))
+            self.guard.accept(mean, float(norm))
         clip_limit = float(self._clip_limit(norm))
         if data_parallel.options.offload:
             factor = self._factor(norm, scale)
@@ -187,7 +187,7 @@ class WeightUpdate:
             with all_threads(self._host_cores) if data_parallel.options.offload else nullcontext():
                 self.average.update()
         self.scaler.good_step()
-        self.updates, self._bad_steps, self.skipped_in_a_row = self.updates + 1, 0, 0
+        self.updates, self._bad_steps, self.skipped_in_a_row, self.last_loss = self.updates + 1, 0, 0, mean
         if self._adaptive_clip is not None:
             self._adaptive_clip.observe(norm)
         return Outcome(loss=total.loss, norm=norm, votes=summed_votes, spike=spike, clip_limit=clip_limit)
@@ -309,6 +309,7 @@ class WeightUpdate:
         self.updates = int(counters.get("updates", 0))
         self.skipped_steps = int(counters.get("skipped_steps", 0))
         self._bad_steps = int(counters.get("bad_steps", 0))
+        self.skipped_in_a_row, self.last_loss = 0, 0.0  # those of a step that a rollback undoes
         self.scaler.load_state(counters)
 
     def _all_reduce_replicated_grads(self) -> None:

@@ -44,6 +44,7 @@ class BertTask(Task):
     """
 
     batch_type = BertBatch
+    layers_from = "configuration"
 
     def __init__(self, config: ResolvedBertConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)

@@ -145,7 +145,7 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
         steps: took the step.
         microbatches: of this replica.
         weight: of the step's loss.
-        last_loss: mean loss of the last finite step.
+        last_loss: mean loss of the last step that updated the weights.
     """
     non_finite = steps.update.non_finite_state()
     if non_finite:
@@ -243,7 +243,7 @@ class _Case:
             where = f"microbatch {before[0].number} of replica {before[0].replica} ({ranks_in_words(ranks)})"
             lines.insert(0, f"the loss of {self._share(before)} was not finite, first that of {where}")
         if remarks:  # near an overflow, rounding decides, which need not be the same
-            return Diagnosis(cause="overflow", lines=(*lines, *remarks))
+            return Diagnosis(cause="overflow", lines=(*lines, *remarks), suspects_weights=True)
         lines.append(
             "memory or a processor may be faulty, or a computation not deterministic; the data is not to blame"
         )

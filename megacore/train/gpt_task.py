@@ -62,7 +62,7 @@ class GPTTask(Task):
         self.beside = config.beside_hidden_states
         if self.beside:
             self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch
-        self.has_own_layers = layers is not gpt_layers
+        self.layers_from = "configuration" if layers is gpt_layers else "program"
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.scored, self.blocks = context.attended, context.blocks
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)

@@ -123,6 +123,7 @@ class TrainStep:
         noise: the gradient noise scale; None: it is not measured.
         source: where microbatches come from, if it is known.
         rate: learning rate of the next step, where the caller sets it; None: that of the configuration.
+        not_finite: the steps since the last update or load that were not finite, and had a diagnosis.
     """
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -143,7 +144,7 @@ class TrainStep:
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
-        self._skipped: list[Diagnosis | None] = []  # of the last steps, since one that updated the weights
+        self.not_finite: list[StepResult] = []
         self._summed_loss: Tensor | None = None
         interval = config.logging.gradient_noise_interval
         self.noise = GradientNoise(interval) if interval else None
@@ -230,7 +231,6 @@ class TrainStep:
         lr = self.lr()
         self.update.optimizer.decoupled_lr = self.decoupled_lr()
         ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
-        self._skipped.append(None)
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
             outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
@@ -246,16 +246,13 @@ class TrainStep:
         means = outcome.loss * per_count
         diagnosis = None
         if outcome.skipped is None:
-            self._skipped.clear()
-        if outcome.is_unexpected:
-            if microbatches:
-                with section(Phase.EVALUATE):
-                    diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
-                self._skipped[-1] = diagnosis
-                self._end_if_hopeless(outcome, diagnosis)
-            elif outcome.stop is not None:  # what the caller has computed cannot be computed again
-                raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
-        return StepResult(
+            self.not_finite.clear()
+        if outcome.is_unexpected and microbatches:
+            with section(Phase.EVALUATE):
+                diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+        elif outcome.is_unexpected and outcome.stop is not None:  # what the caller has computed is not there any more
+            raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
+        result = StepResult(
             step=self.step,
             loss=means.sum(),
             means=means,
@@ -268,6 +265,10 @@ class TrainStep:
             spike=outcome.spike,
             clip_limit=outcome.clip_limit,
         )
+        if diagnosis is not None:
+            self.not_finite.append(result)
+            self._end_if_hopeless(outcome, diagnosis)
+        return result
 
     def _end_if_hopeless(self, outcome: Outcome, diagnosis: Diagnosis) -> None:
         ending = SilentCorruption if diagnosis.is_corruption else TrainingDiverged
@@ -304,8 +305,16 @@ class TrainStep:
 
     @property
     def suspects_weights(self) -> bool:
-        """Whether the last two or more steps were not finite, and nothing but the weights is known to be the cause."""
-        return len(self._skipped) > 1 and all(each is not None and each.suspects_weights for each in self._skipped)
+        """Whether two or more steps with these weights were not finite, and neither the data nor a machine is to blame.
+
+        Spikes and overflows of a dynamic loss scale between them tell nothing about that. An overflow at the smallest
+        loss scale is none of these steps either: with these weights the loss is finite, so that --precision bf16 can go
+        on from them.
+        """
+        found = [each.diagnosis for each in self.not_finite if each.diagnosis is not None]
+        if any(each.cause in ("data", "hardware") for each in found):
+            return False
+        return sum(each.suspects_weights for each in found) > 1
 
     def lr(self) -> float:
         """The learning rate of the last step."""
@@ -364,7 +373,7 @@ class TrainStep:
             optimizer=self.update.optimizer,
             counters=self.update.counters()
             | {"learning_rate": self.lr(), "in_doubt": int(in_doubt)}
-            | ({"own_layers": 1} if self.task.has_own_layers else {}),
+            | ({"own_layers": 1} if self.task.layers_from == "program" else {}),
             series={**self.update.series(), **({} if self.noise is None else self.noise.series()), **series},
             buffers={**(buffers or {}), **({} if self.balance is None else self.balance.buffers())},
         )
@@ -392,12 +401,14 @@ class TrainStep:
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
-        if self.task.has_own_layers is False and read_together(directory, self.mesh.world)[1].has_own_layers:
+        directory, manifest = read_together(directory, self.mesh.world)
+        if self.task.layers_from == "configuration" and manifest.has_own_layers:
             raise CheckpointError(
-                f"{directory} was trained by a program that describes its own layers: resume it with that program"
+                f"{directory} was trained by a program that describes its own layers: load it with that program"
             )
         state = self.state(consumed_samples=0, buffers=buffers)
-        manifest = load_checkpoint(directory, state, self.mesh.world, with_optimizer=with_optimizer)
+        load_checkpoint(directory, manifest, state, self.mesh.world, with_optimizer=with_optimizer)
+        self.not_finite.clear()
         if with_progress:
             self.step = manifest.step
         if with_optimizer:

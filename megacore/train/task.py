@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,11 +55,12 @@ class Task(ABC):
         batch_type: of microbatches.
         loss_shape: of the loss's sums and counts; () is a scalar.
         evaluation_shape: of an evaluation's sums and counts.
-        has_own_layers: whether a program describes the layers, and not the configuration; None: there is none of a GPT.
+        layers_from: what describes the layers: the configuration, a program for the model of a configuration, or only
+            the caller.
     """
 
     batch_type: type[Batch] = Microbatch
-    has_own_layers: bool | None = None
+    layers_from: Literal["configuration", "program", "caller"] = "caller"
 
     def __init__(
         self,

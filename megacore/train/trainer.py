@@ -193,8 +193,9 @@ class Trainer:
                 with self.unclocked():
                     self.save(is_last=self.is_done)
             if is_diverged:
-                streak = counted(self.update.skipped_in_a_row, "step")
-                raise self._diverged(f"the last {streak} were not finite, and the weights may be of no use", result)
+                found = self.train_steps.not_finite
+                steps = f"{counted(len(found), 'step')} since the last update were not finite"
+                raise self._diverged(f"{steps}, and the weights may be of no use", found[-1])
 
     def _require_an_update(self, last: StepResult) -> None:
         """Raise TrainingDiverged if every step was skipped: nothing was learned, so nothing is saved."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.checkpoint.load import load_checkpoint
+from megacore.checkpoint.load import load_checkpoint, read_together
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
 from megacore.config import AdamWConfig
@@ -188,7 +188,7 @@ def save_and_load(rank: int, world_size: int, directory: str, targets: list[tupl
         config = make_config((1, 1, replicas), directory)
         mesh = build_mesh(config.parallel, grid(rows, columns))
         state = state_of(mesh, 3, filled=False)
-        load_checkpoint(Path(directory), state, mesh.world)
+        load_checkpoint(*read_together(Path(directory), mesh.world), state, mesh.world)
         found = list(state.entries())
         assert len(found) == len(KINDS) * len(SHAPES)
         for kind, spec, tensor, _ in found:

@@ -297,7 +297,7 @@ STREAKS: list[Any] = [
      "none of the 1 checkpoints .*step_00000003, whose weights may be of no use",
      "now passes over {}/step_00000003, whose weights may be of no use: the steps with these weights were skipped"),
     ((2, 1, 2), range(4, 6), {"zero_stage": 3, "async_save": True}, "done", "step_00000007", "saved {}/step_00000006"),
-    ((1, 1, 1), range(6, 9), {"keep_last": 2}, "the last 2 steps were not finite", "step_00000004",
+    ((1, 1, 1), range(6, 9), {"keep_last": 2}, "2 steps since the last update were not finite", "step_00000004",
      "passes over {}/step_00000007"),
     ((1, 1, 1), range(5, 9), {"exit_interval": 6}, "done", "step_00000004", "passes over {}/step_00000006"),
     ((1, 1, 1), range(7, 9), {}, "done", "step_00000006", "passes over {}/step_00000007"),
@@ -369,6 +369,44 @@ def test_every_copy_of_weights_without_a_finite_step_is_in_doubt_after_a_resume_
     with pytest.raises(TrainingDiverged):
         poisoned(elsewhere, lambda step: math.nan).run()
     assert names_in_doubt(tmp_path) == {"step_00000003", "step_00000003.2"}, "another run's"
+
+
+SKIPS: dict[str, Any] = {"on_spike": "skip", "spike_window": 4}
+
+
+@pytest.mark.parametrize(
+    ("others", "options"),
+    [({6: 1e4}, SKIPS), ({9: 1e4}, SKIPS), ({11: 1e4}, SKIPS), ({6: 1e12}, {"precision": "fp16"})],
+    ids=["a spike before", "a spike between", "a spike at the end", "an overflow before"],
+)
+def test_another_skipped_step_does_not_hide_those_that_were_not_finite(
+    others: dict[int, float], options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = one_process(tmp_path, train_iters=12, save_interval=1, **options)
+    with pytest.raises(TrainingDiverged, match="5 steps since the last update were not finite") as ended:
+        poisoned(trainer, lambda step: others.get(step, math.nan if step > 5 else 1.0)).run()
+    assert names_in_doubt(tmp_path) == {"step_00000006", "step_00000012"}
+    assert "had diverged already" not in str(ended.value), "a spike is no loss of these weights"
+
+
+def test_a_rollback_forgets_the_steps_that_it_undoes(tmp_path: Path) -> None:
+    options = {"on_spike": "rollback", "spike_window": 4, "train_iters": 20, "save_interval": 1, "max_bad_steps": 2}
+    trainer = one_process(tmp_path, RaggedData(60 * BATCH), **options)
+
+    def bad(step: int) -> float:
+        return math.nan if trainer.rollbacks.done else {7: math.nan, 8: 1e4}.get(step, 1.0)
+
+    with pytest.raises(TrainingDiverged, match="from a checkpoint before step 7, the last that"):
+        poisoned(trainer, bad).run()
+    assert trainer.update.skipped_in_a_row == len(trainer.train_steps.not_finite) == 2
+    assert names_in_doubt(tmp_path) == {"step_00000007", "step_00000007.2"}
+
+
+def test_a_step_that_is_finite_again_after_a_loss_beyond_reason_is_no_fault_of_a_machine(tmp_path: Path) -> None:
+    trainer = one_process(tmp_path, train_iters=9, save_interval=1, max_bad_steps=2)
+    with pytest.raises(TrainingDiverged, match=r"likely cause: overflow: .* finite if it is computed again"):
+        poisoned(trainer, lambda step: 1e4 if step < 3 else math.nan, again=1.0).run()
+    assert names_in_doubt(tmp_path) == {"step_00000003"}
 
 
 def nan_after(steps: int) -> Callable[[int], float]:
