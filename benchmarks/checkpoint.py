@@ -29,12 +29,12 @@ from torch.distributed.checkpoint import CheckpointException
 
 from benchmarks.gpu_check.device import open_device
 from benchmarks.gpu_check.records import Records, one_line
-from megacore.checkpoint.load import load_checkpoint
+from megacore.checkpoint.load import load_checkpoint, read_together
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
 from megacore.config import AdamWConfig, CheckpointConfig, Config, DataConfig, ResolvedConfig, TrainingConfig
 from megacore.optim.adamw import AdamW
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import replicated
 from megacore.train.metrics import synchronize
 from megacore.zero.data_parallel import DataParallel
@@ -116,7 +116,7 @@ class Sides:
         )
 
     def load_ours(self) -> None:
-        load_checkpoint(self.directory / "ours", self.state)
+        load_checkpoint(*read_together(self.directory / "ours", ALONE), self.state, ALONE)
 
     def load_torch(self) -> None:
         read = torch.load(self.directory / "torch.pt", weights_only=True)

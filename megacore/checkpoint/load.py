@@ -187,7 +187,7 @@ def load_parameters(
     """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`.
 
     Args:
-        path: as for `load_checkpoint`.
+        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
         parameters: to fill.
         buffers: to fill where the checkpoint has them, by global name.
     """
