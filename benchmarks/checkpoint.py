@@ -65,7 +65,7 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
         optimizer.step(data_parallel.runs, gradients, lr=3e-4, factor=torch.ones(()))
     return TrainingState(
         step=1,
-        consumed_samples=0,
+        consumed_samples=1,
         data_parallel=data_parallel,
         optimizer=optimizer,
         counters={"updates": 1},
