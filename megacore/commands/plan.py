@@ -360,6 +360,8 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     except ConfigError as error:
         problems.extend(error.problems)
         return None
+    for note in cluster.notes:
+        print(f"megacore: note: {note}", file=sys.stderr)
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
     return replace(cluster, software=software)

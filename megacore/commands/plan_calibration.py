@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ def run_calibration(args: argparse.Namespace) -> None:
         problems.append(f"--calibrate {directory}: {path.name} {why}, but the fitted cluster is written there")
     if problems or run is None or base is None:
         raise ConfigError(problems)
+    for note in base.notes:
+        print(f"megacore: note: {note}", file=sys.stderr)
     fit = calibrate(run, base, machine_of(args.cluster, base, run, _this_machine()))
     replace_bytes(path, to_toml(fit.cluster).encode(), durable=False)
     if args.json:

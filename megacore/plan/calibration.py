@@ -345,6 +345,9 @@ def _widened(device: Device, steps: Steps, predicted: float, links: LinkSpeed | 
     def seconds(times: Range) -> Range:
         return Range(times.expected / slow, times.expected, times.expected / fast)
 
+    def of_links(values: Range) -> Range:
+        return values if links is None else spread(values, max(min(slow, links.slow), _WIDEST))
+
     return replace(
         device,
         launch_seconds=seconds(device.launch_seconds),
@@ -352,7 +355,6 @@ def _widened(device: Device, steps: Steps, predicted: float, links: LinkSpeed | 
         product_efficiency=spread(device.product_efficiency),
         attention_efficiency=spread(device.attention_efficiency),
         memory_efficiency=spread(device.memory_efficiency),
-        link_efficiency=device.link_efficiency
-        if links is None
-        else spread(device.link_efficiency, max(min(slow, links.slow), _WIDEST)),
+        link_efficiency=of_links(device.link_efficiency),
+        network_efficiency=of_links(device.network_efficiency),
     )

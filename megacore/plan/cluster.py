@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 
@@ -25,8 +25,21 @@ from megacore.plan.software import MEGACORE, Software
 from megacore.train.peaks import Format
 
 # USD per device and hour, assumed.
-_PRICES = {"a100-40g": 1.3, "a100-80g": 1.8, "h100": 2.8, "h200": 3.5, "b200": 5.5, "mi250x": 1.1}
-_FORMATS: tuple[Format, ...] = ("fp32", "tf32", "bf16", "fp16")
+_PRICES = {
+    "a100-40g": 1.3,
+    "a100-80g": 1.8,
+    "h100": 2.8,
+    "h200": 3.5,
+    "b200": 5.5,
+    "b300": 6.5,
+    "gb200": 6.0,
+    "gb300": 7.0,
+    "mi250x": 1.1,
+    "mi300x": 2.5,
+    "mi355x": 4.0,
+    "rtx4090": 0.4,
+}
+_FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +49,20 @@ class Cluster:
     Attributes:
         device: one of them, with its links and how much of each a step reaches.
         peaks: FLOP/s of dense matrix products by number format.
-        nics_per_node: network cards; together they carry the `network` of all devices of a node.
         price_per_hour: USD per device.
         on_cpu: whether ranks compute on a CPU; all ranks of a node then share `memory_bytes`.
         software: whose program runs on it.
         source: where the figures are from.
+        notes: what its file says that no machine is known to have.
     """
 
     device: Device
     peaks: Mapping[Format, float]
-    nics_per_node: int = 8
     price_per_hour: float = 0.0
     on_cpu: bool = False
     software: Software = MEGACORE
     source: str = "data sheet; efficiencies assumed"
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -90,6 +103,7 @@ def _cpu(name: str, *, cores: int, memory_gb: float, price: float) -> Cluster:
         memory_bytes=memory_gb * 1e9,
         memory_bandwidth=8e9,  # of one core
         node_ranks=cores,
+        node_nics=1,
         node_link=Link(bandwidth=2e9, latency=60e-6),
         network=Link(bandwidth=1.25e9 / cores, latency=100e-6),
         host_link=8e9,  # the host is the device
@@ -98,14 +112,13 @@ def _cpu(name: str, *, cores: int, memory_gb: float, price: float) -> Cluster:
         attention_efficiency=Range(0.15, 0.30, 0.50),
         memory_efficiency=Range(0.4, 0.7, 0.9),
         link_efficiency=Range(0.4, 0.7, 0.9),
+        network_efficiency=Range(0.4, 0.7, 0.9),
         launch_seconds=Range(8e-6, 4e-6, 2e-6),
         host_seconds=Range(0.0, 0.0, 0.0),
     )
     core = 80e9  # FLOP/s of a core with 256-bit units at 2.5 GHz
     peaks: dict[Format, float] = {"fp32": core, "bf16": core / 4, "fp16": core / 4}
-    return Cluster(
-        device=device, peaks=peaks, nics_per_node=1, price_per_hour=price, on_cpu=True, source="assumed; --calibrate"
-    )
+    return Cluster(device=device, peaks=peaks, price_per_hour=price, on_cpu=True, source="assumed; --calibrate")
 
 
 CLUSTERS: Mapping[str, Cluster] = {
@@ -153,6 +166,7 @@ _RANGES = {
     "attention": "attention_efficiency",
     "memory": "memory_efficiency",
     "links": "link_efficiency",
+    "network": "network_efficiency",
     "launch_us": "launch_seconds",
     "host_us": "host_seconds",
 }
@@ -205,10 +219,9 @@ def load_cluster(path: Path) -> Cluster:
     values = {name: _number(table, name, path, problems, base=base) for name in _NUMBERS}
     peaks = _peaks(table, path, problems, base)
     ranges = _ranges(table, path, problems)
-    on_cpu = table.get("on_cpu", base.on_cpu if base else False)
-    if not isinstance(on_cpu, bool):
-        problems.append(f"{path}: on_cpu = {_shown(on_cpu)} must be true or false")
-    known = {*_NUMBERS, "name", "based_on", "on_cpu", "source", "peak_tflops", "efficiency"}
+    on_cpu = _switch(table, "on_cpu", path, problems, usual=base is not None and base.on_cpu)
+    mesh = _switch(table, "node_mesh", path, problems, usual=base is not None and base.device.node_mesh)
+    known = {*_NUMBERS, "name", "based_on", "on_cpu", "node_mesh", "source", "peak_tflops", "efficiency"}
     for name in sorted(table.keys() - known):
         near = nearest_name(name, known)
         way_out = f"did you mean {near}?" if near else f"use {', '.join(sorted(known))}"
@@ -218,7 +231,32 @@ def load_cluster(path: Path) -> Cluster:
     numbers = {name: value for name, value in values.items() if value is not None}
     name, source = texts["name"] or path.stem, texts["source"]
     cluster = _assembled(name, numbers, peaks, ranges, base=base)
-    return dataclasses.replace(cluster, on_cpu=on_cpu, source=source)
+    device = dataclasses.replace(cluster.device, node_mesh=mesh)
+    cluster = dataclasses.replace(cluster, device=device, on_cpu=on_cpu, source=source)
+    # A file that --calibrate wrote has speeds of a whole step, which may be any.
+    notes = () if on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path))
+    return dataclasses.replace(cluster, notes=notes)
+
+
+_MOST_NETWORK = 100.0  # GB/s of a GPU: a card of 800 Gb/s
+_LEAST_MEMORY, _MOST_MEMORY = 100.0, 20_000.0  # GB/s of a GPU
+
+
+def _implausible(cluster: Cluster, path: Path) -> Iterator[str]:
+    """Speeds that no GPU has, which a mistaken unit explains, with the value that was probably meant."""
+    fields = fields_of(cluster)
+    card, memory = fields["nic_bandwidth_gb_s"], fields["memory_bandwidth_gb_s"]
+    of_gpu = cluster.device.network.bandwidth / 1e9
+    if max(card, of_gpu) > _MOST_NETWORK * (1 + 1e-9):
+        too_much = "more than a network card carries" if card > _MOST_NETWORK else f"{of_gpu:g} GB/s per GPU"
+        yield (
+            f"{path}: nic_bandwidth_gb_s = {card:g} is {too_much}; the fastest have "
+            f"{_MOST_NETWORK:g} GB/s. If it is in Gb/s, write nic_bandwidth_gb_s = {card / 8:g}"
+        )
+    if memory < _LEAST_MEMORY:
+        in_tb = memory * 1e3 <= _MOST_MEMORY
+        way_out = f"If it is in TB/s, write memory_bandwidth_gb_s = {memory * 1e3:g}" if in_tb else "Give GB/s"
+        yield f"{path}: memory_bandwidth_gb_s = {memory:g} is less than any GPU has. {way_out}"
 
 
 def _assembled(
@@ -237,6 +275,7 @@ def _assembled(
         memory_bytes=numbers["memory_gb"] * 1e9,
         memory_bandwidth=numbers["memory_bandwidth_gb_s"] * 1e9,
         node_ranks=n,
+        node_nics=nics,
         node_link=Link(bandwidth=numbers["node_bandwidth_gb_s"] * 1e9, latency=numbers["node_latency_us"] * 1e-6),
         network=Link(
             bandwidth=numbers["nic_bandwidth_gb_s"] * 1e9 * nics / n, latency=numbers["network_latency_us"] * 1e-6
@@ -249,7 +288,6 @@ def _assembled(
     return Cluster(
         device=dataclasses.replace(device, **{**kept, **ranges}),
         peaks=peaks,
-        nics_per_node=nics,
         price_per_hour=numbers["price_per_hour"],
     )
 
@@ -271,6 +309,14 @@ def _text(table: Mapping[str, Any], name: str, default: str, path: Path, problem
         return value
     problems.append(f'{path}: {name} = {_shown(value)} must be one line of text in quotes, as in {name} = "mine"')
     return default
+
+
+def _switch(table: Mapping[str, Any], name: str, path: Path, problems: list[str], *, usual: bool) -> bool:
+    value = table.get(name, usual)
+    if isinstance(value, bool):
+        return value
+    problems.append(f"{path}: {name} = {_shown(value)} must be true or false")
+    return usual
 
 
 def _shown(value: object) -> str:
@@ -295,8 +341,8 @@ def fields_of(cluster: Cluster) -> dict[str, float]:
         "gpus_per_node": device.node_ranks,
         "node_bandwidth_gb_s": device.node_link.bandwidth / 1e9,
         "node_latency_us": device.node_link.latency * 1e6,
-        "nics_per_node": cluster.nics_per_node,
-        "nic_bandwidth_gb_s": device.network.bandwidth * device.node_ranks / cluster.nics_per_node / 1e9,
+        "nics_per_node": device.node_nics,
+        "nic_bandwidth_gb_s": device.network.bandwidth * device.node_ranks / device.node_nics / 1e9,
         "network_latency_us": device.network.latency * 1e6,
         "host_link_gb_s": device.host_link / 1e9,
         "host_memory_gb_s": device.host_bandwidth * device.node_ranks / 1e9,
@@ -378,12 +424,15 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
             problems.append(f"{path}: efficiency.{name} = {_shown(values)} must {order}: [slow, expected, fast]")
             continue
         ranges[_RANGES[name]] = Range(*(v * (1e-6 if is_time else 1) for v in triple))
+    if "links" in given and "network" not in given and "link_efficiency" in ranges:
+        ranges["network_efficiency"] = ranges["link_efficiency"]  # one number for both, as in older files
     return ranges
 
 
 def to_toml(cluster: Cluster) -> str:
     """A cluster as the text of its file."""
     head = {"name": cluster.name, "source": cluster.source, "on_cpu": cluster.on_cpu}
+    head |= {"node_mesh": True} if cluster.device.node_mesh else {}
     lines = tomli_w.dumps(head).splitlines()
     lines += [
         f"{name} = {int(value) if name in ('gpus_per_node', 'nics_per_node') else repr(float(value))}"

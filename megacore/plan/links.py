@@ -11,12 +11,32 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
+
+
+class Crossing(NamedTuple):
+    """The groups that have ranks in one node and others in another.
+
+    Attributes:
+        groups: how many of them share the network cards of a node, on the node with the most. 0: every group lies in a
+            node.
+        ranks: how many ranks they have in a node together, on the node with the most.
+        least: the fewest ranks that one of them has in one of its nodes.
+    """
+
+    groups: int
+    ranks: int
+    least: int
+
+
+def groups_between_nodes(ranks: int, stride: int, among: range, node_ranks: int) -> int:
+    """How many of the groups that reach from a node to another share its network cards; arguments of `crossing`."""
+    return crossing(ranks, stride, among, node_ranks).groups
 
 
 @functools.lru_cache(maxsize=65536)
-def groups_between_nodes(ranks: int, stride: int, among: range, node_ranks: int) -> int:
-    """How many of the groups that have ranks in one node have others in another, on the node with the most of them:
-    they share its network cards. 0: every group lies in a node.
+def crossing(ranks: int, stride: int, among: range, node_ranks: int) -> Crossing:
+    """Which of the groups reach from one node to another.
 
     Args:
         ranks: of a group.
@@ -26,18 +46,21 @@ def groups_between_nodes(ranks: int, stride: int, among: range, node_ranks: int)
         node_ranks: of a node.
     """
     if ranks == 1:
-        return 0
+        return Crossing(0, 0, 0)
     block = min(ranks * stride, len(among))
     side_by_side = block - (ranks - 1) * stride  # groups of a block
-    most = 0
+    most, together, least = 0, 0, ranks
     # Nodes divide blocks alike again after as many ranks as both divide.
     nodes = range(among.start // node_ranks, -(-among.stop // node_ranks))[: block // math.gcd(block, node_ranks) + 1]
     for node in nodes:
         low, high = max(node * node_ranks, among.start), min((node + 1) * node_ranks, among.stop)
-        count = 0
+        groups = in_node = 0
         for number in {(low - among.start) // block, (high - 1 - among.start) // block}:  # others lie in the node
             begin = among.start + number * block
             inside = min(high, begin + block) - max(low, begin)
-            count += min(side_by_side, inside, block - inside)
-        most = max(most, count)
-    return most
+            if across := min(side_by_side, inside, block - inside):
+                groups += across
+                in_node += inside - (min(side_by_side, inside) - across) * ranks  # without groups that are all here
+                least = min(least, max(inside // side_by_side, 1))
+        most, together = max(most, groups), max(together, in_node)
+    return Crossing(most, together, least if most else 0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megacore.plan.devices import Case, Device, Range
-from megacore.plan.links import groups_between_nodes
+from megacore.plan.links import crossing
 from megacore.train.peaks import Format
 
 Phase = Literal["forward", "backward", "update"]
@@ -180,21 +180,53 @@ def launch_seconds(launch: Launch, device: Device, *, case: Case = "expected", p
 
 
 def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expected") -> float:
-    """How long a collective takes by itself. Rings of a node share its network cards.
+    """How long a collective takes by itself, while all groups of its kind communicate.
+
+    A rank never sends faster than its own network cards, and ranks that send at once share the cards of their node.
+    What follows from that depends on the pattern:
+
+    - A ring collective (all-reduce, all-gather, reduce-scatter) enters and leaves a node once in each of its channels,
+      and NCCL gives every rank of the node a channel with the card of that rank. A ring with k ranks in a node so
+      reaches k times the share of a rank: one ring of all 8 ranks has all 8 cards, each of 8 rings has one. The node
+      where it has the fewest ranks decides.
+    - An all-to-all of n ranks, k of them in a node: each rank sends (n - k) / n of its bytes over its own cards and,
+      at the same time, (k - 1) / n within the node. Other ranks' cards do not help, for these send as much.
+    - A message goes over the cards of the rank that sends it. One rank of each group sends over the border of a node at
+      a time, whether the groups are pipelines or the rings of context parallelism; the others stay within the node.
 
     An all-reduce takes the faster of two algorithms, as NCCL chooses: a ring, with 2 (n - 1) messages one after the
     other and 2 (n - 1) / n of the bytes over each link (Patarasuk and Yuan 2009, JPDC 69(2)); or a pair of binary
     trees, with 2 log2 n messages and twice the bytes (Sanders, Speck and Traeff 2009, Parallel Computing 35(12)). The
     others are rings of one pass; a message goes over one link.
     """
-    if transfer.ranks == 1:
+    n = transfer.ranks
+    if n == 1:
         return 0.0
-    link, bandwidth = device.node_link, device.node_link.bandwidth
-    among = transfer.among or range(transfer.ranks * transfer.stride)
-    if rings := groups_between_nodes(transfer.ranks, transfer.stride, among, device.node_ranks):
-        link, bandwidth = device.network, min(bandwidth, device.network.bandwidth * device.node_ranks / rings)
-    bandwidth *= device.link_efficiency.of(case)
-    return min(steps * link.latency + share * transfer.bytes / bandwidth for steps, share in _algorithms(transfer))
+    over = crossing(n, transfer.stride, transfer.among or range(n * transfer.stride), device.node_ranks)
+    within = _node_bandwidth(transfer, device) * device.link_efficiency.of(case)
+    if not over.groups:
+        return _fastest(transfer, device.node_link.latency, within)
+    sending = over.groups if transfer.pattern == "message" else over.ranks
+    own = device.network_of_rank(sending) * device.network_efficiency.of(case)
+    if transfer.pattern == "all-to-all":
+        outside = (n - over.least) / n * transfer.bytes / own
+        inside = (over.least - 1) / n * transfer.bytes / within
+        return (n - 1) * device.network.latency + max(outside, inside)
+    channels = 1 if transfer.pattern == "message" else over.least
+    return _fastest(transfer, device.network.latency, min(channels * own, within))
+
+
+def _node_bandwidth(transfer: Transfer, device: Device) -> float:
+    """Of the links from a rank to the others of its group, where all of them are in its node."""
+    bandwidth = device.node_link.bandwidth
+    if not device.node_mesh:
+        return bandwidth
+    peers = 1 if transfer.pattern == "message" else min(transfer.ranks, device.node_ranks) - 1
+    return bandwidth * peers / (device.node_ranks - 1)
+
+
+def _fastest(transfer: Transfer, latency: float, bandwidth: float) -> float:
+    return min(steps * latency + share * transfer.bytes / bandwidth for steps, share in _algorithms(transfer))
 
 
 def _algorithms(transfer: Transfer) -> Iterator[tuple[int, float]]:

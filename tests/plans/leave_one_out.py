@@ -63,7 +63,7 @@ class Left:
 def with_speeds(cluster: Cluster, constants: Constants) -> Cluster:
     """A cluster that reaches these shares, with software that takes this time."""
     products, links, block = (Range(value, value, value) for value in constants)
-    device = replace(cluster.device, product_efficiency=products, link_efficiency=links)
+    device = replace(cluster.device, product_efficiency=products, link_efficiency=links, network_efficiency=links)
     return replace(cluster, device=device, software=replace(cluster.software, block_seconds=block))
 
 

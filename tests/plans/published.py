@@ -9,12 +9,15 @@ Sources, each also in docs/guides/planner.md:
   table leaves out, are assumed.
 - 22B and 175B with sequence parallelism: Korthikanti et al. 2022 (arXiv 2205.05198), table 5.
 - GPT-3 175B and Nemotron-4 15B on H100: NVIDIA's performance recipes for NeMo 24.12.
+- Llama 3.1 405B and Nemotron-4 340B on GB200: NVIDIA's performance recipes (github.com/NVIDIA/dgxc-benchmarking,
+  llama3.1/README.md and nemotron/README.md of release 25.05), bf16; recomputation is not stated, and none is assumed.
 - Turing-NLG 530B: Smith et al. 2022 (arXiv 2201.11990).
 - Llama 3.1 8B: torchtitan's performance page. 1B Llama: nanotron's benchmark table.
 - 175B with Megatron-LM on 256 to 1,024 Ampere devices and batch 768: Jiang et al. 2024 (arXiv 2402.15627), table 2.
 - Held out, no constant is fitted to them: the other rows of the tables of Narayanan et al. 2021 and Korthikanti et al.
   2022; the rows of Jiang et al. with batch 6144 on up to 12,288 devices; Turing-NLG 530B on more nodes; Llama 3 405B,
-  Grattafiori et al. 2024 (arXiv 2407.21783), table 4; megacore itself on one H100 (docs/reports/measured.md).
+  Grattafiori et al. 2024 (arXiv 2407.21783), table 4; the two models of the recipes on H100 (releases 24.09 and
+  25.05); megacore itself on one H100 (docs/reports/measured.md).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from megacore.plan.software import MEGACORE, MEGATRON_CORE, MEGATRON_DEEPSPEED, 
 
 A100 = CLUSTERS["a100-80g"]
 _NETWORK = replace(A100.device.network, bandwidth=4 * 12.5e9 / 8)
-JEAN_ZAY = replace(A100, device=replace(A100.device, network=_NETWORK), nics_per_node=4)
+JEAN_ZAY = replace(A100, device=replace(A100.device, network=_NETWORK, node_nics=4))
 SHAPES = {"megatron-3.6B": (3072, 30, 32), "megatron-18.4B": (6144, 40, 48)}
 
 
@@ -185,6 +188,45 @@ def _nemo() -> Iterator[Run]:
         )
 
 
+NEMOTRON_340B = (
+    "--hidden-size 18432 --num-layers 96 --num-attention-heads 96 --num-query-groups 8 --ffn-hidden-size 73728 "
+    "--vocab-size 256000 --seq-length 4096 --activation relu2 --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+def _recipe(model: str, shape: str, layout: str, cluster: str, seconds: float) -> Run:
+    flags = (
+        f"{shape} --precision bf16 --grad-reduce-dtype bf16 --sequence-parallel --zero-stage 1 --schedule interleaved "
+        f"--micro-batch-size 1 {layout}"
+    )
+    return Run(model=model, flags=flags, cluster=CLUSTERS[cluster], software=MEGATRON_CORE, seconds=seconds)
+
+
+def blackwell_runs() -> Iterator[Run]:
+    """Dense models on GB200, to which its efficiency in products is fitted."""
+    for replicas, seconds in ((2, 9.347), (4, 9.484), (8, 9.508)):
+        layout = f"--tp 4 --pp 8 --cp 2 --virtual-stages 8 --dp {replicas} --global-batch-size {32 * replicas}"
+        yield _recipe("llama-405B-gb200", "--preset llama-3.1-405b", layout, "gb200", seconds)
+    for replicas, batch, seconds in (
+        (4, 32, 2.189),
+        (8, 64, 2.19),
+        (16, 128, 2.229),
+        (4, 512, 32.66),
+        (8, 512, 16.58),
+        (16, 512, 8.468),
+    ):
+        layout = f"--tp 8 --pp 4 --virtual-stages 12 --dp {replicas} --global-batch-size {batch}"
+        yield _recipe("nemotron-340B-gb200", NEMOTRON_340B, layout, "gb200", seconds)
+
+
+def _h100_recipes() -> Iterator[Run]:
+    layout = "--tp 8 --pp 9 --cp 2 --virtual-stages 7 --dp 4 --global-batch-size 252"
+    yield _recipe("llama-405B-h100", "--preset llama-3.1-405b", layout, "h100", 17.20)
+    layout = "--tp 8 --pp 8 --virtual-stages 12 --dp 4 --global-batch-size 64"
+    yield _recipe("nemotron-340B-h100", NEMOTRON_340B, layout, "h100", 4.606)
+
+
 def _table_2024(batch: int, seconds_by_ranks: dict[int, float]) -> Iterator[Run]:
     flags = (
         f"{shape(12288, 96, 128, vocabulary=64000)} --precision bf16 --sequence-parallel --tp 8 --pp 8 --zero-stage 1 "
@@ -249,6 +291,7 @@ def held_out_runs() -> Iterator[Run]:
         )
         run = Run(model="llama-405B", flags=flags, cluster=CLUSTERS["h100"], software=TORCH_EAGER)
         yield _with_tflops(run, tflops, hardware=False)
+    yield from _h100_recipes()
     yield from own_runs()
 
 

@@ -19,10 +19,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megacore.plan.cluster import CLUSTERS, fields_of
 from megacore.plan.memory import GIB
 from megacore.plan.software import SOFTWARE, software_named
 from tests.plans.published import (
     Run,
+    blackwell_runs,
     held_out_runs,
     megatron_runs,
     memory_runs,
@@ -130,6 +132,22 @@ def memory_lines(software: str | None = None) -> Iterator[str]:
             yield f"| {what} | {run.gib:.1f} | {planned:.1f} | {difference} |"
 
 
+def cluster_lines() -> Iterator[str]:
+    """The clusters with devices as a Markdown table."""
+    columns = "devices per node | GB | memory, GB/s | TFLOP/s bf16, fp8, fp32 | link in a node, GB/s | NICs of a node"
+    yield f"| name | {columns} |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, cluster in CLUSTERS.items():
+        device, fields = cluster.device, fields_of(cluster)
+        peaks = [cluster.peak(form) for form in ("bf16", "fp8", "fp32")]
+        speeds = ", ".join("-" if peak is None else f"{peak / 1e12:,.5g}".replace(",", "") for peak in peaks)
+        sizes = f"{device.memory_bytes / 1e9:.1f} | {fields['memory_bandwidth_gb_s']:g}"
+        link = f"{fields['node_bandwidth_gb_s']:g}" + (f" ({device.node_ranks - 1} links)" if device.node_mesh else "")
+        cards = f"{device.node_nics} of {fields['nic_bandwidth_gb_s']:g} GB/s"
+        if not cluster.on_cpu:
+            yield f"| `{name}` | {device.node_ranks} | {sizes} | {speeds} | {link} | {cards} |"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Predictions of published runs as Markdown tables.")
     parser.add_argument("--software", choices=SOFTWARE, help="of all runs. Default: each run's own")
@@ -141,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Sweeps of many nodes": list(megatron_runs()),
         "Layouts of one node": list(single_node_runs(args.every)),
         "Other runs": others,
+        "Blackwell": list(blackwell_runs()),
         "Held out": list(held_out_runs()),
     }
     for title, runs in sets.items():
@@ -155,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"    {row.run.flags}")
     print("\nMemory\n")
     print("\n".join(memory_lines(args.software)))
+    print("\nClusters\n")
+    print("\n".join(cluster_lines()))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.plan.cluster import CLUSTERS, cluster_named, load_cluster, to_toml
+from megacore.plan.cluster import CLUSTERS, cluster_named, fields_of, load_cluster, to_toml
 from tools.plan import main
 
 
@@ -40,6 +40,66 @@ def test_efficiencies_are_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_the_network_has_an_efficiency_of_its_own(tmp_path: Path) -> None:
+    """`links` alone is for both, as in files of before."""
+    path = tmp_path / "own.toml"
+    for given, links, network in (("links = 0.5", 0.5, 0.5), ("links = 0.5\nnetwork = 0.9", 0.5, 0.9)):
+        path.write_text(f'based_on = "h100"\n[efficiency]\n{given}\n', encoding="utf-8")
+        device = load_cluster(path).device
+        assert (device.link_efficiency.expected, device.network_efficiency.expected) == (links, network)
+    path.write_text('based_on = "h100"\n[efficiency]\nnetwork = 0.9\n', encoding="utf-8")
+    assert load_cluster(path).device.link_efficiency == CLUSTERS["h100"].device.link_efficiency
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_cluster_is_read_back_as_it_is_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(to_toml(CLUSTERS[name]), encoding="utf-8")
+    read, expected = load_cluster(path), CLUSTERS[name]
+    assert fields_of(read) == pytest.approx(fields_of(expected))
+    assert read.peaks == pytest.approx(expected.peaks)
+    assert read.device.network_efficiency == expected.device.network_efficiency
+    assert read.device.node_mesh == expected.device.node_mesh
+    assert read.notes == ()
+    assert all(expected.peak(precision) for precision in ("fp32", "bf16", "fp16"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "nic_bandwidth_gb_s = 400",
+            "nic_bandwidth_gb_s = 400 is more than a network card carries; the fastest have 100 GB/s. If it is in "
+            "Gb/s, write nic_bandwidth_gb_s = 50",
+        ),
+        (
+            "nic_bandwidth_gb_s = 100\nnics_per_node = 32",
+            "nic_bandwidth_gb_s = 100 is 400 GB/s per GPU; the fastest have 100 GB/s. If it is in Gb/s, write "
+            "nic_bandwidth_gb_s = 12.5",
+        ),
+        (
+            "memory_bandwidth_gb_s = 3.35",
+            "memory_bandwidth_gb_s = 3.35 is less than any GPU has. If it is in TB/s, write "
+            "memory_bandwidth_gb_s = 3350",
+        ),
+        ("memory_bandwidth_gb_s = 50", "memory_bandwidth_gb_s = 50 is less than any GPU has. Give GB/s"),
+        ("nic_bandwidth_gb_s = 100", None),
+        ("nic_bandwidth_gb_s = 12.5", None),
+        ("nic_bandwidth_gb_s = 400\nmemory_bandwidth_gb_s = 8\non_cpu = true", None),
+        ('nic_bandwidth_gb_s = 400\nsource = "fitted to output/run"', None),
+    ],
+)
+def test_a_unit_that_is_probably_mistaken_is_noted(
+    text: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
+    flags = ["pretrain_gpt.py", "--preset", "gpt2-small", "--global-batch-size", "8", "--precision", "fp32"]
+    assert main([*flags, "--cluster", str(path)]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
+    assert notes == ([] if said is None else [f"megacore: note: {path}: {said}"])
+
+
 def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('based_on = "h900"\nmemory_gb = -1', encoding="utf-8")
@@ -63,9 +123,9 @@ def test_of_an_unknown_base_nothing_else_is_missing(tmp_path: Path) -> None:
         ("[memory_gb]\nbytes = 'x'", 'memory_gb = {bytes = "x"} must be a number'),
         (
             "[peak_tflops]\nbf17 = 3",
-            "peak_tflops.bf17 is not a format: use fp32, tf32, bf16 or fp16 (did you mean bf16?)",
+            "peak_tflops.bf17 is not a format: use fp32, tf32, bf16, fp16 or fp8 (did you mean bf16?)",
         ),
-        ("[efficiency]\nlink = 0.5", "efficiency.link is not known: use products, attention, memory, links"),
+        ("[efficiency]\nlink = 0.5", "efficiency.link is not known: use products, attention, memory, links, network"),
     ],
 )
 def test_a_field_of_another_type_is_not_called_missing(text: str, said: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from megacore.config.dimensions import DIMENSIONS
 from megacore.models.outline import outline
 from megacore.parallel.mesh import groups_of_experts, groups_of_role
 from megacore.plan.devices import Device, Link, Range
-from megacore.plan.links import groups_between_nodes
-from megacore.plan.roofline import Transfer, transfer_seconds
+from megacore.plan.links import Crossing, crossing, groups_between_nodes
+from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.traffic import Sent, bytes_by_link, rank_traffic, stage_message, tied_gradients
 from tests.parity.runs import make_config
 from tests.unit.planning import planned
@@ -71,13 +72,22 @@ def groups_of(sent: Sent, config: ResolvedConfig) -> Groups:
     raise AssertionError(f"no group of {sent}")
 
 
+def across(groups: Groups, node: int) -> Crossing:
+    """Of the groups that have ranks in several nodes: how many of them, and of their ranks, the node with the most has;
+    and the fewest ranks of one in a node."""
+    found, together, least = Counter[int](), Counter[int](), list[int]()
+    for ranks in groups:
+        inside = Counter(rank // node for rank in ranks)
+        if len(inside) > 1:
+            found.update(inside.keys())
+            together.update(inside)
+            least += inside.values()
+    return Crossing(max(found.values(), default=0), max(together.values(), default=0), min(least, default=0))
+
+
 def sharing(groups: Groups, node: int) -> int:
     """On the node with the most of them, the groups that have ranks in it and in others."""
-    found: Counter[int] = Counter()
-    for ranks in groups:
-        nodes = {rank // node for rank in ranks}
-        found.update(nodes if len(nodes) > 1 else ())
-    return max(found.values(), default=0)
+    return across(groups, node).groups
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,9 +99,9 @@ def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> No
             groups = list(groups_of(sent, config))
             assert sorted(sum(groups, ())) == list(range(world))
             for node in NODES:
-                count = sharing(groups, node)
-                assert groups_between_nodes(sent.ranks, sent.stride, sent.among, node) == count, (sent, node)
-                assert sent.link(node) == ("network" if count else "node"), (sent, node)
+                found = across(groups, node)
+                assert crossing(sent.ranks, sent.stride, sent.among, node) == found, (sent, node)
+                assert sent.link(node) == ("network" if found.groups else "node"), (sent, node)
     if pp == 1:
         return
     pipelines = list(groups_of_role("pipeline", DIMENSIONS, config.parallel.degrees))
@@ -160,35 +170,94 @@ DEVICE = Device(
     node_link=Link(bandwidth=1e11, latency=0.0),
     network=Link(bandwidth=2e9, latency=0.0),
     link_efficiency=SURE,
+    network_efficiency=SURE,
 )
+
+
+def seconds_of(pattern: Pattern, ranks: int, stride: int, world: int, device: Device = DEVICE) -> float:
+    """Of 100 MB."""
+    transfer = Transfer(
+        name="t",
+        phase="forward",
+        number=1,
+        role="layer",
+        pattern=pattern,
+        bytes=1e8,
+        ranks=ranks,
+        stride=stride,
+        among=range(world),
+    )
+    return transfer_seconds(transfer, device)
 
 
 @pytest.mark.parametrize(
     ("ranks", "stride", "world", "seconds"),
     [
         (3, 1, 6, 2 / 3 * 0.1 / 100),  # one node
-        (3, 1, 24, 2 / 3 * 0.1 / 8),  # 6 7 8 and 15 16 17 share the cards of the second node
-        (3, 1, 9, 2 / 3 * 0.1 / 16),  # 6 7 8 has them
-        (2, 3, 12, 1 / 2 * 0.1 / 8),  # 6 9 and 7 10, but not 8 11
-        (6, 1, 12, 5 / 6 * 0.1 / 16),  # 6 to 11
+        (3, 1, 24, 2 / 3 * 0.1 / 2),  # 6 7 8 and 15 16 17: 8 and 15 are alone in the second node, each with its card
+        (6, 1, 12, 5 / 6 * 0.1 / 4),  # 6 to 11: 6 and 7 are in the first node
+        (2, 3, 12, 1 / 2 * 0.1 / 2),  # 6 9 and 7 10, but not 8 11: two of the eight cards
         (4, 2, 64, 3 / 4 * 0.1 / 100),
-        (4, 4, 64, 3 / 4 * 0.1 / 4),  # four groups in two nodes
+        (4, 4, 64, 3 / 4 * 0.1 / 4),  # two ranks of each of four groups in a node
+        (16, 1, 64, 15 / 16 * 0.1 / 16),  # one ring has all eight cards
+        (2, 8, 16, 1 / 2 * 0.1 / 2),  # eight rings have one each
     ],
 )
-def test_groups_that_leave_a_node_share_its_network_cards(ranks: int, stride: int, world: int, seconds: float) -> None:
-    """100 MB are gathered."""
-    transfer = Transfer(
-        name="t",
-        phase="forward",
-        number=1,
-        role="layer",
-        pattern="all-gather",
-        bytes=1e8,
-        ranks=ranks,
-        stride=stride,
-        among=range(world),
-    )
-    assert transfer_seconds(transfer, DEVICE) == pytest.approx(seconds, rel=1e-9)
+def test_a_ring_has_the_network_cards_of_its_ranks(ranks: int, stride: int, world: int, seconds: float) -> None:
+    assert seconds_of("all-gather", ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "world", "seconds"),
+    [
+        (8, 1, 64, 7 / 8 * 0.1 / 100),  # one node
+        (64, 1, 64, 56 / 64 * 0.1 / 2),  # 8 ranks a node: 56 of 64 parts leave it, over a card of their own
+        (16, 2, 64, 12 / 16 * 0.1 / 2),  # 4 of each of two groups in a node
+        (8, 8, 64, 7 / 8 * 0.1 / 2),  # alone in its node
+        (6, 1, 12, 4 / 6 * 0.1 / 2),  # 6 and 7 of 6 to 11 send four parts
+    ],
+)
+def test_in_an_all_to_all_each_rank_sends_over_its_own_network_card(
+    ranks: int, stride: int, world: int, seconds: float
+) -> None:
+    assert seconds_of("all-to-all", ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "world", "seconds"),
+    [
+        (8, 1, 64, 0.1 / 100),
+        (16, 1, 64, 0.1 / 2),  # a ring over two nodes
+        (16, 4, 64, 0.1 / 2),  # four rings that cross at once
+        (4, 4, 16, 0.1 / 2),  # pipelines of stages of four ranks
+    ],
+)
+def test_a_message_goes_over_one_network_card(ranks: int, stride: int, world: int, seconds: float) -> None:
+    assert seconds_of("message", ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
+
+
+def test_devices_share_network_cards_that_are_fewer() -> None:
+    """Two cards of 8 GB/s for eight devices: a rank that sends alone has one of them."""
+    device = replace(DEVICE, node_nics=2)
+    assert seconds_of("message", 16, 1, 16, device) == pytest.approx(0.1 / 8)  # one ring
+    assert seconds_of("message", 4, 4, 16, device) == pytest.approx(0.1 / 4)  # four rings
+    assert seconds_of("message", 2, 8, 16, device) == pytest.approx(0.1 / 2)  # eight
+    assert seconds_of("all-gather", 16, 1, 16, device) == pytest.approx(15 / 16 * 0.1 / 16)
+    assert seconds_of("all-to-all", 16, 1, 16, device) == pytest.approx(8 / 16 * 0.1 / 2)
+
+
+def test_links_in_a_node_and_between_nodes_have_efficiencies_of_their_own() -> None:
+    device = replace(DEVICE, link_efficiency=Range(0.5, 0.5, 0.5), network_efficiency=Range(0.25, 0.25, 0.25))
+    assert seconds_of("all-gather", 8, 1, 64, device) == pytest.approx(7 / 8 * 0.1 / 50)
+    assert seconds_of("all-gather", 2, 8, 64, device) == pytest.approx(1 / 2 * 0.1 / 0.5)
+
+
+def test_without_a_switch_a_group_has_the_links_among_its_ranks() -> None:
+    """Eight devices, each with seven links that reach 100 GB/s together."""
+    device = replace(DEVICE, node_mesh=True)
+    assert seconds_of("all-gather", 8, 1, 8, device) == pytest.approx(7 / 8 * 0.1 / 100)
+    assert seconds_of("all-gather", 2, 1, 8, device) == pytest.approx(1 / 2 * 0.1 / (100 / 7))
+    assert seconds_of("message", 8, 1, 8, device) == pytest.approx(0.1 / (100 / 7))
 
 
 @pytest.mark.parametrize(
