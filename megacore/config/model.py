@@ -53,13 +53,14 @@ class ModelConfig(Section):
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, olmoe-1b-7b,
-    deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini, phi-4, starcoder2-3b, gemma-2b,
-    gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b, opt-6.7b, falcon-7b, falcon-40b, gpt-j-6b, phi-2, gpt-neo-1.3b,
-    olmo-3-7b, command-r, command-r7b, exaone-4-1.2b, glm-4-9b, minitron-4b, seed-oss-36b, ernie-4.5-0.3b, pythia-160m,
-    bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a
-    tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout, --adam-beta2, --weight-decay and --min-lr.
-    A configuration file and flags override it. Default: no preset."""
+    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, llama-3-70b, llama-3.1-405b, qwen3-0.6b, mistral-7b, mixtral-8x7b,
+    mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, olmoe-1b-7b, deepseek-v2-lite, deepseek-v3, granite-3.1-2b,
+    smollm3-3b, olmo-2-7b, phi-3-mini, phi-4, starcoder2-3b, gemma-2b, gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b,
+    opt-6.7b, falcon-7b, falcon-40b, gpt-j-6b, phi-2, gpt-neo-1.3b, olmo-3-7b, command-r, command-r7b, exaone-4-1.2b,
+    glm-4-9b, minitron-4b, seed-oss-36b, ernie-4.5-0.3b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces
+    the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its
+    paper's dropout, --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no
+    preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768

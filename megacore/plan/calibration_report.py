@@ -34,6 +34,7 @@ CLUSTER_FIELDS = {
     "attention": ("share", "fitted"),
     "memory": ("share", "fitted"),
     "links": ("share", "links"),
+    "network": ("share", "links"),
     "launch_us": ("us", "fitted"),
     "host_us": ("us", "fitted"),
 }
