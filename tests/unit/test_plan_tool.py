@@ -405,7 +405,8 @@ def test_a_plan_loads_only_what_it_needs() -> None:
 
 
 def test_the_published_sizes_of_mixtures(capsys: pytest.CaptureFixture[str]) -> None:
-    for preset, total, active in (("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.35)):
+    sizes = {"mixtral-8x7b": (46.7, 12.9), "mixtral-8x22b": (140.6, 39.1), "qwen3-30b-a3b": (30.5, 3.35)}
+    for preset, (total, active) in {**sizes, "qwen3-235b-a22b": (235.1, 22.2)}.items():
         plan = planned(capsys, f"pretrain_gpt.py --preset {preset} --dp 8 --ep 8 --zero-stage 1 --cluster b200")
         assert plan["parameters"]["value"] / 1e9 == pytest.approx(total, rel=3e-3)
         assert plan["active_parameters"]["value"] / 1e9 == pytest.approx(active, rel=3e-3)
@@ -414,6 +415,7 @@ def test_the_published_sizes_of_mixtures(capsys: pytest.CaptureFixture[str]) -> 
 def test_devices_have_the_memory_that_drivers_report() -> None:
     """What CUDA tells a program of devices whose names have round numbers; an MI250X is two devices of 64 GiB."""
     reported = {"a100-40g": 42_298_834_944, "h100": 79.11 * GIB, "mi250x": 67_092_480 * 1024}
+    reported |= {"gb200": 184.31 * GIB, "b300": 267.69 * GIB, "gb300": 276.50 * GIB, "mi355x": 287.98 * GIB}
     for name, size in reported.items():
         assert CLUSTERS[name].device.memory_bytes == pytest.approx(size, rel=5e-4), name
 
