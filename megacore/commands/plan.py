@@ -301,6 +301,7 @@ def _read(args: argparse.Namespace) -> _Request:
             lambda resolved: _require_peak(resolved, cluster),
             lambda resolved: require_possible_limits(resolved, cluster, args),
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
+            lambda _: _print_notes(cluster),  # on the first rank of each machine, as all checks
         ],
         planned=True,
         may_be_launched=args.is_dry_run,
@@ -360,8 +361,6 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     except ConfigError as error:
         problems.extend(error.problems)
         return None
-    for note in cluster.notes:
-        print(f"megacore: note: {note}", file=sys.stderr)
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
     return replace(cluster, software=software)
@@ -468,6 +467,11 @@ def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     """With the number format that --precision auto has there."""
     bf16 = not cluster.on_cpu and cluster.peak("bf16") is not None
     return replace(config, precision=config.precision.for_device(bf16=bf16))
+
+
+def _print_notes(cluster: Cluster | None) -> None:
+    for note in cluster.notes if cluster else ():
+        print(f"megacore: note: {note}", file=sys.stderr)
 
 
 def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:

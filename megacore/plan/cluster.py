@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -234,7 +234,7 @@ def load_cluster(path: Path) -> Cluster:
     device = dataclasses.replace(cluster.device, node_mesh=mesh)
     cluster = dataclasses.replace(cluster, device=device, on_cpu=on_cpu, source=source)
     # A file that --calibrate wrote has speeds of a whole step, which may be any.
-    notes = () if on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path))
+    notes = () if on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path, table.keys()))
     return dataclasses.replace(cluster, notes=notes)
 
 
@@ -242,17 +242,28 @@ _MOST_NETWORK = 100.0  # GB/s of a GPU: a card of 800 Gb/s
 _LEAST_MEMORY, _MOST_MEMORY = 100.0, 20_000.0  # GB/s of a GPU
 
 
-def _implausible(cluster: Cluster, path: Path) -> Iterator[str]:
-    """Speeds that no GPU has, which a mistaken unit explains, with the value that was probably meant."""
-    fields = fields_of(cluster)
+def _implausible(cluster: Cluster, path: Path, given: Collection[str]) -> Iterator[str]:
+    """Speeds that no GPU has, which a mistaken unit or an inherited number explains, with the value that was probably
+    meant.
+
+    Args:
+        cluster: of a file.
+        path: of the file.
+        given: fields that the file has.
+    """
+    fields, gpus = fields_of(cluster), cluster.device.node_ranks
     card, memory = fields["nic_bandwidth_gb_s"], fields["memory_bandwidth_gb_s"]
-    of_gpu = cluster.device.network.bandwidth / 1e9
-    if max(card, of_gpu) > _MOST_NETWORK * (1 + 1e-9):
-        too_much = "more than a network card carries" if card > _MOST_NETWORK else f"{of_gpu:g} GB/s per GPU"
+    of_gpu, most = cluster.device.network.bandwidth / 1e9, f"the fastest have {_MOST_NETWORK:g} GB/s"
+    if card > _MOST_NETWORK:
         yield (
-            f"{path}: nic_bandwidth_gb_s = {card:g} is {too_much}; the fastest have "
-            f"{_MOST_NETWORK:g} GB/s. If it is in Gb/s, write nic_bandwidth_gb_s = {card / 8:g}"
+            f"{path}: nic_bandwidth_gb_s = {card:g} is more than a network card carries; {most}. If it is in Gb/s, "
+            f"write nic_bandwidth_gb_s = {card / 8:g}"
         )
+    elif of_gpu > _MOST_NETWORK * (1 + 1e-9):
+        way_out = f"If it is in Gb/s, write nic_bandwidth_gb_s = {card / 8:g}"
+        if "nics_per_node" not in given:  # the base's, whose nodes are larger
+            way_out = f"Give nics_per_node, as in nics_per_node = {gpus}"
+        yield f"{path}: nic_bandwidth_gb_s = {card:g} is {of_gpu:g} GB/s per GPU; {most}. {way_out}"
     if memory < _LEAST_MEMORY:
         in_tb = memory * 1e3 <= _MOST_MEMORY
         way_out = f"If it is in TB/s, write memory_bandwidth_gb_s = {memory * 1e3:g}" if in_tb else "Give GB/s"

@@ -83,6 +83,11 @@ def test_every_cluster_is_read_back_as_it_is_written(name: str, tmp_path: Path) 
             "memory_bandwidth_gb_s = 3350",
         ),
         ("memory_bandwidth_gb_s = 50", "memory_bandwidth_gb_s = 50 is less than any GPU has. Give GB/s"),
+        (
+            "gpus_per_node = 2",
+            "nic_bandwidth_gb_s = 50 is 200 GB/s per GPU; the fastest have 100 GB/s. Give nics_per_node, as in "
+            "nics_per_node = 2",
+        ),
         ("nic_bandwidth_gb_s = 100", None),
         ("nic_bandwidth_gb_s = 12.5", None),
         ("nic_bandwidth_gb_s = 400\nmemory_bandwidth_gb_s = 8\non_cpu = true", None),
