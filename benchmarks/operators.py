@@ -43,7 +43,7 @@ from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
-from megacore.train.step_trace import FREE
+from megacore.tracer.step_trace import FREE
 
 MICRO_BATCH, POSITIONS, VOCABULARY, RANKS = 2, 64, 1024, 8
 CPU = torch.device("cpu")

@@ -45,7 +45,6 @@ LONGEST = (
     "unit/test_roofline.py",
     "accelerator/test_products.py",
     "matrix/test_zero.py",
-    "parity/test_activations.py",
     "matrix/test_layouts.py",
     "parallel/test_stopping.py",
     "accelerator/test_memory.py",

@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> None:
     device = device_named(args.device)
     config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False, bf16=True)
     peak = _require_known(config, device)
-    from megacore.train.step_trace import record_step
+    from megacore.tracer.step_trace import record_step
 
     microbatches, training, model = config.microbatches, config.training, config.model
     sequences = microbatches * training.micro_batch_size / (config.parallel.tp * config.parallel.cp)  # of a rank

@@ -131,8 +131,8 @@ def _memory(runs: list[Record]) -> str:
     head = (
         "shape",
         "mode",
-        *(f"{kind}, counted / formula" for kind in kinds),
-        "peak GiB, measured / formula",
+        *(f"{kind}, counted / planned" for kind in kinds),
+        "peak GiB, measured / estimated",
         "KiB a token beyond state",
     )
     rows = []
@@ -147,7 +147,7 @@ def _memory(runs: list[Record]) -> str:
                 _number(None if beyond is None else beyond / 1024, ",.1f"),
             )
         )  # fmt: skip
-    text = "State in MiB. The formulas are those of docs/guides/memory.md."
+    text = "State in MiB. docs/guides/memory.md says how peaks are estimated."
     return f"### Memory\n\n{text}\n\n{_table(head, rows)}"
 
 

@@ -1,4 +1,4 @@
-"""`--dry-run=full` in words: what every kind of rank holds, counted beside the planner's formulas, or why it fails."""
+"""`--dry-run=full` in words: what every kind of rank holds, counted beside what is planned, or why it fails."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megacore.plan.plan_json import cluster_json, described, layout_flags, layou
 from megacore.plan.plan_report import fit_json, layout_lines, misfits
 from megacore.plan.planner import Origin, Plan, by_formula, exact, make_plan
 from megacore.plan.size_unit import SizeUnit, memory_unit
-from megacore.train.dry_run import RankReport, run_ranks
+from megacore.tracer.dry_run import RankReport, run_ranks
 
 _HEADER = """\
-State after a step and memory peak during it, in {unit}: counted, and by the formulas of docs/guides/memory.md for this
-number of microbatches. A negative difference means that the planned peak is too small. Parameters are those of a rank,
+State after a step and memory peak during it, in {unit}: counted, and planned (docs/guides/memory.md) for this number
+of microbatches. A negative difference means that the planned peak is too small. Parameters are those of a rank,
 with the padding of the vocabulary. The first and the last rank along tp and dp of each pipeline stage run. Stages that
 hold equal layers and take the same actions share a row, which names the ranks of the first of these stages.
 """
@@ -33,9 +33,9 @@ _COLUMNS = (
     "ranks",
     "parameters",
     "state",
-    "formula",
+    "planned",
     "peak",
-    "formula",
+    "planned",
     "difference",
     "microbatches",
     "result",
@@ -90,7 +90,7 @@ def _print_table(
     print(_HEADER.format(unit=unit.name))
     if plan is not None:
         for line in misfits(plan, unit):
-            print(f"{line} This is by formula, for a whole step on {plan.cluster.name}; --dry-run proposes changes.\n")
+            print(f"{line} This is planned, for a whole step on {plan.cluster.name}; --dry-run proposes changes.\n")
     print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|", flush=True)
     done = []
     for _, of_stage in groupby(reports, lambda report: report.planned.pp_rank):
@@ -141,10 +141,10 @@ def _json(config: ResolvedConfig, plan: Plan | None, reports: Sequence[RankRepor
 
 
 def _figures(config: ResolvedConfig, report: RankReport) -> dict[str, Any]:
-    """What a rank holds: counted, and by formula."""
+    """What a rank holds: counted, and planned."""
     planned, has_peak = report.planned, report.is_filled
     coordinates = coordinates_of(report.rank, config.parallel.degrees)
-    peak = by_formula(planned.expected_tensors, low=planned.least - planned.overhead[0])
+    peak = by_formula(planned.expected_tensors, low=planned.expected_tensors)
     counted = {
         "parameters": report.parameters,
         "state_bytes": dict(report.state),
@@ -159,7 +159,7 @@ def _figures(config: ResolvedConfig, report: RankReport) -> dict[str, Any]:
         "differences": report.differences,
         "microbatches": list(report.microbatches),
         "counted": counted if report.problem is None else None,
-        "formula": {
+        "planned": {
             "parameters": asdict(exact(planned.parameters, "parameters")),
             "state": {kind: asdict(by_formula(size, low=size)) for kind, size in report.planned_state.items()},
             "tensor_peak": asdict(peak) if has_peak else None,

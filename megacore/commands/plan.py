@@ -58,11 +58,13 @@ from megacore.errors import ConfigError, UserError
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.canvas import require_writable
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
+from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
-from megacore.train.fake_settings import unfit_settings, unfit_values
+from megacore.tracer.fake_settings import unfit_settings, unfit_values
+from megacore.tracer.memory import traced_memory
 
 _DRY_RUN = "--dry-run"
 _DATA_FIELDS = {"mock_data", "data_path", "train_data_path", "valid_data_path", "valid_sets"}
@@ -190,6 +192,12 @@ def _parser(prog: str, usage: str) -> PlanParser:
         "checkpoints. Default: 0.9",
     )
     add("--price-per-hour", type=price, metavar="USD", help="price per device and hour. Default: that of the cluster")
+    add(
+        "--estimate",
+        action="store_true",
+        help="estimate memory at once, within a few percent, instead of tracing a step, which loads torch and takes "
+        "seconds",
+    )
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted timeline of the pipeline (.svg or .png)")
     add("--memory-timeline", type=Path, metavar="FILE", help="draw the memory of every rank over a step (.svg or .png)")
     add_search_flags(parser)
@@ -218,7 +226,8 @@ def _plan(args: argparse.Namespace) -> None:
     if args.search:
         run_search(args, request.config, request.cluster)
         return
-    plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
+    config = scheduled(request.config, request.cluster)
+    plan = make_plan(config, request.cluster, find_memory=plan_memory if args.estimate else traced_memory)
     pictures = ((args.timeline, timeline_picture), (args.memory_timeline, memory_picture))
     report_with_pictures([(path, partial(picture, plan)) for path, picture in pictures], partial(_report, args, plan))
 

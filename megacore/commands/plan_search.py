@@ -23,11 +23,12 @@ from megacore.errors import ConfigError
 from megacore.plan.cluster import Cluster
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import usable_bytes, usable_host_bytes
-from megacore.plan.search import Found, search
+from megacore.plan.search import Found, search, with_memory
 from megacore.plan.search_conflicts import conflict, too_many_ranks
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_limits
 from megacore.plan.search_ways import ways_of_search
+from megacore.tracer.memory import traced_memory
 
 SEARCHED = (
     *degree_fields(), "ep", "etp", "schedule", "virtual_stages", "pipeline_balance", "micro_batch_size", "zero_stage",
@@ -201,6 +202,8 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     """
     constraints = _constraints(args)
     found = search(config, cluster, constraints, names_batch=args.names_batch, names_defaults=args.has_file)
+    if not args.estimate and found.layouts:
+        found = with_memory(found, args.top, traced_memory)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
     report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found))
 

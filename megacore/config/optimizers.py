@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import number
@@ -61,37 +61,6 @@ class StateKind:
             whole: whether the optimizer takes that parameter whole.
         """
         return self.parameters in ("all", "whole" if whole else "others") and (whole or self.per == "element")
-
-
-class Updated(NamedTuple):
-    """Elements that a rank updates of a bucket.
-
-    Attributes:
-        elements: all of them.
-        run: of the longest run of parameters that are updated together.
-        part: of the largest parameter.
-        counted: of the largest one whose norm the rank, or a replica of it, adds up. Of a tied table only one stage
-            does.
-        is_copied: whether their gradients are copied to fp32.
-    """
-
-    elements: float
-    run: float
-    part: float
-    counted: float
-    is_copied: bool
-
-
-class Temporaries(NamedTuple):
-    """Bytes of an update that exist for a moment.
-
-    Attributes:
-        in_bucket: while a bucket is updated.
-        at_end: when the gradients of all buckets have been seen, for an optimizer whose step needs all of them.
-    """
-
-    in_bucket: float = 0.0
-    at_end: float = 0.0
 
 
 class OptimizerSettings(Section):
@@ -150,14 +119,6 @@ class OptimizerSettings(Section):
         """
         return float(math.prod(shape))
 
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        """What an update needs beside gradients and state, for a moment.
-
-        Args:
-            updated: what a rank updates of a bucket.
-        """
-        return Temporaries()
-
     @property
     def takes_some_whole(self) -> bool:
         """Whether there may be such parameters at all; they need --tp 1."""
@@ -212,13 +173,6 @@ class AdamWConfig(OptimizerSettings):
     def state(self) -> tuple[StateKind, ...]:
         return self.moments
 
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        """Of a part both moments in fp32, and what they are rounded with: to bf16 the random bits in int64, those of
-        one moment before and after they are int32; to 8 bits the scales and the dividends, divisors and quotients. Not
-        the 6 bytes that random bits of a parameter take in addition that is cut along its columns."""
-        per_element = {"fp32": 0, "bf16": 8 + 8 + 8 + 4, "int8": 8 + 4 + 4 + 4 + 4}[self.moments_dtype]
-        return Temporaries(per_element * min(updated.part, PART))
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdamConfig(OptimizerSettings):
@@ -262,15 +216,6 @@ class LionConfig(OptimizerSettings):
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="exp_avg"),)
 
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        return Temporaries(4 * updated.run)  # the direction
-
-
-def _of_step_and_norm(updated: Updated) -> float:
-    """Bytes of a run's step in fp32, beside Adam's denominator, or beside a parameter's part of it in fp64, for its
-    norm."""
-    return 4 * updated.run + max(4 * updated.run, 8 * updated.counted)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LambConfig(OptimizerSettings):
@@ -295,15 +240,6 @@ class LambConfig(OptimizerSettings):
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
 
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        return Temporaries(at_end=_of_step_and_norm(updated))
-
-
-def _of_message(updated: Updated) -> float:
-    """Bytes of the momentum of a bucket and of the sum that its messages stand for, in fp32, and of an eighth of the
-    sum, which is decoded at a time, with its bits before and after a shift."""
-    return 8 * updated.elements + (4 + 2) * updated.elements / 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdamConfig(OptimizerSettings):
@@ -321,9 +257,6 @@ class OneBitAdamConfig(OptimizerSettings):
     @property
     def state(self) -> tuple[StateKind, ...]:
         return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
-
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        return Temporaries(_of_message(updated))
 
     def warm_up(self, train_iters: int) -> int:
         """Updates of the warm-up."""
@@ -358,10 +291,6 @@ class OneBitLambConfig(OptimizerSettings):
     @property
     def state(self) -> tuple[StateKind, ...]:
         return tuple(StateKind(name=name) for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"))
-
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        """At the end the roots of both variances, and of a parameter its step, and this in fp64."""
-        return Temporaries(_of_message(updated), at_end=8 * updated.run + 4 * updated.part + 8 * updated.counted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,12 +370,6 @@ class AdafactorConfig(OptimizerSettings):
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and name.startswith("blocks.")
-
-    def temporary_bytes(self, updated: Updated) -> Temporaries:
-        """The root of the second moments of a run, in fp32, or a parameter in fp64, for its norm. At the end the step
-        once more, where gradients are copied, and the root."""
-        in_bucket = max(4 * updated.run, 8 * updated.counted)
-        return Temporaries(in_bucket, at_end=8 * updated.run if updated.is_copied else 0.0)
 
 
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {

@@ -104,14 +104,6 @@ def mixture_parameters(
     return routed + experts.num_experts * h + shared + (h if experts.moe_shared_expert_gate else 0)
 
 
-def largest_product(config: ResolvedModel, tp: int) -> int:
-    """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product. Experts
-    are left out."""
-    inner = config.inner_size if config.experts is None else config.experts.moe_shared_expert_size or 0
-    of_mlp = config.hidden_size * inner * (2 if config.gated else 1)
-    return max(of_mlp, *(rows * columns for rows, columns in attention_matrices(config))) // tp
-
-
 def projection(config: ResolvedModel, tp: int) -> int:
     """Weights of the projections to queries, keys and values, on one of `tp` ranks."""
     return sum(rows * columns for rows, columns in attention_matrices(config)[:-1]) // tp

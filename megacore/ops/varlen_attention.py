@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megacore.ops.visibility import Visibility
 
 
-def _of_torch() -> Callable[..., Any] | None:
+@cache
+def varlen_attn() -> Callable[..., Any] | None:
+    """torch's kernel; None where there is none. Loading it takes longer than all of megacore."""
     try:
         kernel: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # torch before 2.10
@@ -38,7 +40,6 @@ def _usable(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
     return partial(kernel, enable_gqa=True) if "enable_gqa" in options else kernel
 
 
-varlen_attn = _of_torch()
 _LARGEST_HEAD = 256
 
 
@@ -77,7 +78,7 @@ def fits(dtype: torch.dtype, head_size: int) -> bool:
 
 def _runs_here(query: Tensor) -> bool:
     """Whether torch has the kernel, and the device runs it."""
-    return varlen_attn is not None and query.is_cuda and _capability(query.device) >= (8, 0)
+    return query.is_cuda and _capability(query.device) >= (8, 0) and varlen_attn() is not None
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -103,9 +104,10 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility
     if runs is None:
         return None
     reach = -1 if view.reach is None else view.reach - 1
-    assert varlen_attn is not None, "`can_attend` says so"
+    kernel = varlen_attn()
+    assert kernel is not None, "`can_attend` says so"
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [b s, heads, d]
-    mixed: Tensor = varlen_attn(
+    mixed: Tensor = kernel(
         *packed,
         runs.bounds,
         runs.bounds,

@@ -91,6 +91,13 @@ class GradientSink(Protocol):
         """The backward is done, and its weights are no longer needed."""
 
 
+class ActionObserver(Protocol):
+    """Sees a pass, computation by computation."""
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        """What the computation of an action runs in."""
+
+
 class PipelineRuntime:
     """Runs microbatches through this rank's stages.
 
@@ -104,6 +111,7 @@ class PipelineRuntime:
     Attributes:
         timer: when each computation of a step ran.
         losses: of the last training step's microbatches by their number, summed, on the device; on the last stage.
+        observer: of each computation of a pass; None: there is none.
     """
 
     def __init__(
@@ -119,6 +127,7 @@ class PipelineRuntime:
         self.last_stage = len(chunks) * group.size - 1
         self.timer = ActionTimer(transport.device)
         self.losses: dict[int, Tensor] = {}
+        self.observer: ActionObserver | None = None
         self._parallel = parallel
         self._plans: dict[tuple[bool, int], _Plan] = {}  # by whether it trains, and its microbatches
 
@@ -260,12 +269,14 @@ class _Run:
         self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
     def execute(self) -> Tensor:
+        observer = self.runtime.observer
         for is_transfer, batch in self.plan.batches:
             if is_transfer:
                 self.transfer(batch)
                 continue
             for action in batch:
-                self.compute(action)
+                with nullcontext() if observer is None else observer.action(action):
+                    self.compute(action)
         if self.plan.schedule.ranks > 1:
             with self.runtime.timer.waiting():
                 self.runtime.transport.drain()

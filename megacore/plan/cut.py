@@ -14,7 +14,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.plan.experts import routed_parameters
-from megacore.plan.state import PlannedLayer, held_by_layer, shared_table
+from megacore.plan.state import PlannedLayer, held_by_layer
 from megacore.plan.whole_matrices import weights_taken_whole
 
 Chunk = Sequence[PlannedLayer]
@@ -27,20 +27,13 @@ class OnRank:
 
     Attributes:
         chunks: the layers of each of its stages.
-        experts: how many of its parameters are of experts, by stage.
+        experts: how many of its parameters are of experts.
         is_last: whether the last stage is among its stages.
-        apart: as `stages`; none where it has one stage.
     """
 
     chunks: Sequence[Chunk]
-    experts_by_chunk: Sequence[int]
+    experts: int
     is_last: bool
-    apart: Sequence[OnRank] = ()
-
-    @property
-    def stages(self) -> Sequence[OnRank]:
-        """Each of its stages as a rank that holds no other; those that are alike are one and the same."""
-        return self.apart or (self,)
 
     @cached_property
     def distinct_blocks(self) -> list[ResolvedModel]:
@@ -56,16 +49,6 @@ class OnRank:
     def parameters(self) -> int:
         """Parameters that it holds, as `held_parameters` has them."""
         return sum(map(sum, self.by_layer))
-
-    @cached_property
-    def experts(self) -> int:
-        """How many of its parameters are of experts."""
-        return sum(self.experts_by_chunk)
-
-    @cached_property
-    def table(self) -> int:
-        """Parameters of a table that two layers of a stage share."""
-        return shared_table(self.chunks)
 
 
 class Parts:
@@ -94,10 +77,8 @@ class Parts:
         """What a pipeline rank with these stages holds."""
         key = (is_last, *map(id, chunks))
         if key not in self._ranks:
-            experts = [self._experts_of(config, chunk) for chunk in chunks]
-            several = chunks if len(chunks) > 1 else ()
-            apart = [self.on_rank(config, [chunk], is_last=False) for chunk in several]
-            self._ranks[key] = OnRank(chunks=chunks, experts_by_chunk=experts, is_last=is_last, apart=apart)
+            experts = sum(self._experts_of(config, chunk) for chunk in chunks)
+            self._ranks[key] = OnRank(chunks=chunks, experts=experts, is_last=is_last)
         return self._ranks[key]
 
     def _experts_of(self, config: ResolvedConfig, chunk: Chunk) -> int:

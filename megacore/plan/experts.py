@@ -93,34 +93,3 @@ def routed_parameters(config: ResolvedConfig, block: ResolvedModel | None) -> in
     """Parameters of experts that a rank holds of a block."""
     share = None if block is None else expert_share(config, block)
     return 0 if share is None else share.matrices * share.matrix
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def routing_bytes(share: ExpertShare, element: int, *, exchanges: bool, keeps_input: bool = True) -> float:
-    """What choosing experts and sending rows keeps for backward.
-
-    The router keeps its input in fp32, its scores and the weights of the chosen experts, which it divides by their sum;
-    in 16 bits also its weight in fp32. Rows are sorted by indices of 8 bytes, once more where they are exchanged.
-    Experts keep their rows, and each token's sum those that came back and their weights.
-
-    Args:
-        share: of the rank.
-        element: e.
-        exchanges: whether ranks hold different experts.
-        keeps_input: whether the router's input is not computed again.
-    """
-    experts, k = share.experts, share.chosen
-    sixteen = element < _FP32
-    router = _FP32 * share.hidden * ((share.scored if keeps_input else 0) + (experts.num_experts if sixteen else 0))
-    scores = _FP32 * share.scored * experts.num_experts * (2 if experts.moe_z_loss_coeff else 1)
-    choices = share.scored * (_INDEX * k + _FP32 * (k + 1)) + _FP32 * share.tokens * k
-    order = _INDEX * share.rows * (4 if exchanges else 2)
-    return router + scores + choices + order + 2 * element * share.rows * share.hidden
-
-
-def combining_bytes(share: ExpertShare, element: int) -> float:
-    """What exists for a moment in the backward of a token's sum: the gradients of its rows, and to get those of their
-    weights the rows and a product in fp32."""
-    return share.rows * share.hidden * (element + _FP32 + (_FP32 if element < _FP32 else element))

@@ -1,7 +1,7 @@
 """Whether a run fits into memory, before anything is allocated.
 
-A run is refused for what is certain: a sum of tensors that all exist at one moment. It is warned of where what is
-expected is more than there is. Both are computed by the formulas of memory.py; ways_out.py says what would fit.
+A run is refused for what is certain: its state, and most of the activations in flight. It is warned of where what is
+expected is more than there is. Both are estimates of memory.py; ways_out.py says what would fit.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _message(
         f"  activations  {size_text(total(lambda rank: rank.activations + rank.working))}: "
         f"{counted(max(rank.in_flight for rank in ranks), 'microbatch', 'microbatches')} of "
         f"{training.micro_batch_size} x {config.data.seq_length} tokens in flight, --recompute {training.recompute}",
-        "any of these fits, by the same formulas (docs/guides/memory.md):",
+        "each of these is expected to fit (docs/guides/memory.md):",
     ]
     lines += [f"  {number}. {way}" for number, way in enumerate(ways_out(config, limits), start=1)]
     return "\n".join([*lines, _TRY_ANYWAY])

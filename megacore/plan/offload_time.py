@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.models.size import ELEMENT_BYTES
-from megacore.plan.activations import product_input_bytes
-from megacore.plan.backward_memory import kept_by_layer, product_inputs_left
+from megacore.plan.activations import layer_bytes, product_input_bytes
 from megacore.plan.devices import Case, Device
 from megacore.plan.state import PlannedLayer, term_bytes
+from megacore.plan.traffic import recomputed_whole
 
 
 class OffloadTime(NamedTuple):
@@ -68,13 +68,16 @@ def offload_time(
     elif config.parallel.offload_optimizer:  # bucket by bucket, beside the update
         update = max(update, gradients / link, parameters / link)
     if config.training.offload_activations:
-        kept = sum(sum(kept_by_layer(chunk, config, on_cpu=False)) for chunk in chunks)
+        kept = sum(
+            layer_bytes(config, layer, on_cpu=False, again=again)
+            for chunk in chunks
+            for layer, again in zip(chunk, recomputed_whole(config, chunk), strict=True)
+            if layer.block is not None
+        )
         to_device, to_host = to_device + kept, to_host + kept
-        if config.parallel.may_split_backward:  # the inputs of products come once more
+        if config.parallel.may_split_backward:  # the inputs of products come once more, each while its product waits
             blocks = (layer.block for chunk in chunks for layer in chunk if layer.block is not None)
-            left = sum(sum(product_inputs_left(config, chunk)) for chunk in chunks)
-            alone = sum(product_input_bytes(config, block) for block in blocks) - left  # each while its product waits
-            to_device += left
+            alone = sum(product_input_bytes(config, block) for block in blocks)
     copies = max(to_device, to_host) / link
     exposed = max(copies - computing, 0.0) + alone / link
     copies += alone / link

@@ -56,11 +56,11 @@ _COUNTS = {
 """Bare numbers that are given, chosen, counted or, of the search itself, measured: by key, the unit."""
 _FIGURES: dict[str, tuple[str, Origin, str]] = {
     "capacity_bytes": ("bytes", "assumed", "capacity"),
-    "peak_bytes": ("bytes", "formula", "peak"),
-    "bytes": ("bytes", "formula", "terms"),
-    "host_bytes": ("bytes", "formula", "host_terms"),
+    "peak_bytes": ("bytes", "traced", "peak"),
+    "bytes": ("bytes", "traced", "terms"),
+    "host_bytes": ("bytes", "traced", "host_terms"),
     "host_capacity_bytes": ("bytes", "assumed", "host_capacity"),
-    "node_host_bytes": ("bytes", "formula", "node_host"),
+    "node_host_bytes": ("bytes", "traced", "node_host"),
 }
 """Bare numbers, or objects of them, that are there as figures too: by key, the unit, origin and key of the figures."""
 
@@ -80,7 +80,10 @@ def described(
     """
     table: dict[str, dict[str, str]] = {
         **{key: {"unit": unit, "origin": "exact"} for key, unit in _COUNTS.items()},
-        **{key: {"unit": unit, "origin": origin, "figure": name} for key, (unit, origin, name) in _FIGURES.items()},
+        **{
+            key: {"unit": unit, "origin": _origin(report, name) or origin, "figure": name}
+            for key, (unit, origin, name) in _FIGURES.items()
+        },
         "hidden_seconds": {"unit": "s", "origin": timed, "figure": "hidden"},
         "goodput": {"unit": "share", "origin": "assumed"},
         **{key: {"unit": unit, "origin": origin} for key, (unit, origin) in (own or {}).items()},
@@ -92,6 +95,18 @@ def described(
             raise KeyError(".".join(path))
         present.add(key)
     return {**report, "numbers": {key: about for key, about in table.items() if key in present}}
+
+
+def _origin(report: Any, name: str) -> str | None:
+    """That of the first figure, or of the first of several, which is there under this name."""
+    if isinstance(report, list):
+        return next((found for one in report if (found := _origin(one, name))), None)
+    if not isinstance(report, Mapping):
+        return None
+    figure = report.get(name)
+    if isinstance(figure, Mapping) and figure:
+        return str((figure if "origin" in figure else next(iter(figure.values())))["origin"])
+    return _origin(list(report.values()), name)
 
 
 def bare_numbers(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

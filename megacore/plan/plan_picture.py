@@ -26,11 +26,10 @@ from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
 _GREY, _LIMIT, _DOT, _WHITE = "#6b7280", "#c2410c", "#b8bfca", "#ffffff"
-_USED, _KEPT, _WAITING = "#2f66b0", "#9db7d9", "#e3b25f"  # memory: state, activations, kept for weight gradients
+_USED, _KEPT = "#2f66b0", "#9db7d9"  # memory: state, activations
 _KINDS = (
     (_USED, "weights, gradients, optimizer, buffers"),
     (_KEPT, "activations"),
-    (_WAITING, "kept for weight gradients"),
 )
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _PEAK = 120.0  # for the peaks beside the rows
@@ -208,10 +207,9 @@ def memory_picture(plan: Plan) -> Drawing:
     y = axis(drawing, y, scale, unit="ms")
     x = _LEFT
     for fill, text in _KINDS:
-        if fill != _WAITING or any(rank.waiting for rank in memory):
-            drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=fill))
-            drawing.marks.append(Words(x=x + 20, y=y + 7, text=text))
-            x += 20 + 5.8 * len(text) + 20
+        drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=fill))
+        drawing.marks.append(Words(x=x + 20, y=y + 7, text=text))
+        x += 20 + 5.8 * len(text) + 20
     if is_limited:
         drawing.marks.append(Line(x1=x, y1=y + 7, x2=x + 14, y2=y + 7, color=_LIMIT))
         drawing.marks.append(Words(x=x + 20, y=y + 7, text="usable memory"))
@@ -224,36 +222,26 @@ def _named(ranks: range) -> str:
 
 
 class Held(NamedTuple):
-    """Microbatches whose activations a rank keeps from a moment on, by its stages.
-
-    Attributes:
-        start: the moment.
-        microbatches: until the gradients of the stage's input.
-        waiting: that have these, and wait for the gradients of weights.
-    """
+    """Microbatches whose activations a rank keeps from a moment on, by its stages: until the gradients of weights."""
 
     start: float
     microbatches: tuple[int, ...]
-    waiting: tuple[int, ...]
 
 
 def held_over_time(rank: int, line: Timeline, ranks: int) -> list[Held]:
     """What a rank keeps, at each moment at which that changes."""
     spans = line.spans[rank]
     stages = max(span.action.stage // ranks for span in spans) + 1
-    held, waiting = [0] * stages, [0] * stages
-    changes = [Held(0.0, tuple(held), tuple(waiting))]
+    held = [0] * stages
+    changes = [Held(0.0, tuple(held))]
     for span in spans:
         stage = span.action.stage // ranks
         if span.action.op is Op.FORWARD:
             held[stage] += 1
-        elif span.action.op is Op.WEIGHT_GRAD:
-            waiting[stage] -= 1
-        else:
+        elif span.action.op is not Op.INPUT_GRAD:
             held[stage] -= 1
-            waiting[stage] += span.action.op is Op.INPUT_GRAD
         moment = span.start if span.action.op is Op.FORWARD else span.end
-        changes.append(Held(moment, tuple(held), tuple(waiting)))
+        changes.append(Held(moment, tuple(held)))
     return changes
 
 
@@ -286,7 +274,7 @@ class _Area(NamedTuple):
 
 def _constant(rank: RankMemory) -> float:
     """Bytes that a rank holds all the time."""
-    return rank.expected - rank.activations - rank.working - rank.waiting
+    return rank.expected - rank.activations - rank.working
 
 
 def _memory_row(
@@ -306,17 +294,12 @@ def _memory_row(
         drawing.marks.append(state)
     in_flight = max((change.microbatches for change in changes), key=sum)
     shared = rank.activations + rank.working - _product(in_flight, rank.microbatch)  # beside any number of microbatches
-    later = [sum(sizes) for sizes in zip(rank.microbatch, rank.output_gradients, strict=True)]
     for held, end in zip(changes, [change.start for change in changes[1:]] + [end_of_pass], strict=True):
-        if not any(held.microbatches + held.waiting):
+        if not any(held.microbatches):
             continue
         kept = shared + _product(held.microbatches, rank.microbatch)
-        waiting = _product(held.waiting, later)
-        whole = unit.text(base + kept + waiting)
-        note = f"{counted(sum(held.microbatches), 'microbatch', 'microbatches')}: {whole}"
+        note = f"{counted(sum(held.microbatches), 'microbatch', 'microbatches')}: {unit.text(base + kept)}"
         layer(held.start, end, base, kept, _KEPT, note)
-        note = f"{counted(sum(held.waiting), 'microbatch', 'microbatches')} kept for weight gradients: {whole}"
-        layer(held.start, end, base + kept, waiting, _WAITING, note)
     if not area.cut and area.top >= plan.capacity:
         limit, _ = area.span(base, plan.capacity, 0.0)
         for x, width, *_ in area.scale.pieces(0.0, end_of_pass):

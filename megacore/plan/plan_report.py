@@ -145,7 +145,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
     unit, capacity = memory_unit(plan.memory), size_unit([plan.capacity]).text(plan.capacity)
     padded = ", padding included" if _without_padding(plan.config) else ""
-    yield f"## Memory per rank in {unit.name}, {capacity} usable (parameters: exact{padded}; bytes: formula)"
+    how = "traced" if plan.fullest.is_traced else "estimated"
+    yield f"## Memory per rank in {unit.name}, {capacity} usable (parameters: exact{padded}; bytes: {how})"
     yield ""
     host_names = [name for name in host_terms(plan.fullest) if any(host_terms(rank)[name] for _, rank in kinds)]
     columns = {name: unit.column([memory_terms(rank)[name] for _, rank in kinds]) for name in names}
@@ -172,7 +173,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from _verdict(plan, unit)
     if plan.fits:
         return
-    yield "Each of these changes makes it fit, by the same formulas:"
+    yield "Each of these changes is expected to fit:"
     ways = plan.ways_out()
     yield from (f"{number}. {way.in_markdown()}" for number, way in enumerate(ways, start=1))
     if plan.machines_note is not None and any(" machines with as much memory" in way.note for way in ways):

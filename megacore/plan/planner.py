@@ -1,15 +1,17 @@
 """A run as it will be on a cluster: memory of every rank, the time of a step, what travels, what it costs.
 
 Puts together what memory.py, step_time.py and traffic.py compute. Every figure says where it is from: `exact` figures
-are counted, `formula` ones follow from the configuration, `fitted` ones use constants of a measured run (--calibrate),
-`assumed` ones use shares of a data sheet that a step is thought to reach, with a range from the slow to the fast case.
+are counted, `traced` ones are those of a step on fake tensors, `formula` ones follow from the configuration, `fitted`
+ones use constants of a measured run (--calibrate), `assumed` ones use shares of a data sheet that a step is thought to
+reach, with a range from the slow to the fast case.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence
@@ -21,14 +23,23 @@ from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
 from megacore.plan.limits import Limits
-from megacore.plan.memory import GIB, MOST_MEMORY, RankMemory, fullest_rank, held_on_host, needed_on_host, plan_memory
+from megacore.plan.memory import (
+    CERTAIN,
+    GIB,
+    MOST_MEMORY,
+    RankMemory,
+    fullest_rank,
+    held_on_host,
+    needed_on_host,
+    plan_memory,
+)
 from megacore.plan.room import Room
-from megacore.plan.state import whole_parameters
+from megacore.plan.state import PlannedLayer, whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
 from megacore.plan.ways_out import WayOut, ways_out
 
-Origin = Literal["exact", "formula", "fitted", "assumed"]
+Origin = Literal["exact", "traced", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 # What other programs and the libraries' own contexts take: a planned device is full below its capacity, as is a host.
 _USABLE = 0.97
@@ -60,7 +71,16 @@ def by_formula(size: float, *, low: float) -> Figure:
 
 def peak_figure(*ranks: RankMemory) -> Figure:
     """The highest peak of some ranks. It is no lower than what any of them takes at the least."""
-    return by_formula(max(rank.expected for rank in ranks), low=max(rank.least for rank in ranks))
+    figure = by_formula(max(rank.expected for rank in ranks), low=max(rank.certain for rank in ranks))
+    return replace(figure, origin="traced") if all(rank.is_traced for rank in ranks) else figure
+
+
+class FindsMemory(Protocol):
+    """As `plan_memory`."""
+
+    def __call__(
+        self, config: ResolvedConfig, layers: Sequence[PlannedLayer], /, *, on_cpu: bool, copies_logits: bool = False
+    ) -> Sequence[RankMemory]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +91,23 @@ class Plan:
         config: a resolved configuration.
         cluster: that computes.
         layers: the whole model.
-        memory: of each pipeline rank.
         times: of a step, by case.
         traffic: what each pipeline rank sends in a step.
+        find_memory: finds the memory of the ranks.
     """
 
     config: ResolvedConfig
     cluster: Cluster
     layers: Sequence[LayerOutline]
-    memory: Sequence[RankMemory]
     times: Mapping[Case, StepTime]
     traffic: Sequence[Sequence[Sent]]
+    find_memory: FindsMemory
+
+    @functools.cached_property
+    def memory(self) -> Sequence[RankMemory]:
+        """Of each pipeline rank."""
+        copies_logits = self.cluster.software.copies_logits
+        return self.find_memory(self.config, self.layers, on_cpu=self.cluster.on_cpu, copies_logits=copies_logits)
 
     @property
     def time(self) -> StepTime:
@@ -273,12 +299,13 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     return with_stages_that_fit(config, fits)
 
 
-def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:
+def make_plan(config: ResolvedConfig, cluster: Cluster, *, find_memory: FindsMemory = plan_memory) -> Plan:
     """The plan of a run.
 
     Args:
         config: a resolved configuration.
         cluster: that computes, with its software.
+        find_memory: `plan_memory` estimates it, and `megacore.tracer.memory.traced_memory` traces a step.
     """
     config = config.for_device(on_cpu=cluster.on_cpu)
     layers = outline(config)
@@ -286,20 +313,20 @@ def make_plan(config: ResolvedConfig, cluster: Cluster) -> Plan:
         config=config,
         cluster=cluster,
         layers=layers,
-        memory=plan_memory(config, layers, on_cpu=cluster.on_cpu, copies_logits=cluster.software.copies_logits),
         times={case: step_time(config, layers, cluster, case=case) for case in CASES},
         traffic=[rank_traffic(config, layers, rank) for rank in range(config.parallel.pp)],
+        find_memory=find_memory,
     )
 
 
 def memory_with(plan: Plan, microbatches: int) -> Sequence[RankMemory]:
     """The memory of each pipeline rank in a step with another number of microbatches per replica."""
-    config, cluster = plan.config, plan.cluster
+    config = plan.config
     if microbatches == config.microbatches:
         return plan.memory
     training = replace(config.training, global_batch_size=microbatches * config.replica_batch_size)
     other = replace(config, training=training)
-    return plan_memory(other, plan.layers, on_cpu=cluster.on_cpu, copies_logits=cluster.software.copies_logits)
+    return replace(plan, config=other).memory
 
 
 def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) -> float:
@@ -343,9 +370,7 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
     return {
         **terms,
         "activations": rank.activations,
-        "loss head or recomputed block": rank.working,
-        "kept for weight gradients": rank.waiting,
-        "communication and passing buffers": rank.passing + rank.reducing,
+        "temporary tensors of a layer": rank.working,
         "temporary tensors of the update": rank.updating if rank.is_fullest_in_update else 0.0,
         "process, allocator": rank.expected - rank.expected_tensors,
     }
@@ -353,12 +378,15 @@ def memory_terms(rank: RankMemory) -> dict[str, float]:
 
 def memory_figures(rank: RankMemory) -> dict[str, Figure]:
     """`memory_terms` with their ranges, which add up to that of the peak where the terms add up to it."""
-    least = {
-        "communication and passing buffers": 0.0,
-        "temporary tensors of the update": 0.0,
-        "process, allocator": rank.overhead[0],
+    terms = memory_terms(rank)
+    least = {"process, allocator": rank.overhead[0]}
+    if not rank.is_traced:
+        passing = "temporary tensors of a layer"
+        least |= {"activations": CERTAIN * rank.activations, passing: CERTAIN * rank.working}
+    origin: Origin = "traced" if rank.is_traced else "formula"
+    figures = {
+        name: replace(by_formula(size, low=least.get(name, size)), origin=origin) for name, size in terms.items()
     }
-    figures = {name: by_formula(size, low=least.get(name, size)) for name, size in memory_terms(rank).items()}
     figures["process, allocator"] = replace(figures["process, allocator"], origin="assumed")
     return figures
 
@@ -377,13 +405,9 @@ def terms_apart(rank: RankMemory) -> str | None:
     """Why the terms of a rank add up to more than its peak; None where they do not, but for rounding."""
     if sum(memory_terms(rank).values()) < rank.expected + _ROUNDING:
         return None
-    if rank.is_fullest_in_backward and rank.late:
-        return "a run of one step makes the optimizer state after backward, which has freed the activations"
-    if rank.is_fullest_in_backward:
-        return "backward frees activations and logits while it makes gradients, so they never all exist at once"
     if rank.is_fullest_in_update:
         return "activations are freed before the update makes its temporary tensors, so they never all exist at once"
-    return "the peak is while the model is built or updated, when there are no activations"
+    return "activations are freed while gradients or the optimizer state are made, so they never all exist at once"
 
 
 def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory]]:
@@ -396,5 +420,5 @@ def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory
 
 
 def _key(rank: RankMemory) -> tuple[object, ...]:
-    terms = rank.activations, rank.working, rank.waiting, rank.passing, rank.updating
+    terms = rank.activations, rank.working, rank.updating
     return rank.parameters, rank.in_flight, terms

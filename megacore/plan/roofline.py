@@ -6,8 +6,8 @@ what is launched after it, until a launch reads its result; what that launch wai
 operator after the other; where it is late, that is, issues an operator after the device has finished those before
 it, the device waits.
 
-The events come from `megacore.train.step_trace`, which records them; nothing here loads torch. All times are estimates:
-each is computed in the slow, the expected and the fast case of `Device`.
+The events come from `megacore.tracer.step_trace`, which records them; nothing here loads torch. All times are
+estimates: each is computed in the slow, the expected and the fast case of `Device`.
 """
 
 from __future__ import annotations

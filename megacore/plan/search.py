@@ -26,10 +26,17 @@ from megacore.config import ResolvedConfig
 from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
-from megacore.plan.memory import GIB, fullest_rank, held_at_least, needed_on_host
+from megacore.plan.memory import (
+    GIB,
+    RankMemory,
+    fullest_rank,
+    held_on_host,
+    needed_on_host,
+    plan_memory,
+)
 from megacore.plan.once import SharedResults
 from megacore.plan.plan_json import layout_flags
-from megacore.plan.planner import usable_bytes, usable_host_bytes
+from megacore.plan.planner import FindsMemory, usable_bytes, usable_host_bytes
 from megacore.plan.search_cuts import Cuts
 from megacore.plan.search_space import (
     RECOMPUTED,
@@ -66,6 +73,7 @@ class Layout:
     Attributes:
         config: of the run.
         memory_bytes: of the fullest rank.
+        memory: of its pipeline ranks; None: it is an estimate, which is not kept.
         seconds: of a step, expected.
         range: of it from the fast to the slow case, once it is simulated.
         names_batch: whether its flags include --global-batch-size, which the user has not given.
@@ -76,6 +84,7 @@ class Layout:
     memory_bytes: float
     seconds: float
     range: tuple[float, float] | None = None
+    memory: Sequence[RankMemory] | None = None
     names_batch: bool = False
     names_defaults: bool = False
 
@@ -241,6 +250,32 @@ def search(
     )
 
 
+def with_memory(found: Found, count: int, find_memory: FindsMemory) -> Found:
+    """What was found, with the memory that `find_memory` finds of the fastest layouts of the first `count` divisions.
+    Those that need more than there is are left out, and the next ones take their place."""
+    layouts, least, on_host = list(found.layouts), found.least_memory, usable_host_bytes(found.cluster)
+    while True:
+        found = dataclasses.replace(found, layouts=layouts, least_memory=None if layouts else least)
+        layout = next((layout for layout, *_ in found.divisions[:count] if layout.memory is None), None)
+        if layout is None:
+            return found
+        at = next(number for number, other in enumerate(layouts) if other is layout)
+        ranks = memory_of(layout, found.cluster, find_memory)
+        needed = max(rank.expected for rank in ranks)
+        least = min(needed, least or needed)
+        held = held_on_host(layout.config, ranks, found.cluster.device.node_ranks)
+        fits = needed <= found.capacity and (on_host is None or held <= on_host)
+        layouts[at : at + 1] = [dataclasses.replace(layout, memory_bytes=needed, memory=ranks)] if fits else []
+
+
+def memory_of(layout: Layout, cluster: Cluster, find_memory: FindsMemory = plan_memory) -> Sequence[RankMemory]:
+    """The memory of a layout's pipeline ranks, if it is not known yet as `find_memory` finds it."""
+    if layout.memory is not None:
+        return layout.memory
+    config, copies_logits = layout.config, cluster.software.copies_logits
+    return find_memory(config, outline(config), on_cpu=cluster.on_cpu, copies_logits=copies_logits)
+
+
 def _least_memory(evaluation: _Evaluation, divisions: Sequence[Mapping[str, Any]], results: Sequence[_Result]) -> float:
     """Bytes that the smallest layout needs, where none fits. What one of them needs is enough; with that capacity all
     that need less are found."""
@@ -356,12 +391,9 @@ class _Evaluation:
             candidate = with_choice(self._config, choice)
             known.share_with(candidate)
             cut = self._cuts.of(candidate)
-            needed = held_at_least(candidate, cut, on_cpu=on_cpu, limit=self.capacity)
-            if needed <= self.capacity:
-                fullest = fullest_rank(
-                    candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut, copies_logits=copies_logits
-                )
-                needed = fullest.expected
+            needed = fullest_rank(
+                candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut, copies_logits=copies_logits
+            ).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
                     more = {kind, *RECOMPUTED[kind]}

@@ -10,11 +10,11 @@ from typing import Any
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
 from megacore.models.outline import outline
-from megacore.plan.memory import RankMemory, held_on_host, plan_memory
+from megacore.plan.memory import held_on_host
 from megacore.plan.plan_json import cluster_json, described, layout_json, node_host_json, run_json, training_json
 from megacore.plan.plan_report import four_digits, settings_line
 from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
-from megacore.plan.search import Found, Layout
+from megacore.plan.search import Found, Layout, memory_of
 from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.state import whole_parameters
 
@@ -29,7 +29,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     capacity = size_unit([found.capacity]).text(found.capacity)
     rows = found.divisions[:top]
     sizes = [layout.memory_bytes for layout, *_ in rows]
-    memory = [_ranks(found, layout) for layout, *_ in rows]
+    memory = [memory_of(layout, found.cluster) for layout, *_ in rows]
     unit = memory_unit(itertools.chain(*memory))
     node_ranks = found.cluster.device.node_ranks
     on_host = [held_on_host(layout.config, ranks, node_ranks) for (layout, *_), ranks in zip(rows, memory, strict=True)]
@@ -69,14 +69,9 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     if frontier & {id(layout) for layout, *_ in rows}:
         lines += ["", "Frontier: no other layout is better in both time and memory."]
     details = "For the details of a layout, plan it alone: add its flags, without --search."
-    lines += ["", f"Times are assumed, memory is by formula (docs/guides/planner.md). {details}"]
+    how = "estimated" if rows[0][0].memory is None else "traced"
+    lines += ["", f"Times are assumed, memory is {how} (docs/guides/planner.md). {details}"]
     return "\n".join(lines)
-
-
-def _ranks(found: Found, layout: Layout) -> list[RankMemory]:
-    """The memory of its pipeline ranks."""
-    config, cluster = layout.config, found.cluster
-    return plan_memory(config, outline(config), on_cpu=cluster.on_cpu, copies_logits=cluster.software.copies_logits)
 
 
 def _run(found: Found) -> Iterator[str]:
@@ -102,7 +97,7 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
             return Figure(value=value, unit=unit, origin=origin, low=ends[0], high=ends[1])
 
         rate = config.training.global_batch_size * config.data.seq_length / layout.seconds
-        ranks_of_layout = _ranks(found, layout)
+        ranks_of_layout = memory_of(layout, cluster)
         of_memory = {
             "peak": asdict(peak_figure(*ranks_of_layout)),
             **node_host_json(layout.config, ranks_of_layout, cluster),

@@ -11,7 +11,6 @@ from typing import Protocol
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.compression import error_bytes
 from megacore.config.dimensions import ranks_of_role, shard_ranks
-from megacore.config.optimizers import AdamWConfig
 from megacore.models.size import ELEMENT_BYTES
 from megacore.pipeline.partition import LayerCost
 from megacore.plan.experts import expert_copies, routed_parameters
@@ -137,17 +136,6 @@ def held_by_layer(chunks: Sequence[Sequence[PlannedLayer]]) -> list[list[int]]:
     return [[held(layer) for layer in chunk] for chunk in chunks]
 
 
-def shared_table(chunks: Sequence[Sequence[PlannedLayer]]) -> int:
-    """Parameters of a table that two layers of one stage share: their gradients meet in one backward."""
-    tables = [
-        layer.shared
-        for chunk in chunks
-        for layer in chunk
-        if layer.tied and any(owner.startswith(f"{other.name}.") for owner in layer.tied.values() for other in chunk)
-    ]
-    return max(tables, default=0)
-
-
 def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
     """Parameters that a rank holds of its largest layer."""
     return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
@@ -191,19 +179,8 @@ def late_bytes(config: ResolvedConfig, moments: float, *, on_cpu: bool) -> float
     return moments
 
 
-def forgets_gradients(config: ResolvedConfig, *, of_experts: bool = False) -> bool:
-    """Whether no buffer of gradients outlives a step; or of those of experts, which may have fewer copies."""
-    copies = expert_copies(config.parallel) if of_experts else ranks_of_role("replicas", config.parallel)
-    if copies == 1:
+def forgets_gradients(config: ResolvedConfig) -> bool:
+    """Whether no buffer of gradients outlives a step."""
+    if ranks_of_role("replicas", config.parallel) == 1:
         return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return zero_stage(config) >= 2
-
-
-def updates_in_one_pass(config: ResolvedConfig, *, on_cpu: bool) -> bool:
-    """Whether one kernel updates a whole shard: then the update needs no temporary tensors, and the gradients lie in
-    one buffer."""
-    if on_cpu or config.parallel.offload_optimizer or config.training.kernels == "torch":
-        return False
-    settings = config.optimizer_settings
-    is_adamw = isinstance(settings, AdamWConfig) and settings.moments_dtype == "fp32"
-    return is_adamw and config.parameter_groups.is_uniform

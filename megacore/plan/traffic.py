@@ -32,7 +32,6 @@ from megacore.models.size import (
     whole_attention_parameters,
 )
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.activations import gathered_keys
 from megacore.plan.devices import Device
 from megacore.plan.experts import ExpertShare, expert_copies, expert_share
 from megacore.plan.links import groups_between_nodes
@@ -271,7 +270,7 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         return _gathered_context_traffic(config, layer, again=again)
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
-    keys, stride = gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
+    keys, stride = _gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
 
     def sent(pattern: Pattern, what: str, size: float, count: int) -> tuple[Sent, ...]:
         return _sent(config, "sequence", pattern, what, size, ranks=ranks, stride=stride, count=count)
@@ -297,6 +296,12 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
     # Recomputation of attention stops before its results, which backward does not need, are exchanged.
     repeated = passing if again else taken if config.training.recompute == "selective" else ()
     return LayerTraffic(passing, returning, repeated)
+
+
+def _gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """Numbers in the keys and values of a microbatch's sequences, which ranks that divide them gather in a block."""
+    width = block.head_size * max(block.query_groups / ranks_of_role("layer", config.parallel), 1)
+    return 2.0 * config.training.micro_batch_size * config.data.seq_length * width
 
 
 def _gathered_context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:

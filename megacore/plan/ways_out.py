@@ -1,7 +1,6 @@
 """What to change of a run that does not fit into memory: other flags, more ranks, a smaller model, a larger machine.
 
-Every way out passes the same checks as the run itself, with what the formulas of memory.py expect, not only with what
-is certain.
+Every way out passes the same checks as the run itself, with what memory.py expects, not only with what is certain.
 """
 
 from __future__ import annotations

@@ -49,23 +49,6 @@ def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_c
     return tuple(WholeBucket(bucket.size, len(bucket.matrices), bucket.of_experts) for bucket in buckets)
 
 
-def with_padding(
-    config: ResolvedConfig, chunk: Sequence[PlannedLayer], sizes: Sequence[int], *, on_cpu: bool
-) -> list[int]:
-    """Elements of each layer of a stage with the padding of its buckets on ZeRO's stage 3.
-
-    Args:
-        config: a resolved configuration, of ZeRO's stage 3.
-        chunk: the layers of the stage.
-        sizes: elements of each layer.
-        on_cpu: whether the ranks compute in host memory.
-    """
-    padded = list(sizes)
-    for number, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu):
-        padded[number] += bucket.padding
-    return padded
-
-
 class Updated(NamedTuple):
     """What one rank of a stage updates.
 

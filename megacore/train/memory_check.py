@@ -1,6 +1,6 @@
 """Before a model is built: whether each rank's device, and its machine, have the memory that the run needs.
 
-The formulas are those of `megacore.plan`; without an accelerator they have refused the run before torch was loaded. The
+The estimate is that of `megacore.plan`; without an accelerator they have refused the run before torch was loaded. The
 ranks agree before any of them allocates: one has not enough, and all end with its message.
 """
 

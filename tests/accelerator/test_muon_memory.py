@@ -12,7 +12,7 @@ import torch
 from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
 from megacore.plan.whole_matrices import whole_buckets
-from megacore.train.step_trace import fake_step
+from megacore.tracer.step_trace import fake_step
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -51,7 +52,7 @@ def stand_in_of_2_11(
 @pytest.fixture(params=[stand_in, stand_in_of_2_11], ids=lambda kernel: kernel.__name__)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The stand-in, for every device and dtype; what it was called with."""
-    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_attention._usable(request.param))
+    monkeypatch.setattr(varlen_attention, "varlen_attn", lambda: varlen_attention._usable(request.param))
     monkeypatch.setattr(varlen_attention, "_runs_here", lambda query: True)
     monkeypatch.setattr(varlen_attention, "fits", lambda dtype, head_size: True)
     monkeypatch.setattr(attention, "WHOLE", 4)
@@ -144,7 +145,7 @@ def test_an_older_torch_without_windows_is_told(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kernel, runs in ((stand_in, True), (stand_in_of_2_11, True), (older, False)):
-        monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_attention._usable(kernel))
+        monkeypatch.setattr(varlen_attention, "varlen_attn", partial(varlen_attention._usable, kernel))
         assert varlen_attention._runs_here(OnCuda()) == runs  # type: ignore[arg-type]
 
 

@@ -20,8 +20,8 @@ from megacore.plan.cluster import CLUSTERS
 from megacore.plan.cut import Cut
 from megacore.plan.step_time import step_time
 from megacore.plan.whole_matrices import Product, busiest_seconds
-from megacore.train.dry_run import run_rank
-from megacore.train.fake_job import absent_accelerator
+from megacore.tracer.dry_run import run_rank
+from megacore.tracer.fake_job import absent_accelerator
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
 

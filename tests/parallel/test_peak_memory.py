@@ -1,8 +1,8 @@
-"""The planned peak of every rank's memory against the bytes that a run of the rank holds, over the layouts, ZeRO stages
+"""The traced peak of every rank's memory against the bytes that a run of the rank holds, over the layouts, ZeRO stages
 and schedules of test_traffic.py.
 
-A rank takes two whole steps on fake tensors, by the code of a run; what exists at its peak is counted storage by
-storage.
+A trace runs few layers and microbatches of a stage. Here a rank takes two whole steps on fake tensors, by the code of a
+run; what exists at its peak is counted storage by storage.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 
-from megacore.train import dry_run
-from megacore.train.dry_run import RankReport, run_rank
-from megacore.train.fake_job import absent_accelerator
+from megacore.tracer import dry_run
+from megacore.tracer.dry_run import RankReport, run_rank
+from megacore.tracer.fake_job import absent_accelerator
 from tests.distributed import run_distributed
 from tests.parallel.test_traffic import CASES, EXPERTS, FOUR_NORMS, MORE, PARALLEL
 from tests.parity.bert_runs import make_bert_config
@@ -511,8 +511,7 @@ def require_peaks(cases: Sequence[str], **sizes: Any) -> None:
     for case, reports in zip(cases, found, strict=True):
         for report in reports:
             assert report.problem is None
-            assert report.planned.expected_tensors == pytest.approx(report.peak, rel=0.02), f"{case}, {report.rank}"
-            assert report.planned.certain <= 1.02 * report.peak, f"{case}, {report.rank}"  # no run is refused for less
+            assert report.planned.expected_tensors == pytest.approx(report.peak, rel=0.015), f"{case}, {report.rank}"
 
 
 def test_peak_of_memory() -> None:

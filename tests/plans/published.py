@@ -23,15 +23,21 @@ Sources, each also in docs/guides/planner.md:
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import functools
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.memory import RankMemory
 from megacore.plan.planner import Plan, make_plan, step_flops
 from megacore.plan.software import MEGACORE, MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_LM, TORCH_EAGER, Software
+from megacore.plan.state import PlannedLayer
+from megacore.tracer.memory import traced_memory
 
 A100 = CLUSTERS["a100-80g"]
 _NETWORK = replace(A100.device.network, bandwidth=4 * 12.5e9 / 8)
@@ -74,8 +80,21 @@ class Run:
         return replace(self.cluster, software=self.software)
 
     def plan(self) -> Plan:
-        """What is planned of it."""
-        return make_plan(self.config, self.computed_by)
+        """What is planned of it, with traced memory."""
+        return make_plan(self.config, self.computed_by, find_memory=traced)
+
+
+def traced(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], /, *, on_cpu: bool, copies_logits: bool = False
+) -> list[RankMemory]:
+    """`traced_memory` in a process of its own: this one may have computed gradients, and then none can be forked."""
+    arguments = {"on_cpu": on_cpu, "copies_logits": copies_logits}
+    return _process().submit(traced_memory, config, layers, **arguments).result()
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def shape(hidden: int, layers: int, heads: int, *, vocabulary: int = 51200, sequence: int = 2048) -> str:

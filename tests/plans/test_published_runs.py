@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +105,12 @@ def test_held_out_runs() -> None:
         assert run.seconds is not None and abs(predicted / run.seconds - 1) <= 0.20, run.flags
 
 
-@pytest.mark.parametrize("run", list(own_runs()), ids=lambda run: run.flags.split()[1])
+def first_is_quick(runs: Iterable[Run]) -> list[Any]:
+    """The runs, whose memory takes seconds to trace: all but the first are slow."""
+    return [pytest.param(run, marks=[pytest.mark.slow] * (number > 0)) for number, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize("run", first_is_quick(own_runs()), ids=lambda run: run.flags.split()[1])
 def test_one_h100(run: Run) -> None:
     """The time within the error of other runs; the bytes of tensors at the peak within 1 %."""
     plan = run.plan()
@@ -119,11 +126,12 @@ def test_small_models_on_one_node(hidden: int) -> None:
     assert median_error(rows) <= 0.10
 
 
-@pytest.mark.parametrize("run", memory_runs(), ids=lambda run: run.model)
+@pytest.mark.parametrize("run", first_is_quick(memory_runs()), ids=lambda run: run.model)
 def test_memory(run: Run) -> None:
     assert run.plan().fullest.expected / GIB == pytest.approx(run.gib, rel=0.10)
 
 
+@pytest.mark.slow
 def test_the_table_of_memory_is_in_the_guide() -> None:
     guide = (ROOT / "docs/guides/planner.md").read_text(encoding="utf-8")
     assert "\n".join(memory_lines()) in guide

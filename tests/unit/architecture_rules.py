@@ -40,6 +40,7 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
+    {"tracer"},
     {"commands"},
     {"verify"},
     {"scripts", "tools"},

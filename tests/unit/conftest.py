@@ -1,4 +1,4 @@
-"""The built packages, shared by the tests that look at them."""
+"""The built packages, shared by the tests that look at them; and plans that do not trace a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.commands import plan, plan_search
+from megacore.plan.memory import plan_memory
 from tests.unit import packaging_builds
 
 
@@ -25,3 +27,11 @@ def wheel_site(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 def editable_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A site folder with an editable install of a copy of the tree."""
     return packaging_builds.install_editable(tmp_path_factory.mktemp("editable"))
+
+
+@pytest.fixture(autouse=True)
+def estimated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take their memory from the estimate, at once, except in tests that are marked `traced`."""
+    if request.node.get_closest_marker("traced") is None:
+        for module in (plan, plan_search):
+            monkeypatch.setattr(module, "traced_memory", plan_memory)

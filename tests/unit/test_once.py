@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from megacore.config import ResolvedConfig
-from megacore.models.outline import outline
-from megacore.plan import rank_activations
-from megacore.plan.memory import plan_memory
 from megacore.plan.once import SharedResults, once_per_layers, once_per_microbatches, once_per_split, once_per_state
 from tests.unit.refusals import parse
 
@@ -82,27 +77,3 @@ def test_layouts_compute_once_what_they_have_in_common() -> None:
     assert _of_layers(layout(), thing, number=2.0) == 5 and _of_layers(layout(), [1], number=1.0) == 6
     # Without a search each configuration has its own.
     assert _of_state(base) == 7 and _of_state(base) == 7
-
-
-def test_stages_that_are_alike_compute_once_what_exists_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "--mock-data --preset gpt2-xl --train-iters 1 --global-batch-size 16 --pp 4 --dp 2"
-    config = parse(
-        *flags.split(),
-        "--schedule",
-        "interleaved",
-        "--virtual-stages",
-        "6",
-        "--pipeline-balance",
-        "uniform",
-        planned=True,
-    )
-    computed, passing_bytes = list[object](), rank_activations.passing_bytes
-
-    def counted(*args: object, **kwargs: object) -> object:
-        computed.append(args)
-        return passing_bytes(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(rank_activations, "passing_bytes", counted)
-    plan_memory(config, outline(config), on_cpu=False)
-    # Of 24 stages the first, those of two or three blocks, the last; and those of two on the rank that has the head.
-    assert len(computed) == 5

@@ -74,22 +74,15 @@ def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(flags: str, capsys: 
 
 
 def test_the_low_end_of_the_peak_is_the_largest_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also if another rank has the highest peak; in JSON, in the report, and in a search."""
+    """In JSON, in the report, and in a search."""
     report = planned(capsys, UNEVEN)
     peaks = [rank["peak"] for rank in report["memory"]]
-    assert peaks.index(max(peaks, key=lambda peak: peak["low"])) != peaks.index(max(peaks, key=lambda p: p["value"]))
     low = report["peak"]["low"]
     assert low == max(peak["low"] for peak in peaks)
     assert main(UNEVEN.split()) == 0
     assert f"({low / 2**30:.1f} to " in capsys.readouterr().out
     layouts = planned(capsys, f"{UNEVEN} --search --world-size 32")["layouts"]
     assert report["peak"] in [pytest.approx(found["peak"]) for found in layouts]
-
-
-def test_what_is_kept_for_weight_gradients_is_as_certain_as_activations(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in planned(capsys, SPLIT)["memory"]:
-        kept = rank["terms"]["kept for weight gradients"]
-        assert kept["low"] == kept["value"] > 0
 
 
 @pytest.mark.parametrize("flags", [f"{EXPERTS} --search", f"{SPLIT} --search --world-size 64"])

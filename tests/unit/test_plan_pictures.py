@@ -334,25 +334,19 @@ def heights_of(text: str) -> list[float]:
     return [float(found) for found in re.findall(r'height="([0-9.]+)" fill="#9db7d9"', text)]
 
 
-def test_what_waits_for_weight_gradients_is_a_term_of_its_own(
+def test_activations_are_kept_until_the_gradients_of_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With a zero-bubble schedule for as many microbatches on every rank; the picture shows the peak."""
     flags = "pretrain_gpt.py --preset gpt2-large --tp 2 --pp 4 --dp 2 --global-batch-size 64 --cluster h100"
-    name = "kept for weight gradients"
-    whole = planned(capsys, f"{flags} --schedule 1f1b")["memory"]
-    assert not any(rank["bytes"][name] for rank in whole)
     picture = tmp_path / "memory.svg"
+    whole = planned(capsys, f"{flags} --schedule 1f1b")["memory"]
     split = planned(capsys, f"{flags} --schedule zero-bubble --memory-timeline {picture}")["memory"]
-    for rank, other in zip(split, whole, strict=True):
-        assert rank["bytes"]["activations"] == pytest.approx(other["bytes"]["activations"], rel=0.15)
-        assert sum(rank["bytes"].values()) == pytest.approx(rank["peak"]["value"])
-        assert rank["bytes"][name] > 0
-    # The last rank has one microbatch in flight, and three more whose weights' gradients are still to be computed.
-    assert split[-1]["bytes"][name] > 3 * split[-1]["bytes"]["activations"]
+    assert split[-1]["bytes"]["activations"] > 4 * whole[-1]["bytes"]["activations"]  # with gradients of outputs
+    assert split[0]["bytes"]["activations"] > whole[0]["bytes"]["activations"]
     text = picture.read_text(encoding="utf-8")
-    assert ">kept for weight gradients</text>" in text
     assert "the full row height is" in text  # a twentieth of the device's memory would be a line
-    drawn = re.findall(r"kept for weight gradients: ([0-9.]+) GiB", text)
+    drawn = re.findall(r"4 microbatches: ([0-9.]+) GiB", text)
     fullest = max(rank["peak"]["value"] for rank in split) / GIB
     assert max(map(float, drawn)) == pytest.approx(fullest, rel=0.02)
 

@@ -218,12 +218,12 @@ def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: 
 
 
 def test_a_search_refuses_what_the_plan_says_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a split backward a rank in the middle of the pipeline takes most: 12.89 GiB, and 13 GB are 12.1."""
+    """With a split backward a rank in the middle of the pipeline takes most: 11.95 GiB, and 12 GB are 11.2."""
     given = "--pp 4 --tp 1 --schedule zero-bubble --micro-batch-size 2 --zero-stage 1 --recompute none"
     flags = f"pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48 --world-size 16 {given}"
     peak = planned(capsys, flags)["peak_bytes"]
-    assert peak / GIB == pytest.approx(12.886, abs=0.005)
-    assert main([*flags.split(), "--search", "--max-memory-gb", "13"]) == 2
+    assert peak / GIB == pytest.approx(11.950, abs=0.005)
+    assert main([*flags.split(), "--search", "--max-memory-gb", "12"]) == 2
     assert f"the smallest needs {math.ceil(peak / 1e8) / 10} GB per rank" in capsys.readouterr().err
 
 

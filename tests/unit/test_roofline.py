@@ -18,8 +18,8 @@ from megacore.models.outline import gpt_outline
 from megacore.ops.visibility import Visibility
 from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
-from megacore.train import operator_costs, step_trace
-from megacore.train.step_trace import Recorder, record_step
+from megacore.tracer import operator_costs, step_trace
+from megacore.tracer.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools import roofline
 

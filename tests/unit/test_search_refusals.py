@@ -350,7 +350,7 @@ def test_what_changes_nothing_in_a_search_is_refused(
 @pytest.mark.parametrize(
     ("flags", "ways"),
     [
-        ("--preset bloom-176b --world-size 8 --global-batch-size 1", ["--world-size 48"]),
+        ("--preset bloom-176b --world-size 8 --global-batch-size 1", ["--world-size 64"]),
         ("--preset bloom-176b --world-size 8 --global-batch-size 1 --max-tp 4", ["--world-size 48", "fewer limits"]),
     ],
 )

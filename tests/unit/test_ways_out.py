@@ -69,7 +69,7 @@ def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixt
     assert plan["ways_out"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
     assert planned(capsys, f"{run} 4")["fits"] and not planned(capsys, f"{run} 8")["fits"]
     second, third = plan["ways_out"][1:]
-    assert second.startswith("--recompute selective --micro-batch-size 8 ")
+    assert second.startswith("--micro-batch-size 8 --precision bf16 ")
     assert "machines" in third and "--micro-batch-size" not in third  # not the same on more machines
 
 
@@ -94,7 +94,7 @@ def test_a_deep_model_has_its_ways_out_soon(layers: int, capsys: pytest.CaptureF
     assert ways[-1].startswith("--num-layers 1 ") and len(ways) >= 2
 
 
-@pytest.mark.parametrize("memory", [40.0, 44.0])
+@pytest.mark.parametrize("memory", [42.0, 41.0])
 def test_a_way_out_whose_range_does_not_fit_is_tight(
     memory: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,4 +107,4 @@ def test_a_way_out_whose_range_does_not_fit_is_tight(
     for way in ways:
         size = float(re.search(r": ([\d.]+) GiB", way)[1])  # type: ignore[index]
         assert ("(tight: up to " in way) == (1.1 * size > usable), way
-    assert any("tight" in way for way in ways) or memory > 40
+    assert any("tight" in way for way in ways) or memory < 42

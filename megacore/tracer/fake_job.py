@@ -81,6 +81,14 @@ class _FakeTensors(FakeTensorMode):
     def avoid_device_init(self) -> bool:
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As for `Meter`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, {} if kwargs is None else kwargs)
+
 
 class _AbsentModule(backend_registration._DummyBackendModule):
     """What torch and `seeded` ask of a device's module."""
@@ -124,9 +132,18 @@ def _host_generator(device: torch.device | None = None) -> torch.Generator:
     return torch.default_generator.clone_state()
 
 
-def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attend(*tensors: Tensor, **settings: Any) -> Tensor:
-        return attention(*tensors, **{**settings, "dropout_p": 0.0})
+def _with_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention on a CPU, which with dropout has no fused operator: torch takes steps that keep the weights, and takes
+    them on no fake tensors."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        if not settings.get("dropout_p"):
+            return attention(query, key, value, **settings)
+        if settings.get("enable_gqa"):
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = (query.float() * query.shape[-1] ** -0.5) @ key.float().transpose(-2, -1)
+        weights = F.dropout(scores.softmax(-1), settings["dropout_p"])
+        return (weights @ value.float()).to(query.dtype)
 
     return attend
 
@@ -193,11 +210,11 @@ def _zeros_of_counts(x: Tensor, *, minlength: int) -> Tensor:
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-# What is replaced for any device: sends are done at once, where torch's never are and their tensors would be kept. On a
-# CPU, torch has attention with dropout on fake tensors only without the dropout. Which experts tokens use are values.
+# What is replaced for any device: sends are done at once, where torch's never are and their tensors would be kept.
+# Which experts tokens use are values.
 _REPLACED: dict[tuple[Any, str], Any] = {
     (FakeWork, "is_completed"): lambda _: True,
-    (F, "scaled_dot_product_attention"): _without_dropout(F.scaled_dot_product_attention),
+    (F, "scaled_dot_product_attention"): _with_dropout(F.scaled_dot_product_attention),
     (moe, "assign"): _balanced,
     (torch, "bincount"): _zeros_of_counts,
 }

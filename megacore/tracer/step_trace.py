@@ -23,9 +23,9 @@ from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.parallel.mesh import Mesh
 from megacore.plan.roofline import Event, Launch, Pattern, Phase, StepEvents, Transfer
-from megacore.train.fake_job import HOST_READS, NoWeights, fake_job
+from megacore.tracer.fake_job import HOST_READS, NoWeights, fake_job
+from megacore.tracer.operator_costs import operator_cost
 from megacore.train.gpt_task import GPTTask
-from megacore.train.operator_costs import operator_cost
 from megacore.train.peaks import Format
 from megacore.train.step import TrainStep
 

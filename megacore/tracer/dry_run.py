@@ -5,40 +5,31 @@ padding, in the shards of ZeRO, and in what only the first of a group does. The 
 so that every layer of the model does; ranks at the other ends are of one kind in all stages that have equal layers and
 take the same actions. One rank of each kind is built and takes a step by the code of a run: model, parallelism,
 schedule, gradient reduction and optimizer. Wrong shapes, types and devices fail as in the job, and the bytes that a
-rank holds are counted beside the planner's formulas. Nothing is computed, sent or allocated.
+rank holds are counted beside what the planner says. Nothing is computed, sent or allocated.
 """
 
 from __future__ import annotations
 
 import itertools
 import traceback
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import megacore
 from megacore import ops
 from megacore.config import RampupConfig, ResolvedConfig
-from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import DIMENSIONS, coordinates_of, pipeline_dimension, ranks_of_role
-from megacore.data.loading.batch import Batch
 from megacore.errors import ConfigError, UserError
 from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
-from megacore.ops.block_attention import tiles_of
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.partition import stage_ranges
@@ -46,17 +37,17 @@ from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.memory import RankMemory, plan_memory
-from megacore.train.bert_task import BertTask
-from megacore.train.fake_job import CPU, HOST_READS, NoWeights, absent_accelerator, fake_job
-from megacore.train.fake_settings import unfit_settings
-from megacore.train.gpt_task import GPTTask
+from megacore.tracer.fake_job import CPU, absent_accelerator, fake_job
+from megacore.tracer.fake_settings import unfit_settings
+from megacore.tracer.memory import traced_rank
+from megacore.tracer.meter import Meter
+from megacore.tracer.profile import fake_microbatch, make_task
 from megacore.train.step import TrainStep
-from megacore.train.task import Task
 from megacore.zero.memory import measured_bytes
 
-# By how much counted bytes may differ from a formula: of state, besides padding; numbers that are no part of the state
-# of a parameter; of the peak, what exists for a moment, as a share and in bytes.
-_ROUNDING, _SCALARS, _TRANSIENT, _SMALL = 0.001, 4096, 0.05, 2**20
+# By how much counted bytes may differ from planned ones: of state, besides padding; numbers that are no part of the
+# state of a parameter; of the peak, which few layers stand for, as a share and in bytes.
+_ROUNDING, _SCALARS, _TRANSIENT, _SMALL = 0.001, 4096, 0.01, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +57,8 @@ class RankReport:
     Attributes:
         rank: its number in the job.
         microbatches: that it computed, in each step.
-        planned: what the planner's formulas say of the last step.
-        planned_state: bytes by kind that it holds after it by formula.
+        planned: what the planner says of the last step.
+        planned_state: bytes by kind that it holds after it.
         parameters: that it holds, padding included.
         state: bytes that it holds after the last step, by kind; empty where it failed.
         padding: share of the flat buffers that is padding.
@@ -79,7 +70,7 @@ class RankReport:
     rank: int
     microbatches: Sequence[int]
     planned: RankMemory
-    planned_state: Mapping[str, float]
+    planned_state: Mapping[str, float] = field(default_factory=dict)
     parameters: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
     padding: float = 0.0
@@ -99,19 +90,19 @@ class RankReport:
 
     @property
     def differences(self) -> list[str]:
-        """Where what was counted is not what the formulas say."""
+        """Where what was counted is not what was planned."""
         if self.problem is not None:
             return []
         lines = []
         if self.parameters != self.planned.parameters:
-            lines.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} by formula")
+            lines.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} planned")
         for kind, held in self.state.items():
-            formula = self.planned_state[kind]
-            if abs(held - formula) > (_ROUNDING + self.padding) * formula + _SCALARS:
-                lines.append(f"{held:,} bytes of {kind}, {formula:,.0f} by formula")
-        least, most = self.planned.certain - self.planned.overhead[0], self.planned.expected_tensors
-        if self.is_filled and not (1 - _TRANSIENT) * least <= self.peak <= (1 + _TRANSIENT) * most + _SMALL:
-            lines.append(f"peak of {self.peak:,} bytes, {least:,.0f} to {most:,.0f} by formula")
+            planned = self.planned_state[kind]
+            if abs(held - planned) > (_ROUNDING + self.padding) * planned + _SCALARS:
+                lines.append(f"{held:,} bytes of {kind}, {planned:,.0f} planned")
+        planned = self.planned.expected_tensors
+        if self.is_filled and abs(self.peak - planned) > _TRANSIENT * planned + _SMALL:
+            lines.append(f"peak of {self.peak:,} bytes, {planned:,.0f} planned")
         return lines
 
 
@@ -227,60 +218,46 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
     # After the warm-up of a 1-bit optimizer a rank holds more: its second step is one of these.
     config = replace(config, onebitadam=replace(config.onebitadam, onebit_freeze_step=1))
     pipeline_rank = coordinates_of(rank, config.parallel.degrees)[pipeline_dimension()]
-    formula = (
-        replace(config, model=replace(config.model, attention_dropout=0.0)) if on_cpu else config
-    )  # see fake_job.py
     number = rank % (config.parallel.ranks // ranks_of_role("pipeline", config.parallel))  # stages are outermost
-    planned = plan_memory(formula, outline(formula), on_cpu=on_cpu, number=number)[pipeline_rank]
-    state = dict(planned.state)
-    if training.reproducible:  # sums of 8 bytes become gradients of 4 when the step is over
-        state["grads"] /= 2
-    report = partial(RankReport, rank=rank, microbatches=counts, planned=planned, planned_state=state)
     device = CPU if on_cpu else absent_accelerator()
     kernels: ops.Choice = "torch" if on_cpu or training.kernels == "torch" else "triton"
     trail = _Trail()
     with fake_job(config.parallel, rank=rank, device=device, kernels=kernels) as mesh, Meter(device) as meter:
         try:
             step = _take_steps(config, mesh, counts, trail)
-            data_parallel = step.model.data_parallel
-            return report(
-                parameters=sum(parameter.numel() for parameter in data_parallel.parameters),
-                state=measured_bytes(data_parallel, step.update.optimizer),
-                padding=data_parallel.padding,
-                peak=meter.peak,
-            )
         except Exception as error:
-            return report(problem=f"{trail}: {_in_words(error)}")
+            problem = f"{trail}: {_in_words(error)}"
+            planned = plan_memory(config, outline(config), on_cpu=on_cpu)[pipeline_rank]
+            return RankReport(rank=rank, microbatches=counts, planned=planned, problem=problem)
+        data_parallel, peak = step.model.data_parallel, meter.peak
+        counted = measured_bytes(data_parallel, step.update.optimizer)
+    planned = traced_rank(config, outline(config), pipeline_rank, on_cpu=on_cpu, number=number)
+    planned_state = dict(planned.state)
+    if training.reproducible:  # sums of 8 bytes become gradients of 4 when the step is over
+        planned_state["grads"] /= 2
+    return RankReport(
+        rank=rank,
+        microbatches=counts,
+        planned=planned,
+        planned_state=planned_state,
+        parameters=sum(parameter.numel() for parameter in data_parallel.parameters),
+        state=counted,
+        padding=data_parallel.padding,
+        peak=peak,
+    )
 
 
 def _take_steps(config: ResolvedConfig, mesh: Mesh, counts: Sequence[int], trail: _Trail) -> TrainStep:
     trail.enter("in building the model")
-    task: Task
-    if isinstance(config, ResolvedBertConfig):
-        task = BertTask(config, mesh, weights=NoWeights())
-    else:
-        task = GPTTask(config, mesh, weights=NoWeights())
+    task = make_task(config, mesh)
     task.layers = [trail.followed(layer) for layer in task.layers]
     step = TrainStep(task, config, mesh)
     for count in counts:
         trail.enter("in a train step")
-        step.compute_gradients([_microbatch(task.batch_type, config, mesh, index) for index in range(count)])
+        step.compute_gradients([fake_microbatch(task.batch_type, config, mesh, index) for index in range(count)])
         trail.enter("in the update of the weights")
         step.update_weights()
     return step
-
-
-def _microbatch(kind: type[Batch], config: ResolvedConfig, mesh: Mesh, index: int) -> Batch:
-    """A microbatch whose tensors have no values."""
-    b, s = config.training.micro_batch_size, config.data.seq_length
-
-    def tensor(name: str) -> Tensor:
-        shape = (b,) if name == "sentence_labels" else (b, s)
-        dtype = torch.float32 if name == "loss_mask" else torch.int64
-        return torch.zeros(shape, dtype=dtype, device=mesh.device)
-
-    tensors: dict[str, Any] = {f.name: tensor(f.name) for f in fields(kind) if f.name != "index"}
-    return kind(index=index, **tensors)
 
 
 # ---- what a rank was doing
@@ -334,92 +311,3 @@ def _in_words(error: Exception) -> str:
     here = __file__
     where = [f"{Path(f.filename).relative_to(package)}:{f.lineno}" for f in frames if f.filename != here]
     return f"{type(error).__name__}: {text}" + (f" (megacore/{where[-1]})" if where else "")
-
-
-# ---- what it holds
-
-
-_DEVICE_OF = torch.ops.prim.device.default
-
-
-def _kind_of(operand: Any) -> Hashable:
-    """What decides the sizes that an operator makes of this operand."""
-    return (operand.shape, operand.stride(), operand.dtype) if isinstance(operand, Tensor) else operand
-
-
-class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors on a device that exist at one time; each storage once.
-
-    The host reads the values of fake tensors as `HOST_READS` says.
-
-    Args:
-        device: whose tensors count.
-
-    Attributes:
-        peak: most bytes so far.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.peak = 0
-        self._kind, self._held, self._total = device.type, dict[int, int](), 0
-        self._within: dict[Hashable, int] = {}
-        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resize_and_count())
-
-    def __enter__(self) -> Meter:
-        self._resizing.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._resizing.stop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE_OF:  # of most calls; the mode below takes longer to say the same
-            return args[0].fake_device
-        name = func._schema.name.split("::")[1]
-        if name in HOST_READS:
-            return HOST_READS[name]
-        if (tiles := tiles_of(func, args)) is not None:
-            self._count_within(tiles, (func, *map(_kind_of, args)), args)
-        out = func(*args, **(kwargs or {}))
-        for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(value, FakeTensor) and value.fake_device.type == self._kind:
-                self._count(value.untyped_storage())
-        return out
-
-    def _count_within(self, code: Callable[..., Any], alike: Hashable, args: Any) -> None:
-        """Count what exists while `code` runs; of calls that are alike the first runs it."""
-        if alike not in self._within:
-            before, most = self._total, self.peak
-            self.peak = before
-            super().__enter__()
-            try:
-                code(*args)
-            finally:
-                super().__exit__(None, None, None)
-            self._within[alike], self.peak = self.peak - before, most
-        self.peak = max(self.peak, self._total + self._within[alike])
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if (key := storage._cdata) not in self._held:
-            weakref.finalize(storage, self._set, key, None)
-            self._set(key, storage.nbytes())
-
-    def _set(self, key: int, size: int | None) -> None:
-        """A storage has this size from now on; None: it is freed."""
-        self._total += (size or 0) - (self._held.pop(key, 0))
-        if size is not None:
-            self._held[key] = size
-        self.peak = max(self.peak, self._total)
-
-    def _resize_and_count(self) -> Callable[..., Any]:
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in self._held:
-                self._set(storage._cdata, size)
-            return result
-
-        return resized

@@ -1,0 +1,147 @@
+"""Profiles of ranks, kept in the user's cache between runs: tracing takes seconds, and reading a moment.
+
+A profile is found by everything that it depends on: the settings that decide what a step does, the rank, the version of
+torch, and the sources of megacore.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import megacore
+from megacore.config import ResolvedConfig
+from megacore.errors import UserError
+from megacore.files import cache_home, read_bounded, replace_bytes
+from megacore.parallel.processors import available_cores
+from megacore.pipeline.schedule import Op
+from megacore.tracer.step_memory import Passage, StepProfile, microbatches_that_run
+
+_LARGEST = 2**24
+# Sections of a configuration, and fields of others, that change nothing of what a step holds.
+_APART = {"checkpoint", "data", "logging", "rampup", "spikes", "start", "watch"}
+_FREE = {
+    "deterministic", "eval_interval", "eval_iters", "global_batch_size", "max_bad_steps", "memory_check", "output_dir",
+    "preset", "seed", "skip_train", "train_iters",
+}  # fmt: skip
+
+
+def profiles_of(
+    config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool = True
+) -> list[StepProfile]:
+    """The profile of each of these ranks of a pipeline, of the first in its stage.
+
+    Args:
+        config: a resolved configuration.
+        ranks: numbers in the pipeline.
+        on_cpu: whether the ranks compute in host memory.
+        shares_work: whether other processes trace.
+    """
+    paths = [_path(config, rank, on_cpu=on_cpu) for rank in ranks]
+    found = list(map(_read, paths))
+    missing = [number for number, profile in enumerate(found) if profile is None]
+    unknown = [ranks[number] for number in missing]
+    traced = _traced(config, unknown, on_cpu=on_cpu, shares_work=shares_work) if missing else []
+    for number, profile in zip(missing, traced, strict=True):
+        found[number] = profile
+        _write(paths[number], profile)
+    return [profile for profile in found if profile is not None]
+
+
+def _traced(config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool) -> list[StepProfile]:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("tracing memory needs torch: install it, or use --estimate")
+    from megacore.tracer.fake_job import absent_accelerator  # loads torch, which what is known need not wait for
+    from megacore.tracer.profile import profile_of
+
+    trace = functools.partial(profile_of, config, on_cpu=on_cpu)
+    numbers = [rank * (config.parallel.ranks // config.parallel.pp) for rank in ranks]
+    if not shares_work or sys.platform != "linux" or multiprocessing.current_process().daemon:
+        return list(map(trace, numbers))
+    cores, fork = min(available_cores(), len(numbers)), multiprocessing.get_context("fork")
+    try:
+        # The device must be known before a process computes gradients, on whatever device.
+        with concurrent.futures.ProcessPoolExecutor(cores, fork, initializer=absent_accelerator) as pool:
+            return list(pool.map(trace, numbers))
+    except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
+        raise UserError(
+            "memory cannot be traced in a process that has computed gradients: trace it before, or estimate it"
+        ) from None
+
+
+def _path(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> Path:
+    count = config.microbatches
+    if config.parallel.schedule_csv is None:
+        count = min(count, microbatches_that_run(config))
+    data = config.data.seq_length, config.beside_hidden_states, config.padded_documents
+    key = repr((_settings(config), count, data, rank, on_cpu, version("torch"), _sources()))
+    return cache_home() / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _settings(config: ResolvedConfig) -> list[tuple[str, str, Any]]:
+    sections = [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _APART]
+    return [
+        (name, field.name, getattr(section, field.name))
+        for name, section in sections
+        for field in dataclasses.fields(section)
+        if field.name not in _FREE
+    ]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of all that a step may run."""
+    digest, package = hashlib.sha256(), Path(megacore.__file__).parent
+    for root in (package, package.parent / "kernels"):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> StepProfile | None:
+    """The profile in a file; None: there is none, or it is damaged."""
+    try:
+        return _from_json(json.loads(read_bounded(path, _LARGEST)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, profile: StepProfile) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, json.dumps(_to_json(profile)).encode(), durable=False)
+    except OSError:
+        pass  # it is traced again
+
+
+def _to_json(profile: StepProfile) -> dict[str, Any]:
+    return {
+        **{name: getattr(profile, name) for name in ("beside_state", "lasting_gradients", "updating")},
+        "passages": [[op.value, stage, passages] for (op, stage), passages in profile.passages.items()],
+        "messages": [[op.value, stage, size] for (op, stage), size in profile.messages.items()],
+    }
+
+
+def _from_json(read: dict[str, Any]) -> StepProfile:
+    return StepProfile(
+        beside_state=int(read["beside_state"]),
+        lasting_gradients=float(read["lasting_gradients"]),
+        updating=int(read["updating"]),
+        passages={
+            (Op(op), stage): [[Passage(*map(int, one)) for one in passages] for passages in of_microbatches]
+            for op, stage, of_microbatches in read["passages"]
+        },
+        messages={(Op(op), stage): int(size) for op, stage, size in read["messages"]},
+    )

@@ -1,0 +1,96 @@
+"""What training takes of a rank's memory, traced: a rank of each kind takes a step on fake tensors (profile.py).
+
+From what its layers did the peak of every rank of the pipeline follows, by the actions of its schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+from megacore.config import ResolvedConfig
+from megacore.pipeline.in_flight import enough_microbatches
+from megacore.pipeline.schedule import Action, Op, Schedule
+from megacore.pipeline.schedule_file import training_schedule
+from megacore.plan.cut import Cut
+from megacore.plan.memory import RankMemory, as_computed, copied_logits, held_state, microbatches_in_flight
+from megacore.plan.state import PlannedLayer
+from megacore.tracer.cache import profiles_of
+from megacore.tracer.step_memory import StepProfile, alike, change_of, peak_of
+
+
+def traced_rank(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: int, *, on_cpu: bool, number: int | None = None
+) -> RankMemory:
+    """The memory of one rank of a pipeline, which takes a step on fake tensors. Loads torch, unless it is known.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        rank: in the pipeline.
+        on_cpu: whether the ranks compute in host memory.
+        number: of the rank in its stage; None: the one that keeps most.
+    """
+    config = as_computed(config, on_cpu=on_cpu)
+    cut = Cut(config, layers)
+    (profile,) = profiles_of(config, [rank], on_cpu=on_cpu, shares_work=False)
+    like = [alike(config, chunk)[1] for chunk in cut.on_rank(config, rank).chunks]
+    held = held_state(config, cut, rank, on_cpu=on_cpu, number=number)
+    return _traced(config, held, profile, like, list(_schedule(config).batches(rank)))
+
+
+def traced_memory(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, copies_logits: bool = False
+) -> list[RankMemory]:
+    """The memory of the ranks of a pipeline, of which one of each kind takes a step on fake tensors; arguments as for
+    `plan_memory`. Loads torch, unless all kinds have been traced before."""
+    config = as_computed(config, on_cpu=on_cpu)
+    cut, kinds = Cut(config, layers), dict[Hashable, list[int]]()
+    stages = {rank: [alike(config, chunk) for chunk in cut.on_rank(config, rank).chunks] for rank in range(cut.ranks)}
+    for rank, of_rank in stages.items():
+        chunks = cut.on_rank(config, rank).chunks
+        built = tuple(tuple(id(chunk[n]) for n in numbers) for chunk, (numbers, _) in zip(chunks, of_rank, strict=True))
+        kinds.setdefault((rank == 0, built), []).append(rank)
+    profiles = profiles_of(config, [ranks[0] for ranks in kinds.values()], on_cpu=on_cpu)
+    schedule, found = _schedule(config), dict[int, RankMemory]()
+    for ranks, profile in zip(kinds.values(), profiles, strict=True):
+        for rank in ranks:
+            held = held_state(config, cut, rank, on_cpu=on_cpu)
+            like = [numbers for _, numbers in stages[rank]]
+            found[rank] = _traced(config, held, profile, like, list(schedule.batches(rank)))
+    if copies_logits:
+        last = found[cut.ranks - 1]
+        found[cut.ranks - 1] = dataclasses.replace(last, working=max(last.working, copied_logits(config)))
+    return [found[rank] for rank in range(cut.ranks)]
+
+
+def _schedule(config: ResolvedConfig) -> Schedule:
+    """What the ranks do in a step, of as many microbatches as fill the pipeline alike."""
+    return training_schedule(config.parallel, enough_microbatches(config.parallel, config.microbatches))
+
+
+def _traced(
+    config: ResolvedConfig,
+    held: RankMemory,
+    profile: StepProfile,
+    like: Sequence[Sequence[int]],
+    order: Sequence[tuple[bool, Sequence[Action]]],
+) -> RankMemory:
+    """A rank with its state, and with what a profile says of its actions; arguments as for `peak_of`."""
+    peak = peak_of(profile, like, order, config.parallel.pp)
+    gradients = held.state["grads"] - held.host.get("grads", 0.0)
+    on_host = {"activations": float(peak.on_host)} if peak.on_host else {}
+    return dataclasses.replace(
+        held,
+        host={**held.host, **on_host},
+        activations=float(peak.kept),
+        in_flight=sum(microbatches_in_flight(config, held.pp_rank)),
+        working=float(profile.beside_state + peak.bytes - peak.kept - peak.made),
+        updating=float(profile.updating),
+        absent=held.absent + (1 - profile.lasting_gradients) * gradients - peak.made,
+        microbatch=[
+            change_of(numbers, profile.passages[Op.FORWARD, stage][0], Op.FORWARD).net
+            for stage, numbers in enumerate(like)
+        ],
+        is_traced=True,
+    )

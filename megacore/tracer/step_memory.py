@@ -1,0 +1,215 @@
+"""A rank's memory in a step, put together from what few layers did in few microbatches; nothing here loads torch.
+
+profile.py runs them. Of layers that are alike there are three: the first, the last, and one that stands for all
+between; five where a layer acts ahead of another one. Of microbatches it is the same, and where each of them is reduced
+the second counts too. From what each layer adds to the rank's memory in each action follows the memory of a stage of
+any depth, in a step of any number of microbatches, in any order of actions: nothing here knows what an operator keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megacore.config import ResolvedConfig
+from megacore.pipeline.schedule import Action, Op
+from megacore.plan.state import PlannedLayer
+
+_LONGEST_PATTERN = 8  # layers after which a stage may repeat itself
+
+
+class Passage(NamedTuple):
+    """What one layer does to a rank's memory within an action.
+
+    Attributes:
+        layer: its number among the layers of the stage that are built; -1: what comes before the first.
+        high: most bytes above those at its beginning.
+        net: bytes at its end above those at its beginning.
+        net_on_host: the same in host memory, of ranks that compute elsewhere.
+    """
+
+    layer: int
+    high: int
+    net: int
+    net_on_host: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """A rank's memory in a step.
+
+    Attributes:
+        beside_state: bytes on the device when a step begins that are not state.
+        lasting_gradients: share of the gradients among the state that exist when a step begins; it makes the others.
+        updating: most bytes on the device that are not state while weights are updated.
+        passages: by operation and number of the stage on the rank: those of each microbatch that runs.
+        messages: bytes of what each stage receives: inputs, and gradients of its outputs.
+    """
+
+    beside_state: int
+    lasting_gradients: float
+    updating: int
+    passages: Mapping[tuple[Op, int], Sequence[Sequence[Passage]]]
+    messages: Mapping[tuple[Op, int], int]
+
+
+def microbatches_that_run(config: ResolvedConfig) -> int:
+    """Microbatches of a profile, if there are as many: on ZeRO's stages 2 and 3 the second one is unlike later ones."""
+    return 4 if config.parallel.zero_stage >= 2 else 3
+
+
+def unlike_ends(config: ResolvedConfig) -> int:
+    """How many layers at each end of a row of equal ones differ from those between: a layer gathers the parameters of
+    the next one, or fetches its activations, while it computes."""
+    parallel = config.parallel
+    return 2 if parallel.zero_stage == 3 or parallel.offload_params or config.training.offload_activations else 1
+
+
+def alike(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[list[int], list[int]]:
+    """The layers of a stage that are built for a profile.
+
+    Args:
+        config: a resolved configuration.
+        layers: of the stage.
+
+    Returns:
+        Their numbers in the stage, and for each layer of the stage which of them, counted from 0, it is like.
+    """
+    training = config.training
+    recomputed = (training.recompute_num_layers or len(layers)) if training.recompute == "full" else 0
+    kinds, blocks = list[Hashable](), 0
+    for layer in layers:
+        kinds.append((layer.name if layer.block is None else id(layer.block), layer.parameters, blocks < recomputed))
+        blocks += layer.is_block
+    if config.optimizer_settings.takes_some_whole:  # its buckets repeat with no layer
+        return list(range(len(layers))), list(range(len(layers)))
+    edge = unlike_ends(config)
+    built, like, most = list[int](), list[int](), 2 * edge + 1
+    for first, length, times in _patterns(kinds):
+        copies, offset = min(times, most), len(built)
+        built += range(first, first + copies * length)
+        for time in range(times):
+            copy = time if time < edge or times <= most else max(edge, time - times + most)
+            like += range(offset + copy * length, offset + (copy + 1) * length)
+    return built, like
+
+
+def _patterns(kinds: Sequence[Hashable]) -> Iterator[tuple[int, int, int]]:
+    """The kinds in parts that repeat a pattern: where each begins, how long its pattern is, and how often it comes."""
+    first = 0
+    while first < len(kinds):
+        best = 1, 1
+        for length in range(1, min(_LONGEST_PATTERN, len(kinds) - first) + 1):
+            pattern, times = kinds[first : first + length], 1
+            while kinds[first + times * length : first + (times + 1) * length] == pattern:
+                times += 1
+            if times > 1 and length * times > best[0] * best[1]:
+                best = length, times
+        yield first, *best
+        first += best[0] * best[1]
+
+
+class Change(NamedTuple):
+    """What an action does to a rank's memory; attributes are those of `Passage`."""
+
+    high: int
+    net: int
+    net_on_host: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPeak:
+    """The most that a rank holds while the microbatches of a step are computed, above what it holds between steps.
+
+    Attributes:
+        bytes: on its device.
+        kept: of them activations, of all forwards so far.
+        made: of them gradients that the step has made anew.
+        on_host: activations in host memory, at most.
+    """
+
+    bytes: int
+    kept: int
+    made: int
+    on_host: int
+
+
+def change_of(like: Sequence[int], passages: Sequence[Passage], op: Op) -> Change:
+    """What an action does in a stage whose layers are like the built ones with these numbers."""
+    merged: dict[int, Passage] = {}
+    for passage in passages:
+        before = merged.get(passage.layer, Passage(passage.layer, 0, 0))
+        merged[passage.layer] = Passage(
+            passage.layer,
+            max(before.high, before.net + passage.high),
+            before.net + passage.net,
+            before.net_on_host + passage.net_on_host,
+        )
+    high = net = on_host = 0
+    for number in (-1, *(like if op is Op.FORWARD else reversed(like))):
+        if number in merged:
+            _, above, more, more_on_host = merged[number]
+            high = max(high, net + above)
+            net += more
+            on_host += more_on_host
+    return Change(high, net, on_host)
+
+
+def peak_of(
+    profile: StepProfile, stages: Sequence[Sequence[int]], order: Sequence[tuple[bool, Sequence[Action]]], ranks: int
+) -> StepPeak:
+    """The peak of a rank that takes these actions.
+
+    Args:
+        profile: of the rank, or of one with the same kinds of layers.
+        stages: for each layer of each of its stages, which of the built layers it is like.
+        order: its actions, in batches as `Schedule.batches` has them.
+        ranks: of the pipeline.
+    """
+    changes = {
+        key: [change_of(stages[key[1]], passages, key[0]) for passages in of_microbatches]
+        for key, of_microbatches in profile.passages.items()
+    }
+    counts: dict[tuple[Op, int], int] = {}
+    for is_transfer, batch in order:
+        for action in () if is_transfer else batch:
+            key = action.op, action.stage // ranks
+            counts[key] = counts.get(key, 0) + 1
+    done = dict.fromkeys(counts, 0)
+    held = on_host = most_on_host = gradients = 0
+    peak = kept = made = 0
+    for is_transfer, batch in order:
+        if is_transfer:
+            sizes = [profile.messages[action.op, action.stage // ranks] for action in batch]
+            peak = max(peak, held + sum(size for size in sizes if size > 0))
+            held += sum(sizes)
+            continue
+        for action in batch:
+            key = action.op, action.stage // ranks
+            change = _at(changes[key], done[key], counts[key])
+            if held + change.high > peak:
+                peak = held + change.high
+                kept, made = held - gradients + (change.net if action.op is Op.FORWARD else 0), gradients
+            if not done[key] and action.op in (Op.BACKWARD, Op.WEIGHT_GRAD) and counts[key] > 1:
+                gradients += change.net - changes[key][1].net
+            done[key] += 1
+            held += change.net
+            on_host += _sent_to_host(changes, key)
+            most_on_host = max(most_on_host, on_host)
+    return StepPeak(bytes=peak, kept=kept, made=made, on_host=most_on_host)
+
+
+def _sent_to_host(changes: Mapping[tuple[Op, int], Sequence[Change]], key: tuple[Op, int]) -> int:
+    """Bytes that a forward sends to the host, or that the last backward of a microbatch frees there."""
+    op, stage = key
+    if op is Op.INPUT_GRAD:
+        return 0
+    return changes[Op.FORWARD, stage][0].net_on_host * (1 if op is Op.FORWARD else -1)
+
+
+def _at(changes: Sequence[Change], number: int, count: int) -> Change:
+    """That of the microbatch with this number, of so many: one stands for all between the first and the last."""
+    if len(changes) >= count:
+        return changes[number]
+    return changes[-1 if number == count - 1 else min(number, len(changes) - 2)]

@@ -1,0 +1,88 @@
+"""Traced memory of deep models against whole steps of a rank, and the estimate of it against the trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacore.config import ResolvedConfig
+from megacore.models.outline import outline
+from megacore.plan.memory import plan_memory
+from megacore.tracer.dry_run import RankReport, run_rank
+from megacore.tracer.fake_job import absent_accelerator
+from tests.distributed import run_distributed
+from tests.plans.published import traced
+from tests.unit.refusals import parse
+
+LLAMA = "--preset llama-3-8b --precision bf16 --num-layers 12 --seq-length 2048 --vocab-size 32000"
+MIXTURE = "--preset qwen3-30b-a3b --precision bf16 --num-layers 8 --seq-length 1024"
+ROWS = {
+    "dense": "--global-batch-size 4",
+    "ZeRO 1": "--dp 4 --zero-stage 1 --tp 2 --global-batch-size 16",
+    "ZeRO 2": "--dp 4 --zero-stage 2 --global-batch-size 16",
+    "ZeRO 3": "--dp 4 --zero-stage 3 --global-batch-size 16",
+    "one microbatch": "--dp 2 --zero-stage 2 --global-batch-size 2",
+    "1F1B": "--pp 3 --tp 2 --global-batch-size 8 --schedule 1f1b",
+    "GPipe": "--pp 2 --global-batch-size 4 --schedule gpipe",
+    "zero bubble": "--pp 2 --tp 2 --global-batch-size 6 --schedule zero-bubble",
+    "recomputed": "--recompute full --recompute-num-layers 7 --tp 2 --global-batch-size 2",
+    "light": "--recompute light --pp 2 --global-batch-size 4 --schedule 1f1b",
+    "context": "--cp 2 --pp 2 --global-batch-size 4 --schedule 1f1b",
+    "activations offloaded": "--offload-activations --dp 2 --global-batch-size 4",
+    "state offloaded": "--offload-optimizer --dp 2 --zero-stage 1 --global-batch-size 4",
+}
+DEFAULT = ("ZeRO 3", "1F1B")
+
+
+def config_of(model: str, layout: str) -> ResolvedConfig:
+    return parse("--mock-data", "--train-iters", "9", *model.split(), *layout.split(), planned=True)
+
+
+def whole_steps(_: int, __: int, config: ResolvedConfig) -> list[RankReport]:
+    """Of the first rank of each stage, as many microbatches as it has in flight; the trace is of as many."""
+    absent_accelerator()
+    of_stage = config.parallel.ranks // config.parallel.pp
+    config = config.for_device(on_cpu=False)
+    return [run_rank(config, rank, on_cpu=False) for rank in range(0, config.parallel.ranks, of_stage)]
+
+
+def require_whole_steps(config: ResolvedConfig) -> None:
+    for report in run_distributed(whole_steps, 1, config, init=False, timeout=300)[0]:
+        assert report.problem is None
+        assert report.planned.expected_tensors == pytest.approx(report.peak, rel=0.01), report.rank
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(ROWS[name], marks=[pytest.mark.slow] * (name not in DEFAULT), id=name) for name in ROWS]
+)
+def test_few_layers_stand_for_all(layout: str) -> None:
+    require_whole_steps(config_of(LLAMA, layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    ["--dp 4 --ep 4 --zero-stage 1 --global-batch-size 8", "--pp 2 --tp 2 --ep 2 --etp 1 --global-batch-size 4"],
+)
+def test_few_layers_of_experts_stand_for_all(layout: str) -> None:
+    require_whole_steps(config_of(MIXTURE, layout))
+
+
+ESTIMATED = [
+    f"{LLAMA} {ROWS['dense']}",
+    f"{LLAMA} {ROWS['ZeRO 2']}",
+    f"{LLAMA} {ROWS['1F1B']}",
+    f"{LLAMA} --tp 4 --recompute full --global-batch-size 2",
+    "--preset gpt2-medium --precision bf16 --global-batch-size 8 --micro-batch-size 4",
+]
+
+
+@pytest.mark.parametrize(
+    "words", [*ESTIMATED[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in ESTIMATED[1:])]
+)
+def test_the_estimate_is_near_the_trace(words: str) -> None:
+    config = config_of(words, "")
+    found = (find(config, outline(config), on_cpu=False) for find in (plan_memory, traced))
+    for one, other in zip(*found, strict=True):
+        assert one.state == other.state
+        assert one.expected == pytest.approx(other.expected, rel=0.1)
+        assert one.certain <= other.expected
