@@ -195,7 +195,8 @@ class Chained(nn.ModuleList):
 def test_a_container_computes_what_its_own_forward_says(make: Callable[[], nn.Module], is_whole: bool) -> None:
     model, (inputs, targets) = make(), batch(0)
     expected = F.mse_loss(model(inputs), targets).item()
-    engine = engine_of(model if is_whole else [model])
+    layers: Any = model if is_whole else [model]
+    engine = engine_of(layers)
     assert float(engine.train_batch(engine.split(inputs, targets))) == pytest.approx(expected, rel=1e-5)
 
 
