@@ -56,6 +56,7 @@ ALIKE = 0.005
 SAVING = 0.02
 """Part of the memory of a layout that another recomputation must save to be listed beside it."""
 _SIMULATED = 48  # the best by the estimate
+_TRIES = 3  # layouts whose memory is found for each that is listed
 _LISTED = 10  # the fastest, all simulated: as many as are listed unless more are asked for
 # Of the memory that a rank has. Larger microbatches need more, but for small terms; schedules other than 1F1B may keep
 # less with fewer and larger ones.
@@ -252,9 +253,10 @@ def search(
 
 def with_memory(found: Found, count: int, find_memory: FindsMemory) -> Found:
     """What was found, with the memory that `find_memory` finds of the fastest layouts of the first `count` divisions.
-    Those that need more than there is are left out, and the next ones take their place."""
+    Those that need more than there is are left out, and the next ones take their place, up to `_TRIES` for each; what
+    is listed beyond that is an estimate."""
     layouts, least, on_host = list(found.layouts), found.least_memory, usable_host_bytes(found.cluster)
-    while True:
+    for _ in range(_TRIES * count + 1):
         found = dataclasses.replace(found, layouts=layouts, least_memory=None if layouts else least)
         layout = next((layout for layout, *_ in found.divisions[:count] if layout.memory is None), None)
         if layout is None:
@@ -266,6 +268,7 @@ def with_memory(found: Found, count: int, find_memory: FindsMemory) -> Found:
         held = held_on_host(layout.config, ranks, found.cluster.device.node_ranks)
         fits = needed <= found.capacity and (on_host is None or held <= on_host)
         layouts[at : at + 1] = [dataclasses.replace(layout, memory_bytes=needed, memory=ranks)] if fits else []
+    return found
 
 
 def memory_of(layout: Layout, cluster: Cluster, find_memory: FindsMemory = plan_memory) -> Sequence[RankMemory]:

@@ -25,6 +25,7 @@ from megacore.errors import UserError
 from megacore.files import cache_home, read_bounded, replace_bytes
 from megacore.parallel.processors import available_cores
 from megacore.pipeline.schedule import Op
+from megacore.pipeline.schedule_file import training_schedule
 from megacore.tracer.step_memory import Passage, StepProfile, microbatches_that_run
 
 _LARGEST = 2**24
@@ -47,6 +48,8 @@ def profiles_of(
         on_cpu: whether the ranks compute in host memory.
         shares_work: whether other processes trace.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("tracing memory needs torch: install it, or use --estimate")
     paths = [_path(config, rank, on_cpu=on_cpu) for rank in ranks]
     found = list(map(_read, paths))
     missing = [number for number, profile in enumerate(found) if profile is None]
@@ -59,8 +62,6 @@ def profiles_of(
 
 
 def _traced(config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool) -> list[StepProfile]:
-    if importlib.util.find_spec("torch") is None:
-        raise UserError("tracing memory needs torch: install it, or use --estimate")
     from megacore.tracer.fake_job import absent_accelerator  # loads torch, which what is known need not wait for
     from megacore.tracer.profile import profile_of
 
@@ -73,8 +74,10 @@ def _traced(config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, share
         # The device must be known before a process computes gradients, on whatever device.
         with concurrent.futures.ProcessPoolExecutor(cores, fork, initializer=absent_accelerator) as pool:
             return list(pool.map(trace, numbers))
+    except concurrent.futures.BrokenExecutor:
+        raise UserError("a process that traces memory was killed: use --estimate") from None
     except RuntimeError as error:
-        if "fork" not in str(error):
+        if "fork-based multiprocessing" not in str(error):
             raise
         raise UserError(
             "memory cannot be traced in a process that has computed gradients: trace it before, or estimate it"
@@ -86,7 +89,8 @@ def _path(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> Path:
     if config.parallel.schedule_csv is None:
         count = min(count, microbatches_that_run(config))
     data = config.data.seq_length, config.beside_hidden_states, config.padded_documents
-    key = repr((_settings(config), count, data, rank, on_cpu, version("torch"), _sources()))
+    file = None if config.parallel.schedule_csv is None else training_schedule(config.parallel, count).actions
+    key = repr((_settings(config), count, data, file, rank, on_cpu, version("torch"), _sources()))
     return cache_home() / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
@@ -114,7 +118,7 @@ def _read(path: Path) -> StepProfile | None:
     """The profile in a file; None: there is none, or it is damaged."""
     try:
         return _from_json(json.loads(read_bounded(path, _LARGEST)))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -135,13 +139,15 @@ def _to_json(profile: StepProfile) -> dict[str, Any]:
 
 
 def _from_json(read: dict[str, Any]) -> StepProfile:
+    if not any(op == Op.FORWARD.value for op, *_ in read["passages"]):
+        raise ValueError("no profile has no forward")
     return StepProfile(
         beside_state=int(read["beside_state"]),
         lasting_gradients=float(read["lasting_gradients"]),
         updating=int(read["updating"]),
         passages={
-            (Op(op), stage): [[Passage(*map(int, one)) for one in passages] for passages in of_microbatches]
+            (Op(op), int(stage)): [[Passage(*map(int, one)) for one in passages] for passages in of_microbatches]
             for op, stage, of_microbatches in read["passages"]
         },
-        messages={(Op(op), stage): int(size) for op, stage, size in read["messages"]},
+        messages={(Op(op), int(stage)): int(size) for op, stage, size in read["messages"]},
     )

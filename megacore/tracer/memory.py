@@ -16,7 +16,7 @@ from megacore.plan.cut import Cut
 from megacore.plan.memory import RankMemory, as_computed, copied_logits, held_state, microbatches_in_flight
 from megacore.plan.state import PlannedLayer
 from megacore.tracer.cache import profiles_of
-from megacore.tracer.step_memory import StepProfile, alike, change_of, peak_of
+from megacore.tracer.step_memory import StepProfile, alike, change_of, microbatches_that_run, peak_of
 
 
 def traced_rank(
@@ -65,8 +65,9 @@ def traced_memory(
 
 
 def _schedule(config: ResolvedConfig) -> Schedule:
-    """What the ranks do in a step, of as many microbatches as fill the pipeline alike."""
-    return training_schedule(config.parallel, enough_microbatches(config.parallel, config.microbatches))
+    """What the ranks do in a step, of as many microbatches as fill the pipeline alike, and as a profile has."""
+    count = max(enough_microbatches(config.parallel, config.microbatches), microbatches_that_run(config))
+    return training_schedule(config.parallel, min(count, config.microbatches))
 
 
 def _traced(
@@ -76,7 +77,7 @@ def _traced(
     like: Sequence[Sequence[int]],
     order: Sequence[tuple[bool, Sequence[Action]]],
 ) -> RankMemory:
-    """A rank with its state, and with what a profile says of its actions; arguments as for `peak_of`."""
+    """A rank with its state, `held`, and what a profile says of its actions; other arguments as for `peak_of`."""
     peak = peak_of(profile, like, order, config.parallel.pp)
     gradients = held.state["grads"] - held.host.get("grads", 0.0)
     on_host = {"activations": float(peak.on_host)} if peak.on_host else {}

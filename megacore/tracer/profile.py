@@ -8,7 +8,7 @@ step_memory.py puts whole steps together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -32,9 +32,10 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Action, Op
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.state import PlannedLayer
+from megacore.plan.traffic import recomputed_whole
 from megacore.tracer.fake_job import CPU, NoWeights, absent_accelerator, fake_job
 from megacore.tracer.meter import Meter
-from megacore.tracer.step_memory import Passage, StepProfile, alike, microbatches_that_run, unlike_ends
+from megacore.tracer.step_memory import Passage, StepProfile, alike, microbatches_that_run
 from megacore.train import parallelize
 from megacore.train.bert_task import BertTask
 from megacore.train.gpt_task import GPTTask
@@ -52,6 +53,12 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
         on_cpu: whether the ranks compute in host memory.
     """
     built = [[layers[number] for number in numbers] for layers, numbers in _stages(config)]
+    again = {
+        layer.name
+        for layers, _ in _stages(config)
+        for layer, is_again in zip(layers, recomputed_whole(config, layers), strict=True)
+        if is_again
+    }
     config = _traceable(config, on_cpu=on_cpu)
     device = CPU if on_cpu else absent_accelerator()
     kernels: ops.Choice = "torch" if on_cpu or config.training.kernels == "torch" else "triton"
@@ -60,7 +67,10 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
         by_name = {layer.name: layer for layer in task.layers}
         task.layers = [log.followed(by_name[one.name], n) for stage in built for n, one in enumerate(stage)]
         stages = [range(*ends) for ends in pairwise([0, *accumulate(map(len, built))])]
-        with mock.patch.object(parallelize, "stage_ranges", return_value=stages):
+        with (
+            mock.patch.object(parallelize, "stage_ranges", return_value=stages),
+            mock.patch.object(parallelize, "recomputed_blocks", partial(_named, names=again)),
+        ):
             step = TrainStep(task, config, mesh)
         batch = [fake_microbatch(task.batch_type, config, mesh, index) for index in range(config.microbatches)]
         if config.parallel.schedule_csv is None:
@@ -81,6 +91,10 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
             passages=_by_stage(log.passages, mesh),
             messages=_messages(task, mesh, batch[0], len(stages)),
         )
+
+
+def _named(specs: Sequence[LayerSpec], _: ResolvedConfig, *, names: Collection[str]) -> list[int]:
+    return [number for number, spec in enumerate(specs) if spec.name in names]
 
 
 def make_task(config: ResolvedConfig, mesh: Mesh) -> Task:
@@ -109,9 +123,8 @@ def _traceable(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
     count = config.microbatches
     if parallel.schedule_csv is None:
         count = min(count, microbatches_that_run(config))
-    few = training.recompute_num_layers and min(training.recompute_num_layers, 2 * unlike_ends(config) + 1)
     samples = count * training.micro_batch_size * ranks_of_role("batch", parallel)
-    training = replace(training, global_batch_size=samples, compile=False, recompute_num_layers=few)
+    training = replace(training, global_batch_size=samples, compile=False)
     # After the warm-up of a 1-bit optimizer a rank holds more: the second step is one of these.
     onebitadam = replace(config.onebitadam, onebit_freeze_step=1)
     config = replace(config, training=training, onebitadam=onebitadam, rampup=RampupConfig())

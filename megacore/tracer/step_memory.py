@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
+from megacore.config.dimensions import shard_ranks
 from megacore.pipeline.schedule import Action, Op
-from megacore.plan.state import PlannedLayer
+from megacore.plan.state import PlannedLayer, zero_stage
+from megacore.plan.traffic import recomputed_whole
+from megacore.zero.buckets import grown
 
 _LONGEST_PATTERN = 8  # layers after which a stage may repeat itself
 
@@ -76,14 +79,12 @@ def alike(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[list[
     Returns:
         Their numbers in the stage, and for each layer of the stage which of them, counted from 0, it is like.
     """
-    training = config.training
-    recomputed = (training.recompute_num_layers or len(layers)) if training.recompute == "full" else 0
-    kinds, blocks = list[Hashable](), 0
-    for layer in layers:
-        kinds.append((layer.name if layer.block is None else id(layer.block), layer.parameters, blocks < recomputed))
-        blocks += layer.is_block
-    if config.optimizer_settings.takes_some_whole:  # its buckets repeat with no layer
+    if config.optimizer_settings.takes_some_whole or _share_buckets(config, layers):  # these repeat with no layer
         return list(range(len(layers))), list(range(len(layers)))
+    kinds: list[Hashable] = [
+        (layer.name if layer.block is None else id(layer.block), layer.parameters, again)
+        for layer, again in zip(layers, recomputed_whole(config, layers), strict=True)
+    ]
     edge = unlike_ends(config)
     built, like, most = list[int](), list[int](), 2 * edge + 1
     for first, length, times in _patterns(kinds):
@@ -93,6 +94,14 @@ def alike(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[list[
             copy = time if time < edge or times <= most else max(edge, time - times + most)
             like += range(offset + copy * length, offset + (copy + 1) * length)
     return built, like
+
+
+def _share_buckets(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> bool:
+    """Whether buckets of gradients, which ZeRO's stage 2 makes anew, may hold more than a block."""
+    if zero_stage(config) != 2:
+        return False
+    bucket = grown(int(config.parallel.bucket_size_mb * 2**20), shard_ranks(config.parallel))
+    return any(layer.block is not None and 4 * layer.parameters < bucket for layer in layers)
 
 
 def _patterns(kinds: Sequence[Hashable]) -> Iterator[tuple[int, int, int]]:
@@ -210,6 +219,7 @@ def _sent_to_host(changes: Mapping[tuple[Op, int], Sequence[Change]], key: tuple
 
 def _at(changes: Sequence[Change], number: int, count: int) -> Change:
     """That of the microbatch with this number, of so many: one stands for all between the first and the last."""
-    if len(changes) >= count:
+    assert len(changes) <= count
+    if len(changes) == count:
         return changes[number]
     return changes[-1 if number == count - 1 else min(number, len(changes) - 2)]

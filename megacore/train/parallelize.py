@@ -130,7 +130,7 @@ def _layers(
     """
     is_new = config.checkpoint.load is None  # else every value comes from the checkpoint
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
-    recomputed = blocks[: config.training.recompute_num_layers] if config.training.recompute == "full" else []
+    recomputed = recomputed_blocks(chunk.specs, config)
     divided = recomputed if config.training.distribute_saved_activations else []
     for index, layer in enumerate(chunk.build_layers()):
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
@@ -151,6 +151,14 @@ def _layers(
             group = mesh.layer if index in divided else ALONE
             chunk.layers[index] = Kept(chunk.layers[index], offload, group=group, is_first=index == blocks[0])
         yield chunk.layers[index]
+
+
+def recomputed_blocks(specs: Sequence[LayerSpec], config: ResolvedConfig) -> list[int]:
+    """Numbers of the layers of a stage that keep only their input."""
+    if config.training.recompute != "full":
+        return []
+    blocks = [number for number, spec in enumerate(specs) if spec.is_block]
+    return blocks[: config.training.recompute_num_layers]
 
 
 def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:

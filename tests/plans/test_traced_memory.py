@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from megacore.config import ResolvedConfig
 from megacore.models.outline import outline
 from megacore.plan.memory import plan_memory
+from megacore.tracer import dry_run
 from megacore.tracer.dry_run import RankReport, run_rank
 from megacore.tracer.fake_job import absent_accelerator
 from tests.distributed import run_distributed
@@ -25,6 +28,8 @@ ROWS = {
     "GPipe": "--pp 2 --global-batch-size 4 --schedule gpipe",
     "zero bubble": "--pp 2 --tp 2 --global-batch-size 6 --schedule zero-bubble",
     "recomputed": "--recompute full --recompute-num-layers 7 --tp 2 --global-batch-size 2",
+    "recomputed pattern": "--recompute full --recompute-num-layers 9 --attention-pattern w,f --window-size 512",
+    "small layers": "--hidden-size 512 --ffn-hidden-size 1024 --dp 64 --zero-stage 2 --global-batch-size 256",
     "light": "--recompute light --pp 2 --global-batch-size 4 --schedule 1f1b",
     "context": "--cp 2 --pp 2 --global-batch-size 4 --schedule 1f1b",
     "activations offloaded": "--offload-activations --dp 2 --global-batch-size 4",
@@ -38,11 +43,12 @@ def config_of(model: str, layout: str) -> ResolvedConfig:
 
 
 def whole_steps(_: int, __: int, config: ResolvedConfig) -> list[RankReport]:
-    """Of the first rank of each stage, as many microbatches as it has in flight; the trace is of as many."""
+    """Of the first rank of each stage, with all microbatches."""
     absent_accelerator()
     of_stage = config.parallel.ranks // config.parallel.pp
     config = config.for_device(on_cpu=False)
-    return [run_rank(config, rank, on_cpu=False) for rank in range(0, config.parallel.ranks, of_stage)]
+    with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
+        return [run_rank(config, rank, on_cpu=False) for rank in range(0, config.parallel.ranks, of_stage)]
 
 
 def require_whole_steps(config: ResolvedConfig) -> None:
@@ -85,4 +91,4 @@ def test_the_estimate_is_near_the_trace(words: str) -> None:
     for one, other in zip(*found, strict=True):
         assert one.state == other.state
         assert one.expected == pytest.approx(other.expected, rel=0.1)
-        assert one.certain <= other.expected
+        assert one.certain <= 1.01 * other.expected_tensors
