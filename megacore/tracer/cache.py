@@ -14,7 +14,7 @@ import importlib.util
 import json
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,26 +62,28 @@ def profiles_of(
 
 
 def _traced(config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool) -> list[StepProfile]:
-    from megacore.tracer.fake_job import absent_accelerator  # loads torch, which what is known need not wait for
-    from megacore.tracer.profile import profile_of
+    from megacore.tracer.profile import profile_of  # loads torch, which what is known need not wait for
 
     trace = functools.partial(profile_of, config, on_cpu=on_cpu)
     numbers = [rank * (config.parallel.ranks // config.parallel.pp) for rank in ranks]
     if not shares_work or sys.platform != "linux" or multiprocessing.current_process().daemon:
         return list(map(trace, numbers))
-    cores, fork = min(available_cores(), len(numbers)), multiprocessing.get_context("fork")
+    try:
+        return _in_processes("fork", trace, numbers)
+    except RuntimeError:  # if this process has computed gradients, autograd works in none that is forked from it
+        return _in_processes("spawn", trace, numbers)
+
+
+def _in_processes(method: str, trace: Callable[[int], StepProfile], numbers: Sequence[int]) -> list[StepProfile]:
+    from megacore.tracer.fake_job import absent_accelerator
+
+    cores, context = min(available_cores(), len(numbers)), multiprocessing.get_context(method)
     try:
         # The device must be known before a process computes gradients, on whatever device.
-        with concurrent.futures.ProcessPoolExecutor(cores, fork, initializer=absent_accelerator) as pool:
+        with concurrent.futures.ProcessPoolExecutor(cores, context, initializer=absent_accelerator) as pool:
             return list(pool.map(trace, numbers))
     except concurrent.futures.BrokenExecutor:
         raise UserError("a process that traces memory was killed: use --estimate") from None
-    except RuntimeError as error:
-        if "fork-based multiprocessing" not in str(error):
-            raise
-        raise UserError(
-            "memory cannot be traced in a process that has computed gradients: trace it before, or estimate it"
-        ) from None
 
 
 def _path(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> Path:
