@@ -69,7 +69,7 @@ def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixt
     assert plan["ways_out"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
     assert planned(capsys, f"{run} 4")["fits"] and not planned(capsys, f"{run} 8")["fits"]
     second, third = plan["ways_out"][1:]
-    assert second.startswith("--micro-batch-size 8 --precision bf16 ")
+    assert second.startswith("--recompute selective --micro-batch-size 16 ")
     assert "machines" in third and "--micro-batch-size" not in third  # not the same on more machines
 
 
