@@ -19,13 +19,14 @@ if __name__ == "__main__":
     announce()
 
 from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
-from megacore.commands.plan import dry_run, is_dry_run
+from megacore.commands.dry_run import dry_run, is_dry_run
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.gpt.build import vocabulary_size
+from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.fit import check_memory, computes_on_cpu
+from megacore.train.planning import check_memory
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
 from megacore.verify.rehearse import is_rehearsal, rehearse

@@ -21,7 +21,7 @@ from megacore.starting import announce, announce_stage
 if __name__ == "__main__":
     announce()
 
-from megacore.commands.plan import dry_run, is_dry_run
+from megacore.commands.dry_run import dry_run, is_dry_run
 from megacore.commands.pretrain_gpt import read_config, train
 from megacore.config import ResolvedConfig
 from megacore.train.stopping import prepare_signals

@@ -56,8 +56,8 @@ from benchmarks.comparison.picture import picture  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
 from benchmarks.comparison.stages import cut  # noqa: E402
 from megacore.config.cli import refusal  # noqa: E402
+from megacore.drawing.canvas import save  # noqa: E402
 from megacore.errors import EXIT_REFUSED, ConfigError  # noqa: E402
-from megacore.plan.canvas import save  # noqa: E402
 
 PRODUCTS = "products"
 # Ways whose largest model is sought, and its sizes: few tokens and a wide model, so that state outweighs activations.

@@ -31,10 +31,10 @@ from megacore.config.flags import Given, read_flags, translate_foreign
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
 from megacore.config.toml import read_toml
+from megacore.drawing.canvas import require_writable, save
+from megacore.drawing.curves import Curve, curves
 from megacore.errors import ConfigError
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
-from megacore.plan.canvas import require_writable, save
-from megacore.plan.curve_picture import Curve, curves
 
 _MOST_POINTS, _ROWS = 800, 21
 _MOMENTA = ("adam_beta1", "sgd_momentum", "lion_beta1", "muon_momentum")

@@ -24,15 +24,15 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from rich.console import Console
 
 from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.drawing.canvas import require_writable, save
+from megacore.drawing.terminal import LEAST_WIDTH, render
+from megacore.drawing.timelines import Panel, diagram
+from megacore.drawing.traced import TITLES, describe_counts, traced_panels
 from megacore.errors import UserError
 from megacore.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.simulator import Costs, simulate
-from megacore.plan.canvas import require_writable, save
 from megacore.plan.closed_forms import closed_form
-from megacore.plan.picture import Panel, diagram
-from megacore.plan.terminal import LEAST_WIDTH, render
-from megacore.plan.traced_picture import TITLES, describe_counts, traced_panels
 
 SHORTEST, LONGEST = 1e-6, 1e6  # times whose sums and quotients no picture loses to rounding
 # Each flag that belongs to some of the three sources only.

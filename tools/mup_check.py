@@ -30,10 +30,10 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, DataConfig, ModelConfig, MupConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import Microbatch
+from megacore.drawing.canvas import require_writable, save
+from megacore.drawing.curves import Curve, curves
 from megacore.errors import UserError
 from megacore.parallel.mesh import Mesh
-from megacore.plan.canvas import require_writable, save
-from megacore.plan.curve_picture import Curve, curves
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.comparison.job import NAMES, Layout
 from benchmarks.comparison.results import LABELS, MIB, Results, Row, degrees
-from megacore.plan.canvas import Box, Drawing, Line, Words
+from megacore.drawing.canvas import Box, Drawing, Line, Words
 
 _COLORS = {"megacore": "#2f66b0", "torch": "#d9861f", "deepspeed": "#2e8f6b", "megatron-core": "#8b5fb5"}
 _SHADES = ("#b9cce4", "#7da3d2", "#2f66b0", "#1c3f70")

@@ -25,10 +25,10 @@ from draw_messages import draw
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ParallelConfig
 from megacore.config.missing_files import unwritable
+from megacore.drawing.canvas import save
 from megacore.errors import ConfigError, UserError
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import Group, join_job
-from megacore.plan.canvas import save
 from wire import Message, Wire
 
 Call = Callable[[], Tensor]

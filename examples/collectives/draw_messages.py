@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megacore.plan.canvas import Box, Drawing, Line, Words
+from megacore.drawing.canvas import Box, Drawing, Line, Words
 from wire import Message
 
 ROUND_WIDTH, RANK_HEIGHT, LEFT, TOP, HEAD = 150.0, 70.0, 70.0, 70.0, 8.0

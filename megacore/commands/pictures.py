@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megacore.commands.tool import os_problem
+from megacore.drawing.canvas import Drawing, save
 from megacore.errors import UserError
 from megacore.files import output_is_closed
-from megacore.plan.canvas import Drawing, save
 
 
 def report_with_pictures(

@@ -48,15 +48,15 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import given_values, parse_config
 from megacore.config.deepspeed import read_deepspeed
 from megacore.config.deepspeed_keys import ACCUMULATION, TOTAL
-from megacore.config.dry_run_flags import DRY_RUN_FLAGS
+from megacore.config.dry_run_flags import DRY_RUN, DRY_RUN_FLAGS
 from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import Given, read_flags, without_fields
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
+from megacore.drawing.canvas import require_writable
 from megacore.errors import ConfigError, UserError
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.canvas import require_writable
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import memory_picture, timeline_picture
@@ -66,7 +66,6 @@ from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 from megacore.tracer.fake_settings import unfit_settings, unfit_values
 from megacore.tracer.memory import traced_memory
 
-_DRY_RUN = "--dry-run"
 _DATA_FIELDS = {"mock_data", "data_path", "train_data_path", "valid_data_path", "valid_sets"}
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
@@ -93,28 +92,23 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
         help="fit a cluster file to the run with this output directory",
     )
     parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
-    parser.elsewhere[_DRY_RUN] = (
-        f"has no effect here, as plan.py always plans: leave it out, or use {named} {_DRY_RUN}=full"
+    parser.elsewhere[DRY_RUN] = (
+        f"has no effect here, as plan.py always plans: leave it out, or use {named} {DRY_RUN}=full"
     )
     return run_tool(parser, given, _plan)
 
 
-def is_dry_run(argv: Sequence[str]) -> bool:
-    """Whether `--dry-run`, in either form, is among the flags of an entry point."""
-    return any(word.split("=")[0] == _DRY_RUN for word in map(dashed, argv))
-
-
-def dry_run(argv: Sequence[str], entry: str) -> int:
+def plan_run(argv: Sequence[str], entry: str) -> int:
     """`--dry-run` of an entry point: plan the run in place of it; `--dry-run=full`: take a step of it without devices.
 
     Returns:
         The exit status: 0 done, 2 refused, or a rank failed.
     """
     words = [dashed(word) for word in argv]
-    if f"{_DRY_RUN}=full" in words or (_DRY_RUN, "full") in itertools.pairwise(words):
+    if f"{DRY_RUN}=full" in words or (DRY_RUN, "full") in itertools.pairwise(words):
         parser = _full_parser(entry)
         action = _run_fully
-        way_out = f"has no effect with {_DRY_RUN}=full, which computes no time: leave it out, or use {_DRY_RUN}"
+        way_out = f"has no effect with {DRY_RUN}=full, which computes no time: leave it out, or use {DRY_RUN}"
         of_plans = _parser(entry, entry).names() - parser.names()
         parser.elsewhere |= dict.fromkeys(sorted(of_plans), way_out)
     else:
@@ -128,11 +122,11 @@ def dry_run(argv: Sequence[str], entry: str) -> int:
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        _DRY_RUN,
+        DRY_RUN,
         nargs="?",
         const="plan",
         choices=("plan", "full"),
-        help=DRY_RUN_FLAGS[_DRY_RUN].text,
+        help=DRY_RUN_FLAGS[DRY_RUN].text,
     )
 
 
@@ -240,7 +234,7 @@ def _report(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def _run_fully(args: argparse.Namespace) -> None:
-    from megacore.commands.dry_run import report_ranks
+    from megacore.commands.dry_run_report import report_ranks
 
     request = _read(args)
     config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
@@ -352,7 +346,7 @@ def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args:
     problems = [problem for problem in unfit_settings(config) if problem not in args.unfit]
     is_named = args.given_device is not None  # by a flag, which is refused in other words
     if config.parallel.device == "cpu" and cluster is not None and not cluster.on_cpu and not is_named:
-        problems.append(f"device = cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu")
+        problems.append(f"device = cpu: {DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu")
     if problems:
         raise ConfigError(problems)
 

@@ -14,12 +14,12 @@ from megacore.commands.plan_parser import take_misspelled
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import replace_bytes, why_unwritable
+from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.processors import available_cores
 from megacore.plan.calibration import base_of, calibrate, machine_of, wrong_base
 from megacore.plan.calibration_report import calibration_json, calibration_text
 from megacore.plan.cluster import to_toml
 from megacore.plan.measured_run import Launch, Machine, read_run
-from megacore.plan.room import host_capacity
 
 _T = TypeVar("_T")
 

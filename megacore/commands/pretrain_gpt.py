@@ -14,8 +14,9 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fields, shape_from_hf
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
+from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.fit import check_memory, computes_on_cpu
+from megacore.train.planning import check_memory
 
 if TYPE_CHECKING:
     from megacore.models.spec import DescribesLayers

@@ -20,8 +20,9 @@ class DryRunFlag(NamedTuple):
     text: str
 
 
+DRY_RUN = "--dry-run"
 DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
-    "--dry-run": DryRunFlag(
+    DRY_RUN: DryRunFlag(
         "[plan|full]",
         "Examines the run instead of starting it. plan: predicts memory, time per step and traffic. full: builds every "
         "kind of rank and takes a step on tensors without values, to find errors in shapes, types and devices. "

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from megacore.config.fields import Flag, Range, Section, use
 from megacore.config.messages import number
 
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""By number format."""
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
 _FORMER_INITIAL_SCALE = 65536.0

@@ -9,8 +9,8 @@ from typing import TypedDict
 import torch
 
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.logits import loss_chunks
 from megacore.config.reproducible import canonical_blocks
-from megacore.models.size import loss_chunks
 from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.context import WHOLE, SequenceShards

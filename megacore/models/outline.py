@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
@@ -25,6 +25,27 @@ from megacore.models.size import (
     norm_parameters,
     vocabulary_rows,
 )
+
+
+class ModelLayer(Protocol):
+    """What partitioning and planning ask of a layer: a `LayerSpec`, or a `LayerOutline` before torch is loaded."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def held(self) -> int | None: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def is_block(self) -> bool: ...
+    @property
+    def tied(self) -> Mapping[str, str]: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def block(self) -> ResolvedModel | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,9 @@ tensor-parallel ranks, E experts.
 
 from __future__ import annotations
 
-import math
-
-from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
+from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
-from megacore.config.dimensions import ranks_of_role
 from megacore.config.model import padded_rows
-from megacore.config.reproducible import canonical_blocks
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOST_LOGITS = 2.0**31
-"""Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
 
 
 def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
@@ -159,18 +151,3 @@ def norm_parameters(config: ResolvedModel, size: int | None = None) -> int:
         return 0
     has_bias = config.normalization == "LayerNorm" and config.norm_bias
     return (size or config.hidden_size) * (2 if has_bias else 1)
-
-
-def logits_bytes(config: ResolvedConfig) -> float:
-    """All logits of a microbatch on a rank, [b, s, padded V/t], over which the loss writes their gradient."""
-    tokens = config.training.micro_batch_size * config.rank_positions
-    rows = vocabulary_rows(config.model, ranks_of_role("layer", config.parallel))
-    return ELEMENT_BYTES[config.precision.precision] * tokens * rows
-
-
-def loss_chunks(config: ResolvedConfig) -> int:
-    """In how many chunks of the vocabulary the head computes its logits: canonical blocks, or what --loss-chunks says,
-    or the fewest that keep them within `MOST_LOGITS`."""
-    if (blocks := canonical_blocks(config)) > 1:
-        return max(2, blocks // ranks_of_role("layer", config.parallel))
-    return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))

@@ -1,4 +1,5 @@
-"""The cores of the host: how many a process, or a rank, may use, and when a rank gives its core to another."""
+"""The processors of the host: whether ranks compute on them, how many cores a process, or a rank, may use, and when a
+rank gives its core to another."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import contextlib
 import os
 from collections.abc import Sequence
 from fractions import Fraction
+
+# What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def cores_of_process() -> frozenset[int]:
@@ -16,6 +20,12 @@ def cores_of_process() -> frozenset[int]:
 def available_cores() -> int:
     """How many cores this process may use."""
     return len(cores_of_process())
+
+
+def computes_on_cpu(device: str) -> bool:
+    """Whether ranks of this machine compute on its CPU, given --device, as far as that is seen before torch is loaded:
+    False where there may be an accelerator."""
+    return device == "cpu" or not any(map(os.path.exists, _DEVICE_FILES))
 
 
 def share_of_cores(cores: frozenset[int], node: Sequence[frozenset[int]]) -> int:

@@ -8,13 +8,13 @@ counted as in plan/stage_time.py, which predicts seconds on a given device; tran
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.logits import loss_chunks
+from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.flops import Attention, block_flops
-from megacore.models.size import ELEMENT_BYTES, loss_chunks
+from megacore.models.outline import ModelLayer
 
 # FLOP/s of products and bytes/s of memory, each the peak times the share of it that is usual.
 _CORE, _A100 = (80e9 * 0.6, 8e9 * 0.7), (312e12 * 0.83, 2039e9 * 0.82)
@@ -25,20 +25,7 @@ RESIDUAL_PASSES, HEAD_PASSES = 10.0, 4.0
 LOGIT_PASSES = 4.0
 
 
-class TimedLayer(Protocol):
-    """What is asked of a layer."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def flops(self) -> float: ...
-    @property
-    def block(self) -> ResolvedModel | None: ...
-
-
-def layer_seconds(config: ResolvedConfig, layer: TimedLayer) -> float:
+def layer_seconds(config: ResolvedConfig, layer: ModelLayer) -> float:
     """Forward and backward of one microbatch on a typical device.
 
     Args:

@@ -12,27 +12,20 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from megacore.config import ResolvedConfig
 from megacore.config.pipeline_layout import parse_layout
-from megacore.pipeline.layer_time import TimedLayer, layer_seconds
+from megacore.models.outline import ModelLayer
+from megacore.pipeline.layer_time import layer_seconds
 
 
-class LayerCost(TimedLayer, Protocol):
-    """What is asked of a layer: a `LayerSpec`, or a `LayerOutline` before torch is loaded."""
-
-    @property
-    def is_block(self) -> bool: ...
-
-
-def layer_kind(layer: LayerCost) -> tuple[int | str, int]:
+def layer_kind(layer: ModelLayer) -> tuple[int | str, int]:
     """Equal for layers that compute and hold the same, as most blocks of a model do; the layers are kept alive by the
     caller."""
     return id(layer.block) if layer.block is not None else layer.name, layer.parameters
 
 
-def layer_costs(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[float]:
+def layer_costs(layers: Sequence[ModelLayer], config: ResolvedConfig) -> list[float]:
     """What `--pipeline-balance` counts of each layer."""
     balance = config.parallel.pipeline_balance
     if balance == "time":
@@ -45,7 +38,7 @@ def layer_costs(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[flo
     return [{"parameters": layer.parameters, "flops": layer.flops, "uniform": 1}[balance] for layer in layers]
 
 
-def stage_ranges(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[range]:
+def stage_ranges(layers: Sequence[ModelLayer], config: ResolvedConfig) -> list[range]:
     """Which layers every stage of the model holds: as laid out by hand, or balanced."""
     parallel = config.parallel
     count = parallel.pp * parallel.virtual_stages
@@ -54,7 +47,7 @@ def stage_ranges(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[ra
     return partition(layers, count, layer_costs(layers, config))
 
 
-def partition(layers: Sequence[LayerCost], stages: int, costs: Sequence[float]) -> list[range]:
+def partition(layers: Sequence[ModelLayer], stages: int, costs: Sequence[float]) -> list[range]:
     """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
 
     Among equal largest costs the smallest sum of squares wins, so that what remains is even too.

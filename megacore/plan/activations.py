@@ -10,10 +10,11 @@ from __future__ import annotations
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.activations import ACTIVATIONS
 from megacore.config.dimensions import ranks_of_role
-from megacore.models.size import ELEMENT_BYTES, logits_bytes, loss_chunks
+from megacore.config.logits import logits_bytes, loss_chunks
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.models.outline import ModelLayer
 from megacore.plan.experts import expert_share
 from megacore.plan.once import once_per_layers
-from megacore.plan.state import PlannedLayer
 
 # Positions up to which attention with dropout on a CPU keeps all weights (ops/attention.py).
 _LONGEST_WHOLE = 1024
@@ -63,7 +64,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
 
 
 @once_per_layers
-def layer_bytes(config: ResolvedConfig, layer: PlannedLayer, *, on_cpu: bool, again: bool) -> float:
+def layer_bytes(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool, again: bool) -> float:
     """What a layer keeps; `again`: it is a block that is computed again in backward."""
     if layer.block is None:
         return head_bytes(config) if layer.name == "head" else 0.0

@@ -20,17 +20,16 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, one_of
 from megacore.config.parallel import ScheduleName
 from megacore.errors import ConfigError, UserError
-from megacore.models.outline import outline
+from megacore.models.outline import ModelLayer, outline
 from megacore.pipeline.simulator import Costs
+from megacore.pipeline.trace_file import read_trace
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.devices import DEVICES, Device, Link, Range
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
 from megacore.plan.planner import scheduled
 from megacore.plan.roofline import Transfer, transfer_seconds
 from megacore.plan.stage_time import speed_of
-from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_costs, step_time
-from megacore.plan.trace import read_trace
 from megacore.plan.traffic import stage_message
 
 _SPREAD = 0.1  # of a fitted speed, to both sides, at least
@@ -202,7 +201,7 @@ class _Fit:
             parallel = replace(config.parallel, schedule=name, virtual_stages=ran.virtual_stages)
             config = replace(config, parallel=parallel)
         self.config: ResolvedConfig = config
-        self.layers: list[PlannedLayer] = list(outline(config))
+        self.layers: list[ModelLayer] = list(outline(config))
         lengths = {} if transfers is None else transfers.passes
         shares = [_sum(one.costs) / 1e3 / lengths[one.step] for one in passes if lengths[one.step] > 0]
         self.computed = statistics.median(shares) * steps.median if shares else None

@@ -12,12 +12,13 @@ from functools import cached_property
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
+from megacore.models.outline import ModelLayer
 from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.plan.experts import routed_parameters
-from megacore.plan.state import PlannedLayer, held_by_layer
+from megacore.plan.state import held_by_layer
 from megacore.plan.whole_matrices import weights_taken_whole
 
-Chunk = Sequence[PlannedLayer]
+Chunk = Sequence[ModelLayer]
 """The layers of one stage."""
 
 
@@ -60,9 +61,9 @@ class Parts:
         layers: the whole model.
     """
 
-    def __init__(self, config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> None:
+    def __init__(self, config: ResolvedConfig, layers: Sequence[ModelLayer]) -> None:
         self.layers = layers
-        first: dict[Hashable, PlannedLayer] = {}
+        first: dict[Hashable, ModelLayer] = {}
         self._alike = [first.setdefault(_kind(config, layer), layer) for layer in layers]
         self._chunks: dict[Hashable, Chunk] = {}
         self._experts: dict[int, int] = {}  # parameters of experts by the identity of a stage
@@ -87,7 +88,7 @@ class Parts:
         return self._experts[id(chunk)]
 
 
-def _kind(config: ResolvedConfig, layer: PlannedLayer) -> Hashable:
+def _kind(config: ResolvedConfig, layer: ModelLayer) -> Hashable:
     return layer_kind(layer), weights_taken_whole(config, layer)
 
 
@@ -101,7 +102,7 @@ class Cut:
     """
 
     def __init__(
-        self, config: ResolvedConfig, layers: Sequence[PlannedLayer] | Parts, stages: Sequence[range] | None = None
+        self, config: ResolvedConfig, layers: Sequence[ModelLayer] | Parts, stages: Sequence[range] | None = None
     ) -> None:
         self._parts = layers if isinstance(layers, Parts) else Parts(config, layers)
         self.layers = self._parts.layers

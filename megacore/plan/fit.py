@@ -13,25 +13,18 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
-from megacore.models.outline import outline
+from megacore.models.outline import ModelLayer, outline
+from megacore.parallel.host_memory import AvailableMemory, host_memory
+from megacore.parallel.processors import computes_on_cpu
 from megacore.plan.limits import Limits, size_text
 from megacore.plan.memory import RankMemory, plan_memory
-from megacore.plan.room import Room, host_room
-from megacore.plan.state import PlannedLayer, whole_parameters
+from megacore.plan.state import whole_parameters
 from megacore.plan.ways_out import ways_out
 
-# What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
-_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _TRY_ANYWAY = "--no-memory-check starts the run all the same"
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
-
-
-def computes_on_cpu(device: str) -> bool:
-    """Whether ranks of this machine compute on its CPU, given --device, as far as that is seen before torch is loaded:
-    False where there may be an accelerator."""
-    return device == "cpu" or not any(map(os.path.exists, _DEVICE_FILES))
 
 
 def check_memory(config: ResolvedConfig) -> None:
@@ -50,74 +43,84 @@ def check_memory(config: ResolvedConfig) -> None:
 
 
 def host_problem(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, room: Room | None = None, torch_is_loaded: bool = False
+    config: ResolvedConfig,
+    layers: Sequence[ModelLayer],
+    *,
+    memory: AvailableMemory | None = None,
+    torch_is_loaded: bool = False,
 ) -> str | None:
     """Why the ranks of this machine, which compute on its CPU, do not fit into its memory; None where they do.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
-        room: None: what this machine says.
+        memory: None: what this machine says.
         torch_is_loaded: whether the machine says what it has left beside processes that have loaded torch.
     """
-    room = room or host_room()
-    if room is None:
+    memory = memory or host_memory()
+    if memory is None:
         return None
     ranks = _ranks_here(config, layers, torch_is_loaded=torch_is_loaded)
-    if sum(rank.certain for rank in ranks) <= room.available:
+    if sum(rank.certain for rank in ranks) <= memory.available:
         return None
-    limits = Limits(room=room, on_cpu=True, local_ranks=len(ranks), torch_is_loaded=torch_is_loaded)
+    limits = Limits(memory=memory, on_cpu=True, local_ranks=len(ranks), torch_is_loaded=torch_is_loaded)
     return _message(config, layers, ranks, limits)
 
 
-def host_warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], room: Room | None = None) -> str | None:
+def host_warning(
+    config: ResolvedConfig, layers: Sequence[ModelLayer], memory: AvailableMemory | None = None
+) -> str | None:
     """That the ranks of this machine, which compute on its CPU with torch loaded, may need more than it has left."""
     ranks = _ranks_here(config, layers, torch_is_loaded=True)
-    return _warning(config, layers, sum(rank.expected for rank in ranks), room or host_room())
+    return _warning(config, layers, sum(rank.expected for rank in ranks), memory or host_memory())
 
 
-def _ranks_here(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, torch_is_loaded: bool
-) -> Sequence[RankMemory]:
+def _ranks_here(config: ResolvedConfig, layers: Sequence[ModelLayer], *, torch_is_loaded: bool) -> Sequence[RankMemory]:
     ranks = plan_memory(config, layers, on_cpu=True, torch_is_loaded=torch_is_loaded)
     return [ranks[pp_rank] for pp_rank in pp_ranks_here(config)]
 
 
-def device_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], pp_rank: int, room: Room) -> str | None:
+def device_problem(
+    config: ResolvedConfig, layers: Sequence[ModelLayer], pp_rank: int, memory: AvailableMemory
+) -> str | None:
     """Why a rank does not fit into its accelerator's memory; None where it does.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
         pp_rank: the rank's number in its pipeline.
-        room: of the device.
+        memory: of the device.
     """
     rank = plan_memory(config, layers, on_cpu=False)[pp_rank]
-    if rank.certain <= room.available:
+    if rank.certain <= memory.available:
         return None
     local = len(pp_ranks_here(config))
-    limits = Limits(room=room, host=host_room(), host_ranks=local, on_cpu=False, local_ranks=local)
+    limits = Limits(memory=memory, host=host_memory(), host_ranks=local, on_cpu=False, local_ranks=local)
     return _message(config, layers, [rank], limits)
 
 
-def device_warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], pp_rank: int, room: Room) -> str | None:
+def device_warning(
+    config: ResolvedConfig, layers: Sequence[ModelLayer], pp_rank: int, memory: AvailableMemory
+) -> str | None:
     """That a rank may need more than its accelerator has left; arguments as for `device_problem`."""
-    return _warning(config, layers, plan_memory(config, layers, on_cpu=False)[pp_rank].expected, room)
+    return _warning(config, layers, plan_memory(config, layers, on_cpu=False)[pp_rank].expected, memory)
 
 
-def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room: Room | None = None) -> str | None:
+def offload_problem(
+    config: ResolvedConfig, layers: Sequence[ModelLayer], memory: AvailableMemory | None = None
+) -> str | None:
     """Why what is offloaded does not fit into host memory; None where it does."""
-    room = room or host_room()
+    memory = memory or host_memory()
     ranks = plan_memory(config, layers, on_cpu=False)
     needed = sum(ranks[pp_rank].on_host for pp_rank in pp_ranks_here(config))
-    if room is None or needed <= room.available:
+    if memory is None or needed <= memory.available:
         return None
-    taken, available = _told_apart(needed, room.available)
+    taken, available = _told_apart(needed, memory.available)
     flags = " and ".join(config.offload_flags)
     return (
-        f"{flags} needs {taken} of host memory for {counted(len(pp_ranks_here(config)), 'rank')} on this "
-        f"machine, but {available} are available ({room.source}): use --zero-stage 1 or more with a larger --dp, fewer "
-        f"ranks per machine, or leave {flags} out; {_TRY_ANYWAY}"
+        f"{flags} needs {taken} of host memory for {counted(len(pp_ranks_here(config)), 'rank')} on this machine, but "
+        f"{available} are available ({memory.source}): use --zero-stage 1 or more with a larger --dp, fewer ranks per "
+        f"machine, or leave {flags} out; {_TRY_ANYWAY}"
     )
 
 
@@ -138,29 +141,29 @@ def _variable(name: str, default: int) -> int:
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
-def _warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], expected: float, room: Room | None) -> str | None:
-    if room is None or expected <= room.available or not _describes(config, layers):
+def _warning(
+    config: ResolvedConfig, layers: Sequence[ModelLayer], expected: float, memory: AvailableMemory | None
+) -> str | None:
+    if memory is None or expected <= memory.available or not _describes(config, layers):
         return None
-    needed, available = _told_apart(expected, room.available)
-    return f"tight: expected {needed} of {available} available ({room.source}); see docs/guides/memory.md"
+    needed, available = _told_apart(expected, memory.available)
+    return f"tight: expected {needed} of {available} available ({memory.source}); see docs/guides/memory.md"
 
 
-def _message(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranks: Sequence[RankMemory], limits: Limits
-) -> str:
+def _message(config: ResolvedConfig, layers: Sequence[ModelLayer], ranks: Sequence[RankMemory], limits: Limits) -> str:
     def total(part: Callable[[RankMemory], float]) -> float:
         return sum(map(part, ranks))
 
-    training, room = config.training, limits.room
+    training, memory = config.training, limits.memory
     name = f"--preset {config.model.preset}" if config.model.preset else "the model"
     where = "this machine" if limits.on_cpu else "the device"
     kinds = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer", "buffers": "copies for the host"}
     sums = {label: sum(rank.state[kind] for rank in ranks) for kind, label in kinds.items()}
     state = ", ".join(f"{label} {size_text(size)}" for label, size in sums.items() if size)
-    needed, available = _told_apart(total(lambda rank: rank.certain), room.available)
+    needed, available = _told_apart(total(lambda rank: rank.certain), memory.available)
     lines = [
         f"{name} needs at least {needed} of memory for {counted(len(ranks), 'rank')} on {where}, "
-        f"but {available} are available ({room.source}):",
+        f"but {available} are available ({memory.source}):",
         f"  model        {whole_parameters(config, layers) / 1e6:,.2f}M parameters in {config.precision.precision}, "
         f"{max(rank.parameters for rank in ranks) / 1e6:,.2f}M of them on the fullest rank",
         f"  state        {size_text(sum(sums.values()))}: {state}"
@@ -185,7 +188,7 @@ def _told_apart(more: float, less: float) -> tuple[str, str]:
     return f"{more / 2**20:,.2f} MiB", f"{less / 2**20:,.2f} MiB"
 
 
-def _describes(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> bool:
+def _describes(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> bool:
     """Whether the layers are those of the configuration, so that it is known what other flags would make of them."""
     names = [layer.name for layer in layers]
     return config.model.vocab_size is not None and names == [layer.name for layer in outline(config)]

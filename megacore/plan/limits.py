@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from megacore.config import ResolvedConfig
 from megacore.models.outline import outline
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import GIB, MOST_MEMORY, fullest_rank, held_on_host, plan_memory
-from megacore.plan.room import Room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +16,17 @@ class Limits:
     """The memory that every check of a run compares with.
 
     Attributes:
-        room: of the device on which a rank computes; on a CPU all ranks of the machine share it.
+        memory: of the device on which a rank computes; on a CPU all ranks of the machine share it.
         host: host memory beside the devices of a machine, for what is offloaded; None: not known.
         host_ranks: ranks that share it, where there are as many.
         on_cpu: whether the ranks compute on a CPU.
         local_ranks: ranks of each machine, in whole machines; 1: any number of ranks will do.
-        torch_is_loaded: whether `room` is what is left with torch loaded.
+        torch_is_loaded: whether `memory` is what is left with torch loaded.
         cluster: by whose times --schedule auto chooses; None: not known, and figures are those of 1F1B.
     """
 
-    room: Room
-    host: Room | None = None
+    memory: AvailableMemory
+    host: AvailableMemory | None = None
     host_ranks: int = 1
     on_cpu: bool
     local_ranks: int = 1
@@ -50,18 +50,18 @@ class Limits:
 
     def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
         """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
-        return demand.computing * self._sharing(ranks) <= self.room.available and self.host_allows(demand)
+        return demand.computing * self._sharing(ranks) <= self.memory.available and self.host_allows(demand)
 
     def hold_the_most(self, demand: Demand, *, ranks: int) -> bool:
         """Whether the device has as much as so many ranks may take at the most. Host memory has no range."""
-        return MOST_MEMORY * demand.computing * self._sharing(ranks) <= self.room.available
+        return MOST_MEMORY * demand.computing * self._sharing(ranks) <= self.memory.available
 
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether all ranks of a configuration have what they are expected to take."""
         ranks = config.parallel.ranks
         if (self.host is not None and config.offloads) or self.torch_is_loaded:
             return self.allow(self.demand(config), ranks=ranks)
-        most = self.room.available / self._sharing(ranks)
+        most = self.memory.available / self._sharing(ranks)
         fullest = fullest_rank(
             config, outline(config), on_cpu=self.on_cpu, limit=most, copies_logits=self._copies_logits
         )
@@ -72,7 +72,7 @@ class Limits:
         return self.cluster is not None and self.cluster.software.copies_logits
 
     def _sharing(self, ranks: int | None) -> int:
-        """The ranks that share the room, of all ranks of a machine, or of `ranks` if that is all."""
+        """The ranks that share the memory, of all ranks of a machine, or of `ranks` if that is all."""
         local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
         return local if self.on_cpu else 1
 

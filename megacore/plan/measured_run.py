@@ -24,7 +24,7 @@ from megacore.config.dimensions import degrees_of
 from megacore.config.messages import counted, number
 from megacore.errors import ConfigError, UserError
 from megacore.files import read_bounded, unreadable
-from megacore.plan.trace import MeasuredTransfers, read_transfers
+from megacore.pipeline.trace_file import MeasuredTransfers, read_transfers
 
 # The first row is of a step that also compiles and allocates, and three others tell a median and a spread.
 LEAST_ROWS = 4

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.models.size import ELEMENT_BYTES, logits_bytes
+from megacore.config.logits import logits_bytes
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.models.outline import ModelLayer
 from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import layer_bytes, passing_bytes, passing_logits, residual_bytes, waiting_bytes
@@ -23,7 +25,6 @@ from megacore.plan.cut import Cut, OnRank
 from megacore.plan.once import once_per_layers, once_per_state
 from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.state import (
-    PlannedLayer,
     building_bytes,
     forgets_gradients,
     held_errors,
@@ -128,7 +129,7 @@ class RankMemory:
 
 def plan_memory(
     config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
+    layers: Sequence[ModelLayer],
     *,
     on_cpu: bool,
     torch_is_loaded: bool = False,
@@ -155,7 +156,7 @@ def plan_memory(
 
 def fullest_rank(
     config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
+    layers: Sequence[ModelLayer],
     *,
     on_cpu: bool,
     limit: float = math.inf,

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.models.size import ELEMENT_BYTES
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.models.outline import ModelLayer
 from megacore.plan.activations import layer_bytes, product_input_bytes
 from megacore.plan.devices import Case, Device
-from megacore.plan.state import PlannedLayer, term_bytes
+from megacore.plan.state import term_bytes
 from megacore.plan.traffic import recomputed_whole
 
 
@@ -34,7 +35,7 @@ class OffloadTime(NamedTuple):
 
 def offload_time(
     config: ResolvedConfig,
-    chunks: Sequence[Sequence[PlannedLayer]],
+    chunks: Sequence[Sequence[ModelLayer]],
     device: Device,
     case: Case,
     *,

@@ -10,11 +10,11 @@ import functools
 from collections.abc import Sequence
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import ModelLayer
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.once import once_per_state
 from megacore.plan.stage_time import Speed
-from megacore.plan.state import PlannedLayer
 from megacore.plan.whole_matrices import Product, busiest_seconds
 
 # Around the iteration each element is written in fp32 as a direction, read, and written in the format of the products;
@@ -22,7 +22,7 @@ from megacore.plan.whole_matrices import Product, busiest_seconds
 _FP32_PASSES, _NARROW_PASSES = 2, 5
 
 
-def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]], speed: Speed) -> float:
+def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]], speed: Speed) -> float:
     """Seconds of the products of a step's update on the busiest rank; 0 with an optimizer that has none.
 
     Args:
@@ -42,7 +42,7 @@ def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[Planned
 @once_per_state
 def _on_busiest(
     config: ResolvedConfig,
-    chunks: Sequence[Sequence[PlannedLayer]],
+    chunks: Sequence[Sequence[ModelLayer]],
     cluster: Cluster,
     *,
     case: Case,

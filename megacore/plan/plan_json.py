@@ -14,12 +14,13 @@ from typing import Any
 
 from megacore.config import ResolvedConfig
 from megacore.models.flops import blocks_of
+from megacore.models.outline import ModelLayer
 from megacore.models.size import active_parameters, block_parameters
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import RankMemory, held_on_host
 from megacore.plan.other_settings import other_settings
 from megacore.plan.planner import Figure, Origin, by_formula, usable_host_bytes
-from megacore.plan.state import PlannedLayer, whole_parameters
+from megacore.plan.state import whole_parameters
 
 _COUNTS = {
     "num_layers": "layers",
@@ -122,7 +123,7 @@ def bare_numbers(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
         yield path
 
 
-def run_json(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> dict[str, Any]:
+def run_json(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> dict[str, Any]:
     """What is trained, whatever the layout and the cluster.
 
     Args:

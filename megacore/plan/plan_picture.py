@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
+from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
+from megacore.drawing.timelines import LeftOut, Panel, Scale, axis, diagram, heading
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.simulator import Timeline
-from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.plan.memory import RankMemory
-from megacore.plan.picture import LeftOut, Panel, Scale, axis, diagram, heading
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import Plan, memory_with, rank_kinds
 from megacore.plan.search import Found, Layout

@@ -15,13 +15,15 @@ from typing import Literal, Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence
-from megacore.models.outline import LayerOutline, outline
+from megacore.models.outline import LayerOutline, ModelLayer, outline
 from megacore.models.size import active_parameters, block_parameters
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule_choice import is_open, with_stages_that_fit
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
-from megacore.plan.fastest_schedule import fastest_that_fits, is_open, with_stages_that_fit
+from megacore.plan.fastest_schedule import fastest_that_fits
 from megacore.plan.limits import Limits
 from megacore.plan.memory import (
     CERTAIN,
@@ -33,8 +35,7 @@ from megacore.plan.memory import (
     needed_on_host,
     plan_memory,
 )
-from megacore.plan.room import Room
-from megacore.plan.state import PlannedLayer, whole_parameters
+from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
 from megacore.plan.ways_out import WayOut, ways_out
@@ -79,7 +80,7 @@ class FindsMemory(Protocol):
     """As `plan_memory`."""
 
     def __call__(
-        self, config: ResolvedConfig, layers: Sequence[PlannedLayer], /, *, on_cpu: bool, copies_logits: bool = False
+        self, config: ResolvedConfig, layers: Sequence[ModelLayer], /, *, on_cpu: bool, copies_logits: bool = False
     ) -> Sequence[RankMemory]: ...
 
 
@@ -227,8 +228,8 @@ class Plan:
         local = min(self.cluster.device.node_ranks, self.config.parallel.ranks) if self.cluster.on_cpu else 1
         source = f"--cluster {self.cluster.name}"
         limits = Limits(
-            room=Room(self.capacity * (local if self.cluster.on_cpu else 1), source),
-            host=None if self.host_capacity is None else Room(self.host_capacity, source),
+            memory=AvailableMemory(self.capacity * (local if self.cluster.on_cpu else 1), source),
+            host=None if self.host_capacity is None else AvailableMemory(self.host_capacity, source),
             host_ranks=self.cluster.device.node_ranks,
             on_cpu=self.cluster.on_cpu,
             local_ranks=local,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import ResolvedConfig
-from megacore.models.outline import outline
+from megacore.models.outline import ModelLayer, outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.memory import (
@@ -47,7 +47,7 @@ from megacore.plan.search_space import (
     with_choice,
     worthwhile_recomputation,
 )
-from megacore.plan.state import PlannedLayer, held_experts, state_bytes, whole_parameters
+from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_seconds, step_time
 from megacore.plan.validity import Validity
 
@@ -446,7 +446,7 @@ def _evaluate(group: Sequence[Mapping[str, Any]]) -> list[_Result]:
     return _evaluation(group)
 
 
-def _even_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[int, int]:
+def _even_parameters(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> tuple[int, int]:
     """Parameters of a rank, if all pipeline ranks held as many, and how many of them are of experts. They depend on the
     degrees alone."""
     parallel = config.parallel

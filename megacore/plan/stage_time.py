@@ -20,14 +20,17 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.models.size import ELEMENT_BYTES, attention_matrices, loss_chunks, short_matrices, vocabulary_rows
+from megacore.config.logits import loss_chunks
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.models.outline import ModelLayer
+from megacore.models.size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.experts import expert_share
 from megacore.plan.once import once_per_layers, once_per_split, once_per_state
 from megacore.plan.software import Software
-from megacore.plan.state import PlannedLayer, held_experts, held_parameters
+from megacore.plan.state import held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
 
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
@@ -265,7 +268,7 @@ def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
 
 
 @once_per_layers
-def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
+def block_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed, *, again: bool) -> Passes:
     """One microbatch through one block."""
     block = layer.block
     assert block is not None
@@ -314,7 +317,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
 
 
 @once_per_layers
-def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
+def _edge_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed) -> Passes:
     """One microbatch through the embedding or the head."""
     t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
     tokens, e = config.training.micro_batch_size * config.rank_positions, speed.element
@@ -369,7 +372,7 @@ class StageTime:
         return self.sum.total
 
 
-def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
+def stage_time(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Speed) -> StageTime:
     """What the layers of one stage take for one microbatch.
 
     Args:
@@ -384,10 +387,10 @@ def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Sp
 
 
 @once_per_layers
-def _stage_alone(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
+def _stage_alone(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Speed) -> StageTime:
     """A stage whose replicas send nothing in a microbatch."""
     counts: Counter[tuple[int, bool]] = Counter()
-    blocks: dict[tuple[int, bool], PlannedLayer] = {}
+    blocks: dict[tuple[int, bool], ModelLayer] = {}
     total = Passes()
     for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
         if layer.block is None:
@@ -412,7 +415,7 @@ def rank_replicas(config: ResolvedConfig, *, parameters: int, experts: int) -> t
     return replica_traffic(config, parameters - experts), replica_traffic(config, experts, of_experts=True)
 
 
-def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
+def _with_replicas(config: ResolvedConfig, layers: Sequence[ModelLayer], total: Passes, speed: Speed) -> StageTime:
     """With what ZeRO's stages 2 and 3 send in every microbatch."""
     whole = [range(len(layers))]
     held, experts = held_parameters(layers, whole), held_experts(config, layers, whole)
@@ -437,9 +440,7 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
     )
 
 
-def stage_times(
-    config: ResolvedConfig, stages: Sequence[Sequence[PlannedLayer]], speed: Speed
-) -> tuple[StageTime, ...]:
+def stage_times(config: ResolvedConfig, stages: Sequence[Sequence[ModelLayer]], speed: Speed) -> tuple[StageTime, ...]:
     """Each stage's time; stages that are one and the same, as those of a `Cut` may be, take the same.
 
     Args:

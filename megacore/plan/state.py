@@ -6,29 +6,13 @@ The shares of ZeRO are those of Rajbhandari et al. 2020 (arXiv 1910.02054, secti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ResolvedConfig
 from megacore.config.compression import error_bytes
 from megacore.config.dimensions import ranks_of_role, shard_ranks
-from megacore.models.size import ELEMENT_BYTES
-from megacore.pipeline.partition import LayerCost
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.models.outline import ModelLayer
 from megacore.plan.experts import expert_copies, routed_parameters
-
-
-class PlannedLayer(LayerCost, Protocol):
-    """What is asked of a layer: a `LayerOutline`, or a `LayerSpec`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def held(self) -> int | None: ...
-    @property
-    def tied(self) -> Mapping[str, str]: ...
-    @property
-    def shared(self) -> int: ...
-    @property
-    def block(self) -> ResolvedModel | None: ...
 
 
 def state_bytes(
@@ -90,7 +74,7 @@ def updated_parameters(parameters: int, config: ResolvedConfig, *, experts: int 
     return (parameters - experts) / shard_ranks(config.parallel) + of_experts
 
 
-def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
+def held_parameters(layers: Sequence[ModelLayer], stages: Sequence[range]) -> int:
     """Parameters of one rank, padding included; a table that two of its layers share counts once.
 
     Args:
@@ -100,7 +84,7 @@ def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> 
     return sum(map(sum, held_by_layer([[layers[i] for i in numbers] for numbers in stages])))
 
 
-def held_experts(config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
+def held_experts(config: ResolvedConfig, layers: Sequence[ModelLayer], stages: Sequence[range]) -> int:
     """How many of `held_parameters` are of experts.
 
     Args:
@@ -111,18 +95,18 @@ def held_experts(config: ResolvedConfig, layers: Sequence[PlannedLayer], stages:
     return sum(routed_parameters(config, layers[i].block) for numbers in stages for i in numbers)
 
 
-def whole_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> int:
+def whole_parameters(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> int:
     """Of the whole model, a tied one counted once."""
     tables = config.model.vocab_size * config.model.hidden_size if config.model.vocab_size else 0
     tied = (tables if layer.held is not None else layer.shared for layer in layers if layer.tied)
     return sum(layer.parameters for layer in layers) - sum(tied)
 
 
-def held_by_layer(chunks: Sequence[Sequence[PlannedLayer]]) -> list[list[int]]:
+def held_by_layer(chunks: Sequence[Sequence[ModelLayer]]) -> list[list[int]]:
     """Parameters that a rank holds of each layer of each stage; those that two of its layers share are the first's."""
     names: set[str] | None = None
 
-    def held(layer: PlannedLayer) -> int:
+    def held(layer: ModelLayer) -> int:
         nonlocal names
         count = layer.parameters if layer.held is None else layer.held
         if not layer.tied:
@@ -136,13 +120,13 @@ def held_by_layer(chunks: Sequence[Sequence[PlannedLayer]]) -> list[list[int]]:
     return [[held(layer) for layer in chunk] for chunk in chunks]
 
 
-def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
+def _largest_layer(layers: Iterable[ModelLayer]) -> int:
     """Parameters that a rank holds of its largest layer."""
     return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
 
 
 def building_bytes(
-    config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer], *, moments: float
+    config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[ModelLayer], *, moments: float
 ) -> float:
     """What exists when the last layer has been made: parameters and master weights, unless they are in host memory, and
     on stage 3 that layer whole.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.models.outline import ModelLayer
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.simulator import Costs, Simulator, Timeline
@@ -22,7 +23,6 @@ from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.once import once_per_microbatches
 from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
-from megacore.plan.state import PlannedLayer
 from megacore.plan.step_end import step_ends
 from megacore.plan.traffic import stage_message, tied_gradients
 
@@ -68,7 +68,7 @@ class StepTime:
 
 def step_time(
     config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
+    layers: Sequence[ModelLayer],
     cluster: Cluster,
     *,
     case: Case = "expected",
@@ -120,7 +120,7 @@ def step_time(
 
 def step_seconds(
     config: ResolvedConfig,
-    layers: Sequence[PlannedLayer],
+    layers: Sequence[ModelLayer],
     cluster: Cluster,
     *,
     simulated: bool = True,
@@ -174,7 +174,7 @@ class _Step:
     def __init__(
         self,
         config: ResolvedConfig,
-        layers: Sequence[PlannedLayer],
+        layers: Sequence[ModelLayer],
         cluster: Cluster,
         *,
         case: Case = "expected",

@@ -23,20 +23,17 @@ from typing import Literal, NamedTuple
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.compression import format_of
 from megacore.config.dimensions import ranks_of_role, shard_ranks
+from megacore.config.logits import loss_chunks
+from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.reproducible import canonical_blocks
-from megacore.models.size import (
-    ELEMENT_BYTES,
-    loss_chunks,
-    norm_parameters,
-    vocabulary_rows,
-    whole_attention_parameters,
-)
+from megacore.models.outline import ModelLayer
+from megacore.models.size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.devices import Device
 from megacore.plan.experts import ExpertShare, expert_copies, expert_share
 from megacore.plan.links import groups_between_nodes
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
-from megacore.plan.state import PlannedLayer, held_experts, held_parameters, term_bytes, zero_stage
+from megacore.plan.state import held_experts, held_parameters, term_bytes, zero_stage
 from megacore.plan.whole_matrices import directions
 
 Role = Literal["layer", "sequence", "experts", "pipeline", "replicas"]
@@ -136,7 +133,7 @@ class Sums(NamedTuple):
     leaving: int
 
 
-def layer_sums(layer: PlannedLayer) -> Sums:
+def layer_sums(layer: ModelLayer) -> Sums:
     """Of one microbatch and one forward with its backward."""
     if layer.block is not None:
         block = layer.block
@@ -153,7 +150,7 @@ class LayerTraffic(NamedTuple):
     again: tuple[Sent, ...]
 
 
-def layer_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+def layer_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
     """Transfers of a layer over the layer group, and over the ranks that divide sequences, for one microbatch.
 
     Args:
@@ -261,7 +258,7 @@ def _sent(
     )
 
 
-def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+def _context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
     """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
     rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms.
     Or positions for heads, and back."""
@@ -304,7 +301,7 @@ def _gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:
     return 2.0 * config.training.micro_batch_size * config.data.seq_length * width
 
 
-def _gathered_context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+def _gathered_context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
     """With canonical blocks: all positions of what enters products, also in backward, and fp32 sums of what leaves
     them, of which each rank gets its positions."""
     ranks, stride = ranks_of_role("sequence", config.parallel), ranks_of_role("layer", config.parallel)
@@ -327,7 +324,7 @@ def _gathered_context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, ag
     return LayerTraffic(forward, backward, repeated if again else ())
 
 
-def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+def _tensor_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
     t = ranks_of_role("layer", config.parallel)
     if t == 1:
         return LayerTraffic((), (), ())
@@ -358,7 +355,7 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
     return LayerTraffic(forward, backward, sent("all-reduce", repeated))
 
 
-def _sums_again(layer: PlannedLayer, leaving: int) -> int:
+def _sums_again(layer: ModelLayer, leaving: int) -> int:
     """How many of a block's sums recomputation repeats: it stops before the last one, which no gradient needs. That may
     be one of experts."""
     ends_in_experts = layer.block is not None and layer.block.experts is not None
@@ -371,7 +368,7 @@ def beside_message(config: ResolvedConfig) -> Sent:
     return _pipeline_message(config, "documents", size)
 
 
-def recomputed_whole(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[bool]:
+def recomputed_whole(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> list[bool]:
     """For each layer of a stage whether backward computes all of it again."""
     first, blocks, again = config.training.recompute_num_layers, 0, []
     for layer in layers:
@@ -473,7 +470,7 @@ def replica_traffic(
     return ReplicaTraffic(gradients=gradients, parameters=parts, across=across)
 
 
-def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: int) -> list[Sent]:
+def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int) -> list[Sent]:
     """Everything that one rank of a pipeline sends in a step.
 
     Args:
@@ -506,7 +503,7 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
     return list(_joined(transfers))
 
 
-def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]]) -> list[Sent]:
+def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]]) -> list[Sent]:
     """What an optimizer that takes matrices whole sends of the directions of their update: on ZeRO's stage 0 replicas
     gather what each has computed a part of; tensor-parallel ranks send slices to the one that joins them, and back.
 
@@ -541,7 +538,7 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
     return _from_rank(_pipeline_message(config, TIED, size), parallel.pp - 1, count=1)
 
 
-def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[int]) -> list[Sent]:
+def _further_sums(config: ResolvedConfig, layers: Sequence[ModelLayer], held: Sequence[int]) -> list[Sent]:
     transfers = []
     tied = tied_gradients(config)
     if tied is not None and (0 in held) != (len(layers) - 1 in held):
@@ -560,7 +557,7 @@ def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: 
     return transfers
 
 
-def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
+def _replicated(model: ResolvedModel, layer: ModelLayer) -> int:
     """Parameters that every rank of the layer group holds whole."""
     norm = norm_parameters(model)
     if layer.block is not None:

@@ -18,8 +18,9 @@ from megacore.config import ParallelConfig, ResolvedConfig, violations
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import counted, divisors
 from megacore.models.outline import outline
+from megacore.pipeline.schedule_choice import is_auto
 from megacore.plan.change import ChangedRun
-from megacore.plan.fastest_schedule import fastest_that_fits, is_auto
+from megacore.plan.fastest_schedule import fastest_that_fits
 from megacore.plan.limits import Demand, Limits, size_text
 from megacore.plan.memory import GIB, MOST_MEMORY
 from megacore.plan.state import whole_parameters
@@ -459,7 +460,7 @@ def _smallest(start: ChangedRun, *, above: float = 0.0) -> Iterator[ChangedRun]:
 def _larger_hosts(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
     """The host memory that the run needs, where it is all that is too small."""
     demand = limits.demand(start.config)
-    if not limits.host_allows(demand) and demand.computing <= limits.room.available:
+    if not limits.host_allows(demand) and demand.computing <= limits.memory.available:
         yield WayOut("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
 
 

@@ -16,10 +16,11 @@ from typing import NamedTuple
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import OptimizerSettings
+from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices
 from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.once import once_per_layers, once_per_state
-from megacore.plan.state import PlannedLayer, held_by_layer, zero_stage
+from megacore.plan.state import held_by_layer, zero_stage
 from megacore.zero.buckets import grown
 from megacore.zero.packing import bucket_ends, exchange, pack
 
@@ -35,7 +36,7 @@ class WholeBucket(NamedTuple):
 
 
 @once_per_state
-def whole_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> tuple[WholeBucket, ...]:
+def whole_buckets(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool) -> tuple[WholeBucket, ...]:
     """The buckets of a pipeline stage, the last used first; those of experts follow the others.
 
     Args:
@@ -79,7 +80,7 @@ class WholeState:
 
 
 def whole_state(
-    config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]], *, parameters: int, experts: int, on_cpu: bool
+    config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]], *, parameters: int, experts: int, on_cpu: bool
 ) -> WholeState:
     """What the ranks of a stage keep.
 
@@ -136,7 +137,7 @@ class Directions(NamedTuple):
 
 
 @once_per_state
-def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directions:
+def directions(config: ResolvedConfig, chunk: Sequence[ModelLayer]) -> Directions:
     """What is sent of the layers of a pipeline stage; arguments as for `whole_buckets`."""
     if not config.optimizer_settings.joins_slices:
         return Directions()
@@ -157,7 +158,7 @@ def directions(config: ResolvedConfig, chunk: Sequence[PlannedLayer]) -> Directi
 
 def busiest_seconds(
     config: ResolvedConfig,
-    chunks: Sequence[Sequence[PlannedLayer]],
+    chunks: Sequence[Sequence[ModelLayer]],
     seconds: Callable[[Product], float],
     *,
     on_cpu: bool,
@@ -188,7 +189,7 @@ def busiest_seconds(
 
 
 def _placed(
-    config: ResolvedConfig, chunks: Sequence[Sequence[PlannedLayer]], *, on_cpu: bool
+    config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]], *, on_cpu: bool
 ) -> Iterator[tuple[_Bucket, list[int]]]:
     """The buckets with matrices of a pipeline rank, in the order in which they are made, each with the number of the
     replica that updates each matrix."""
@@ -226,7 +227,7 @@ def _seconds_in_turn(
     return total
 
 
-def update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
+def update_buckets(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool) -> Iterator[_Bucket]:
     """The buckets with matrices of a stage, one after the other as they are made."""
     if zero_stage(config) == 3:
         yield from (bucket for _, bucket in _layer_buckets(config, chunk, on_cpu=on_cpu))
@@ -244,7 +245,7 @@ def update_buckets(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_
 
 
 def _layer_buckets(
-    config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool
+    config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool
 ) -> Iterator[tuple[int, _Bucket]]:
     """Those of ZeRO's stage 3, each of one layer: its number, and the bucket. The first layer comes first."""
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
@@ -257,7 +258,7 @@ def _layer_buckets(
                 yield number, _bucket(members, ranks, -(-taken // _ALIGNMENT) * _ALIGNMENT)
 
 
-def _divided_experts(config: ResolvedConfig, layer: PlannedLayer, *, on_cpu: bool) -> int:
+def _divided_experts(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool) -> int:
     """Elements of a layer's experts that the optimizer does not take whole."""
     if layer.block is None:
         return 0
@@ -312,7 +313,7 @@ def _bucket_bytes(config: ResolvedConfig, held: Sequence[int]) -> int:
     return min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
 
 
-def of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool) -> list[tuple[int, Matrix]]:
+def of_chunk(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool) -> list[tuple[int, Matrix]]:
     """The matrices of a stage, each with the number of its layer, the last used first."""
     return [
         (number, matrix)
@@ -323,7 +324,7 @@ def of_chunk(config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: b
 
 
 def _all_buckets(
-    config: ResolvedConfig, chunk: Sequence[PlannedLayer], *, on_cpu: bool, shards: int, copies: int
+    config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool, shards: int, copies: int
 ) -> Iterator[_Bucket]:
     """Those of matrices that all replicas hold, and those of experts that some of them hold."""
     (held,) = held_by_layer([chunk])
@@ -425,7 +426,7 @@ def weights(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: 
     ]
 
 
-def weights_taken_whole(config: ResolvedConfig, layer: PlannedLayer) -> tuple[bool, ...]:
+def weights_taken_whole(config: ResolvedConfig, layer: ModelLayer) -> tuple[bool, ...]:
     """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
     if layer.block is None or not config.optimizer_settings.takes_some_whole:
         return ()

@@ -9,18 +9,18 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 from megacore.config import ResolvedConfig
+from megacore.models.outline import ModelLayer
 from megacore.pipeline.in_flight import enough_microbatches
 from megacore.pipeline.schedule import Action, Op, Schedule
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.plan.cut import Cut
 from megacore.plan.memory import RankMemory, as_computed, copied_logits, held_state, microbatches_in_flight
-from megacore.plan.state import PlannedLayer
 from megacore.tracer.cache import profiles_of
 from megacore.tracer.step_memory import StepProfile, alike, change_of, microbatches_that_run, peak_of
 
 
 def traced_rank(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: int, *, on_cpu: bool, number: int | None = None
+    config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int, *, on_cpu: bool, number: int | None = None
 ) -> RankMemory:
     """The memory of one rank of a pipeline, which takes a step on fake tensors. Loads torch, unless it is known.
 
@@ -40,7 +40,7 @@ def traced_rank(
 
 
 def traced_memory(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, copies_logits: bool = False
+    config: ResolvedConfig, layers: Sequence[ModelLayer], *, on_cpu: bool, copies_logits: bool = False
 ) -> list[RankMemory]:
     """The memory of the ranks of a pipeline, of which one of each kind takes a step on fake tensors; arguments as for
     `plan_memory`. Loads torch, unless all kinds have been traced before."""

@@ -25,13 +25,12 @@ from megacore.config import RampupConfig, ResolvedConfig
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.data.loading.batch import Batch
-from megacore.models.outline import outline
+from megacore.models.outline import ModelLayer, outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Action, Op
 from megacore.pipeline.stage import tensors_of
-from megacore.plan.state import PlannedLayer
 from megacore.plan.traffic import recomputed_whole
 from megacore.tracer.fake_job import CPU, NoWeights, absent_accelerator, fake_job
 from megacore.tracer.meter import Meter
@@ -207,7 +206,7 @@ def _by_stage(
     return found
 
 
-def _stages(config: ResolvedConfig) -> Iterator[tuple[Sequence[PlannedLayer], list[int]]]:
+def _stages(config: ResolvedConfig) -> Iterator[tuple[Sequence[ModelLayer], list[int]]]:
     """The layers of each stage, and the numbers of those that are built."""
     layers = outline(config)
     for numbers in stage_ranges(layers, config):

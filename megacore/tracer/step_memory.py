@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import shard_ranks
+from megacore.models.outline import ModelLayer
 from megacore.pipeline.schedule import Action, Op
-from megacore.plan.state import PlannedLayer, zero_stage
+from megacore.plan.state import zero_stage
 from megacore.plan.traffic import recomputed_whole
 from megacore.zero.buckets import grown
 
@@ -69,7 +70,7 @@ def unlike_ends(config: ResolvedConfig) -> int:
     return 2 if parallel.zero_stage == 3 or parallel.offload_params or config.training.offload_activations else 1
 
 
-def alike(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[list[int], list[int]]:
+def alike(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> tuple[list[int], list[int]]:
     """The layers of a stage that are built for a profile.
 
     Args:
@@ -96,7 +97,7 @@ def alike(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> tuple[list[
     return built, like
 
 
-def _share_buckets(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> bool:
+def _share_buckets(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> bool:
     """Whether buckets of gradients, which ZeRO's stage 2 makes anew, may hold more than a block."""
     if zero_stage(config) != 2:
         return False

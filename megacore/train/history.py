@@ -46,7 +46,7 @@ class History(Callback):
         provenance: of this start; None on ranks that write nothing.
         degrees: of the mesh.
         load: the checkpoint that the run resumes from.
-        predicted_peak: bytes that this rank is expected to take at its peak.
+        predicted_peak: bytes that this rank is expected to take at its peak; None: not known.
     """
 
     def __init__(
@@ -57,14 +57,10 @@ class History(Callback):
         provenance: Provenance | None,
         degrees: Mapping[str, int],
         load: str | None,
-        predicted_peak: float,
+        predicted_peak: float | None,
     ) -> None:
-        self._path, self._predicted_peak, self._is_first_log, self._warned = (
-            output_dir / NAME,
-            predicted_peak,
-            True,
-            False,
-        )
+        self._path, self._is_first_log, self._warned = output_dir / NAME, True, False
+        self._predicted_peak = None if predicted_peak is None else round(predicted_peak)
         self._file: GrowingFile | None = None
         self._writes = provenance is not None
         if provenance is not None:
@@ -113,7 +109,7 @@ class History(Callback):
         mesh = run.mesh
         ranks = all_gather_objects((peak_memory_bytes(mesh.device), self._predicted_peak), mesh.world)
         peaks = [
-            {"rank": rank, **mesh.coordinates(rank), "peak_bytes": peak, "predicted_bytes": round(predicted)}
+            {"rank": rank, **mesh.coordinates(rank), "peak_bytes": peak, "predicted_bytes": predicted}
             for rank, (peak, predicted) in enumerate(ranks)
         ]
         self._add("memory", run.step, ranks=peaks)

@@ -45,20 +45,15 @@ from megacore.parallel.mesh import (
     serves_store,
     world_size,
 )
-from megacore.plan.fastest_schedule import (
-    choose_schedule,
-    is_open,
-    schedules_by_time,
-    typical_cluster,
-    with_stages_that_fit,
-)
+from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
 from megacore.starting import announce_stage
 from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause
-from megacore.train.memory_check import all_have_room
+from megacore.train.memory_check import fits_everywhere
 from megacore.train.metrics import device_name
 from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
+from megacore.train.planning import planner
 from megacore.train.same_run import refuse_different_ranks
 from megacore.watch.ledger import Flag, Phase
 from megacore.watch.marks import on_ledger, section
@@ -180,13 +175,13 @@ def _with_pipeline(config: C, mesh: Mesh) -> C:
     layers, schedules = outline(config), None
 
     def fits(candidate: ResolvedConfig) -> bool:
-        return all_have_room(candidate, mesh, layers)
+        return fits_everywhere(candidate, mesh, layers)
 
     settled: ResolvedConfig = config
     if is_open(config):
         if mesh.world.is_first:
-            cluster = typical_cluster(on_cpu=mesh.device.type == "cpu", device_name=device_name(mesh.device))
-            schedules = schedules_by_time(config, layers, cluster)
+            on_cpu, name = mesh.device.type == "cpu", device_name(mesh.device)
+            schedules = planner().schedules_by_time(config, layers, on_cpu=on_cpu, device_name=name)
         settled = choose_schedule(config, all_gather_objects(schedules, mesh.world)[0], fits)
     return cast(C, with_stages_that_fit(settled, fits))
 

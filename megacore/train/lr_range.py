@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacore.plan.canvas import save
-from megacore.plan.curve_picture import Curve, curves
+from megacore.drawing.canvas import save
+from megacore.drawing.curves import Curve, curves
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 

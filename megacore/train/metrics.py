@@ -20,8 +20,8 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.simulator import Costs, simulate
-from megacore.plan.memory import fullest_state, plan_memory
 from megacore.train.peaks import Format, peak_tflops
+from megacore.train.planning import planner
 from megacore.train.step import StepResult
 from megacore.train.task import Task
 from megacore.zero.memory import measured_bytes
@@ -64,17 +64,16 @@ class StepMetrics:
 
     Attributes:
         predicted_bubble: share of the ranks' time that the schedule leaves them idle, if time goes as operations.
-        predicted_memory: bytes of state on the fullest rank, by kind and formula.
-        predicted_peak: bytes that this rank is expected to take at its peak.
+        predicted_memory: bytes of state on the fullest rank, by kind and formula; none without a planner.
+        predicted_peak: bytes that this rank is expected to take at its peak; None: not known.
     """
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task) -> None:
         self._config, self._mesh, self._task = config, mesh, task
         self.predicted_bubble = self._predict_bubble()
         on_cpu = mesh.device.type == "cpu"
-        plan = plan_memory(config, task.layers, on_cpu=on_cpu)
-        self.predicted_memory = fullest_state(plan)
-        self.predicted_peak = plan[mesh.pipeline.rank].expected
+        predicted = planner().predicted_memory(config, task.layers, mesh.pipeline.rank, on_cpu=on_cpu)
+        self.predicted_memory, self.predicted_peak = predicted
         given = config.logging.peak_tflops
         self._peak_tflops = given or peak_tflops(device_name(mesh.device), self._format)
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 import megacore
+from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.processors import available_cores
-from megacore.plan.room import host_capacity
 from megacore.train.metrics import device_name
 
 _GIT_SECONDS = 5.0

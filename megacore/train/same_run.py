@@ -32,9 +32,9 @@ from megacore.data.gpt.build import tokenizer_of
 from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
+from megacore.models.outline import ModelLayer
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
-from megacore.plan.state import PlannedLayer
 from megacore.remote import location
 
 Facts = dict[str, str]  # name -> value, both as messages show them
@@ -87,7 +87,7 @@ _WAY_OUT = "start every rank, on every node, with the same flags, data, environm
 
 
 def refuse_different_ranks(
-    config: ResolvedConfig, world: Group, layers: Sequence[PlannedLayer] = (), further: Facts | None = None
+    config: ResolvedConfig, world: Group, layers: Sequence[ModelLayer] = (), further: Facts | None = None
 ) -> None:
     """Compare configuration, data, code and libraries of all ranks, which call this together before training.
 

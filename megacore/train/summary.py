@@ -10,12 +10,13 @@ from megacore import ops
 from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
+from megacore.config.logits import loss_chunks
 from megacore.config.messages import counted
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.config.reproducible import canonical_blocks
 from megacore.data.gpt.packing import Packing
 from megacore.models.flops import blocks_of
-from megacore.models.size import active_parameters, block_parameters, loss_chunks
+from megacore.models.size import active_parameters, block_parameters
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.train.metrics import LINE_WIDTH

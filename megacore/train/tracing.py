@@ -19,7 +19,7 @@ from megacore.config.dimensions import named_degrees
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import ActionTimer, Mark, PipelineRuntime
-from megacore.plan.trace import RankTrace, TracedStep, TracedTransfer, write_trace
+from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, write_trace
 from megacore.train.callbacks import Callback, Run
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult

@@ -42,8 +42,9 @@ from megacore.models.program import layers_of
 from megacore.models.spec import DescribesLayers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
+from megacore.pipeline.schedule_choice import choose_schedule, is_open
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.train.planning import planner
 from megacore.verify.compare import Verdict, as_json, compare, describe
 from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.narrow import STEPS, WARMUP_STEPS, narrow
@@ -239,7 +240,7 @@ def _config(program: Program, name: str, words: Sequence[str]) -> ResolvedConfig
             checks=program.checks,
         )
     if is_open(config):  # as a launch on a CPU chooses
-        choices = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
+        choices = planner().schedules_by_time(config, outline(config), on_cpu=True)
         return choose_schedule(config, choices, lambda candidate: True)
     return config
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megacore.checkpoint.check import settings_to_continue
-from megacore.commands.plan import is_dry_run
+from megacore.commands.dry_run import is_dry_run
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
@@ -43,7 +43,7 @@ from megacore.config.validation import violations
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
-from megacore.plan.fit import computes_on_cpu
+from megacore.parallel.processors import computes_on_cpu
 from megacore.starting import REHEARSAL
 from megacore.verify.narrow import narrow
 

@@ -21,10 +21,10 @@ from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
 from megacore.data.loading.loader import Microbatch
 from megacore.errors import ConfigError
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.mesh import build_mesh
 from megacore.plan import fit
 from megacore.plan.memory import plan_memory
-from megacore.plan.room import Room
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
@@ -138,7 +138,7 @@ def test_a_run_that_is_over_leaves_nothing_on_the_device(
 
 def refused(rank: int, world_size: int, directory: str, changes: dict[str, Any]) -> str:
     """What a rank says where the device of the last one has 32 MiB, and the host 64 KiB; nothing is allocated."""
-    fit.host_room = partial(Room, 2.0**16, "a small host")
+    fit.host_memory = partial(AvailableMemory, 2.0**16, "a small host")
     config = make_config((1, world_size, 1), directory, device="pretend", **changes)
     mesh = build_mesh(config.parallel)
     task, before = GPTTask(config, mesh), torch.accelerator.memory_allocated(mesh.device)

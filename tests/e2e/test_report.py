@@ -21,10 +21,10 @@ from megacore.checkpoint.lock import WriterLock
 from megacore.commands.report.files import read_run
 from megacore.commands.report.page import verdict_of
 from megacore.commands.report.series import Point, decimated, short, smoothed, ticks
+from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.processors import available_cores
 from megacore.plan.measured_run import read_launch
-from megacore.plan.room import host_capacity
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 from tests.browser import CHROMIUM, dom_and_complaints

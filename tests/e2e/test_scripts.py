@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megacore.commands.plan import dry_run
+from megacore.commands.dry_run import dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config

@@ -15,9 +15,9 @@ import collectives
 from cost_model import AlphaBeta, Cost, counted_cost, expected_cost, fit
 from draw_messages import draw
 from megacore.config import ParallelConfig
+from megacore.drawing.canvas import to_svg
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, join_job
-from megacore.plan.canvas import to_svg
 from tests.distributed import run_distributed
 from tests.examples.conftest import printed
 from wire import Message, Wire

@@ -235,7 +235,7 @@ def command(rank: int, world_size: int, entry: str, flags: str) -> tuple[int, st
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch("megacore.commands.dry_run.available_cores", return_value=1),
+        mock.patch("megacore.commands.dry_run_report.available_cores", return_value=1),
     ):
         status = main(flags.split())
     return status, out.getvalue(), err.getvalue()

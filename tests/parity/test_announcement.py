@@ -12,10 +12,10 @@ from torch import nn
 
 from megacore.config import OptimizerConfig
 from megacore.errors import ConfigError
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.mesh import build_mesh
 from megacore.plan import fit
 from megacore.plan.memory import GIB
-from megacore.plan.room import Room
 from megacore.train import step
 from megacore.train.engine import Layer, PipelineEngine
 from tests.parity.runs import VOCAB, make_config, make_trainer
@@ -50,7 +50,7 @@ def test_mfu_is_the_share_of_the_given_peak(tmp_path: Path) -> None:
 def test_a_run_between_certain_and_expected_is_warned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "host_room", lambda: Room(0.1 * GIB, "a small machine"))
+    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(0.1 * GIB, "a small machine"))
     config = make_config((1, 1, 1), tmp_path)
     make_trainer(config, build_mesh(config.parallel))
     said = capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_a_run_between_certain_and_expected_is_warned(
 
 
 def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "host_room", lambda: Room(float(2**16), "a small machine"))
+    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(float(2**16), "a small machine"))
     monkeypatch.setattr(step, "parallelize", lambda *_: pytest.fail("built"))
     config = make_config((1, 1, 1), tmp_path)
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path, monkeyp
 
 def test_the_engine_counts_the_state_of_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix of 2^28 numbers, 16 bytes each with AdamW."""
-    monkeypatch.setattr(fit, "host_room", lambda: Room(3.9 * GIB, "a small machine"))
+    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(3.9 * GIB, "a small machine"))
     layers = [Layer("wide", nn.Linear, 1 << 14, 1 << 14, bias=False)]
     with pytest.raises(ConfigError, match=r"state        4\.0 GiB.*\nmemory_check=False"):
         PipelineEngine(layers, loss=nn.functional.mse_loss, train_iters=1, optimizer=OptimizerConfig())

@@ -32,11 +32,11 @@ from pathlib import Path
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
+from megacore.models.outline import ModelLayer
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.memory import RankMemory
 from megacore.plan.planner import Plan, make_plan, step_flops
 from megacore.plan.software import MEGACORE, MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_LM, TORCH_EAGER, Software
-from megacore.plan.state import PlannedLayer
 from megacore.tracer.memory import traced_memory
 
 A100 = CLUSTERS["a100-80g"]
@@ -85,7 +85,7 @@ class Run:
 
 
 def traced(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], /, *, on_cpu: bool, copies_logits: bool = False
+    config: ResolvedConfig, layers: Sequence[ModelLayer], /, *, on_cpu: bool, copies_logits: bool = False
 ) -> list[RankMemory]:
     """`traced_memory` in a process of its own: this one may have computed gradients, and then none can be forked."""
     arguments = {"on_cpu": on_cpu, "copies_logits": copies_logits}

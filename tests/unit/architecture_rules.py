@@ -31,15 +31,16 @@ from tests.unit.architecture_exceptions import (
 ORDER = (
     {"kernels"},
     {"config"},
-    {"plan", "ops", "watch"},
+    {"ops", "watch"},
     {"parallel"},
     {"layers"},
     {"models"},
     {"data", "pipeline", "zero"},
-    {"optim"},
+    {"optim", "drawing"},
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
+    {"plan"},
     {"tracer"},
     {"commands"},
     {"verify"},
@@ -49,17 +50,6 @@ ORDER = (
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
 PACKAGES = {name for groups in ORDER for name in groups} - {"scripts", "tools", "tests"}
-# Lists and numbers of the core, which are made without torch.
-PURE = {
-    *(f"megacore.models.{name}" for name in ("flops", "outline", "size")),
-    *(
-        f"megacore.pipeline.{name}"
-        for name in ("in_flight", "layer_time", "partition", "schedule", "schedule_file", "simulator", "validation")
-    ),
-    *(f"megacore.zero.{name}" for name in ("buckets", "packing")),
-    "megacore.train.peaks",
-}
-
 POINT_TO_POINT = {
     "send",
     "recv",
@@ -141,8 +131,6 @@ def group_of(module: str) -> str:
         return "tests"  # they measure what tests check, and each uses what is in the other
     if parts[0] != "megacore":
         return parts[0] if parts[0] in ("tools", "tests") else "scripts"
-    if ".".join(parts[:3]) in PURE:
-        return "plan"
     name = parts[1] if len(parts) > 1 else "config"
     return name if name in PACKAGES else "config"
 

@@ -118,7 +118,7 @@ ALLOWED: dict[Rule, list[tuple[str, str]]] = {
         ("tests/unit/test_x", "from megacore.train.launch import launch"),
     ],
     rules.late_imports: [
-        ("megacore/plan/canvas", "def f():\n    import matplotlib"),
+        ("megacore/drawing/canvas", "def f():\n    import matplotlib"),
         ("pretrain_gpt", "def f():\n    from megacore.train.launch import launch"),
         ("megacore/data/gpt", "if TYPE_CHECKING:\n    import zstandard"),
     ],

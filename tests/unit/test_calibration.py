@@ -16,13 +16,13 @@ from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.pipeline.schedule import Action, Timed, build_schedule, requirements, transfers_of
 from megacore.pipeline.simulator import Costs, Span, simulate
+from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, read_transfers, write_trace
 from megacore.plan.calibration import Calibration, base_of, calibrate, machine_of
 from megacore.plan.calibration_report import calibration_text
 from megacore.plan.cluster import CLUSTERS, fields_of, load_cluster, to_toml
 from megacore.plan.devices import Case
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, read_run
 from megacore.plan.step_time import step_time
-from megacore.plan.trace import RankTrace, TracedStep, TracedTransfer, read_transfers, write_trace
 from megacore.plan.traffic import stage_message
 from tests.parity.runs import make_config
 

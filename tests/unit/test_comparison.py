@@ -21,7 +21,7 @@ from benchmarks.comparison.launcher import SideFailed, Turn, remove_stale_locks
 from benchmarks.comparison.picture import picture
 from benchmarks.comparison.results import Largest, Results, Row, difference, markdown, replace_section
 from benchmarks.comparison.stages import cut
-from megacore.plan.canvas import to_svg
+from megacore.drawing.canvas import to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)

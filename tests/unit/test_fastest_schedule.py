@@ -15,22 +15,15 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.models.outline import outline
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.mesh import Mesh
+from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
 from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.fastest_schedule import (
-    VIRTUAL_STAGES,
-    choose_schedule,
-    fastest_that_fits,
-    is_open,
-    schedules_by_time,
-    typical_cluster,
-    with_stages_that_fit,
-)
+from megacore.plan.fastest_schedule import VIRTUAL_STAGES, fastest_that_fits, schedules_by_time, typical_cluster
 from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
-from megacore.plan.room import Room
 from megacore.plan.step_time import step_time
 from megacore.plan.ways_out import ways_out
 from megacore.train import launch
@@ -196,7 +189,9 @@ def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
         for config in (by_time, by_parameters)
     )
     assert least < 0.9 * most
-    lines = map(str, ways_out(by_time, Limits(room=Room((most + least) / 2, ""), on_cpu=False, local_ranks=1)))
+    lines = map(
+        str, ways_out(by_time, Limits(memory=AvailableMemory((most + least) / 2, ""), on_cpu=False, local_ranks=1))
+    )
     assert any(line.startswith("--pipeline-balance parameters:") for line in lines), lines
 
 
@@ -210,8 +205,8 @@ def test_stages_by_time_give_way_where_only_those_by_parameters_fit() -> None:
             max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=False))
             for config in (by_time, by_parameters)
         )
-        for room, balance in ((most + 1, "time"), ((most + least) / 2, "parameters"), (least - 1, "time")):
-            limits = Limits(room=Room(room, ""), on_cpu=False, local_ranks=1)
+        for available, balance in ((most + 1, "time"), ((most + least) / 2, "parameters"), (least - 1, "time")):
+            limits = Limits(memory=AvailableMemory(available, ""), on_cpu=False, local_ranks=1)
             parallel = with_stages_that_fit(by_time, limits.fits).parallel
             assert parallel.pipeline_balance == balance
             assert parallel.as_written() == by_time.parallel.as_written()
@@ -220,10 +215,10 @@ def test_stages_by_time_give_way_where_only_those_by_parameters_fit() -> None:
 @pytest.mark.parametrize("balance", ["time", "parameters"])
 @pytest.mark.parametrize("schedule", ["", "--schedule 1f1b"])
 def test_a_launch_takes_the_stages_that_fit(schedule: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def has_room(candidate: ResolvedConfig, mesh: Mesh, layers: object) -> bool:
+    def fits(candidate: ResolvedConfig, mesh: Mesh, layers: object) -> bool:
         return balance in ("time", candidate.parallel.pipeline_balance)
 
-    monkeypatch.setattr(launch, "all_have_room", has_room)
+    monkeypatch.setattr(launch, "fits_everywhere", fits)
     config = planned(f"--preset gpt2-small --pp 4 --micro-batch-size 1 {schedule}")
     parallel = launch._with_pipeline(config, Mesh(device=torch.device("cpu"))).parallel
     assert parallel.pipeline_balance == balance

@@ -22,8 +22,8 @@ from benchmarks.gpu_check.markdown import page
 from benchmarks.gpu_check.parts import Outcome, Part, run_parts
 from benchmarks.gpu_check.records import Record, Records, read_records
 from megacore.errors import ConfigError
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.plan import fit
-from megacore.plan.room import Room
 from tests.patience import patience, scaled, until
 from tests.unit.test_distributed_harness import gone
 
@@ -183,7 +183,7 @@ def test_too_large_a_micro_batch_is_halved(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_the_memory_check_refuses_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula may be wrong: what fits is found on the device. With the check this run would be refused."""
-    monkeypatch.setattr(fit, "host_room", lambda: Room(1.0, "left by the test"))
+    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(1.0, "left by the test"))
     run = training.Run(shape="gpt2-small", mode="plain", device=CPU, directory=tmp_path, small=True)
     config = training.config_of("gpt2-small", "plain", 1, tmp_path, small=True)
     checked = replace(config, training=replace(config.training, memory_check=True))

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
-from megacore.models.outline import outline
+from megacore.models.outline import ModelLayer, outline
+from megacore.parallel.host_memory import AvailableMemory, host_capacity, host_memory
 from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.schedule import Op, rank_order
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.limits import size_text
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
-from megacore.plan.room import Room, host_capacity, host_room
-from megacore.plan.state import PlannedLayer, state_bytes
+from megacore.plan.state import state_bytes
 from tests.unit import refusals
 from tests.unit.refusals import Refuse, parse
 
@@ -31,11 +31,11 @@ LLAMA = (*MOCK, "--preset", "llama-3-8b", "--device", "cpu")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Room:
+def machine(monkeypatch: pytest.MonkeyPatch) -> AvailableMemory:
     """24 GiB, of which the kernel says that 23 are available."""
-    room = Room(23 * GIB, "MemAvailable of this machine")
-    monkeypatch.setattr(fit, "host_room", lambda: room)
-    return room
+    memory = AvailableMemory(23 * GIB, "MemAvailable of this machine")
+    monkeypatch.setattr(fit, "host_memory", lambda: memory)
+    return memory
 
 
 def ranks_of(world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> None:
@@ -46,7 +46,7 @@ def ranks_of(world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> Non
     monkeypatch.setenv("MASTER_PORT", "29500")
 
 
-def test_llama_3_8b_is_refused_on_24_gib_in_one_message(machine: Room, refuse: Refuse) -> None:
+def test_llama_3_8b_is_refused_on_24_gib_in_one_message(machine: AvailableMemory, refuse: Refuse) -> None:
     """By hand: 16 bytes for each of 8,030,261,248 parameters; logits of 8192 x 128,256 fp32 numbers."""
     text = refuse(*LLAMA, checks=[check_memory])
     assert text.startswith("megacore: refused: 1 problem\n  - --preset llama-3-8b needs at least ")
@@ -60,7 +60,7 @@ def test_llama_3_8b_is_refused_on_24_gib_in_one_message(machine: Room, refuse: R
     assert parse(*LLAMA, "--no-memory-check", checks=[check_memory]).model.num_layers == 32
 
 
-def test_a_mixture_is_refused_with_ways_out(machine: Room, refuse: Refuse) -> None:
+def test_a_mixture_is_refused_with_ways_out(machine: AvailableMemory, refuse: Refuse) -> None:
     """Sixteen bytes for each of Mixtral's 46,702,792,704 parameters, however few of them a token uses."""
     text = refuse(*MOCK, "--preset", "mixtral-8x7b", "--device", "cpu", checks=[check_memory])
     assert f"state        {16 * 46_702_792_704 / GIB:.1f} GiB" in text
@@ -113,7 +113,7 @@ def test_what_is_recommended_fits(
     gib: int, flags: tuple[str, ...], refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each way out, typed as it stands, is accepted, and needs no more than it says."""
-    monkeypatch.setattr(fit, "host_room", lambda: Room(gib * GIB, "MemAvailable of this machine"))
+    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(gib * GIB, "MemAvailable of this machine"))
     given = [*MOCK, "--device", "cpu", "--preset", *flags]
     batch = parse(*given).training.global_batch_size
     listed = ways(refuse(*given, checks=[check_memory]))
@@ -156,7 +156,7 @@ LITTLE = (0.3, 1, 2, 4, 8, 16, 17.4, 20, 60)
 )
 def test_there_are_three_ways_out_however_little_there_is(flags: tuple[str, ...], gib: float) -> None:
     config = parse(*MOCK, *flags, "--device", "cpu")
-    text = host_problem(config, outline(config), room=Room(gib * GIB, ""))
+    text = host_problem(config, outline(config), memory=AvailableMemory(gib * GIB, ""))
     assert text is not None
     found = ways(text)
     assert len(set(found)) == len(found) >= 3
@@ -175,7 +175,7 @@ def test_sequences_far_too_long_are_answered_with_the_longest_that_fit_first() -
         return max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
 
     config = parse(*small, "--device", "cpu", "--no-memory-check", "--seq-length", "99999999")
-    text = host_problem(config, outline(config), room=Room(8 * GIB, ""))
+    text = host_problem(config, outline(config), memory=AvailableMemory(8 * GIB, ""))
     assert text is not None
     first = re.match(
         r"--seq-length (\d+) --max-position-embeddings (\d+), the longest sequences that fit: ", ways(text)[0]
@@ -187,9 +187,9 @@ def test_sequences_far_too_long_are_answered_with_the_longest_that_fit_first() -
 
 
 def on_device(flags: tuple[str, ...], device: float, host: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(fit, "host_room", lambda: Room(host * GIB, "host"))
+    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(host * GIB, "host"))
     config = parse(*MOCK, *flags)
-    text = fit.device_problem(config, outline(config), 0, Room(device * GIB, "device"))
+    text = fit.device_problem(config, outline(config), 0, AvailableMemory(device * GIB, "device"))
     assert text is not None
     return ways(text)
 
@@ -212,8 +212,8 @@ def test_there_are_three_ways_out_on_devices_and_many_ranks(
     degrees = [int(value) for flag, value in itertools.pairwise(flags) if flag in ("--tp", "--pp", "--dp")]
     ranks_of(math.prod(degrees), monkeypatch, local)
     config = parse(*MOCK, *flags)
-    room = Room(0.3 * GIB, "")
-    text = (fit.device_problem if device else _on_host)(config, outline(config), 0, room)
+    memory = AvailableMemory(0.3 * GIB, "")
+    text = (fit.device_problem if device else _on_host)(config, outline(config), 0, memory)
     assert text is not None
     found = ways(text)
     assert len(set(found)) == len(found) >= 3
@@ -222,8 +222,8 @@ def test_there_are_three_ways_out_on_devices_and_many_ranks(
     assert all(size < sizes[as_it_is] for way, size in sizes.items() if way != as_it_is)
 
 
-def _on_host(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
-    return host_problem(config, layers, room=room)
+def _on_host(config: ResolvedConfig, layers: Sequence[ModelLayer], place: int, memory: AvailableMemory) -> str | None:
+    return host_problem(config, layers, memory=memory)
 
 
 def test_offloading_on_a_cpu_is_told_to_be_left_out() -> None:
@@ -231,7 +231,7 @@ def test_offloading_on_a_cpu_is_told_to_be_left_out() -> None:
     given = (*MOCK, "--preset", "gpt2-large", "--device", "cpu")
     with_offload = parse(*given, "--offload-optimizer")
     (rank,) = plan_memory(parse(*given), outline(with_offload), on_cpu=True)
-    text = host_problem(with_offload, outline(with_offload), room=Room(rank.expected, ""))
+    text = host_problem(with_offload, outline(with_offload), memory=AvailableMemory(rank.expected, ""))
     assert text is not None
     assert ways(text)[0].startswith("--no-offload-optimizer: ")
     assert not parse(*given, "--no-offload-optimizer").parallel.offload_optimizer
@@ -294,7 +294,7 @@ def test_what_is_recommended_for_devices_splits_the_sequence(monkeypatch: pytest
 
 def test_a_checkpoint_is_not_given_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(*MOCK, "--preset", "llama-3-8b", "--device", "cpu", "--load", "auto")
-    text = host_problem(config, outline(config), room=Room(8 * GIB, ""))
+    text = host_problem(config, outline(config), memory=AvailableMemory(8 * GIB, ""))
     assert text is not None
     assert len(ways(text)) >= 3
     assert "smaller model" not in text
@@ -304,9 +304,9 @@ def test_torch_counts_once() -> None:
     """What torch takes is gone from MemAvailable once it is loaded: as much less is needed, and not more."""
     config = parse(*MOCK, "--preset", "gpt2-small", "--micro-batch-size", "1")
     (rank,) = plan_memory(config, outline(config), on_cpu=True)
-    room = Room(rank.certain - 0.1 * GIB, "")
-    assert host_problem(config, outline(config), room=room) is not None
-    assert host_problem(config, outline(config), room=room, torch_is_loaded=True) is None
+    memory = AvailableMemory(rank.certain - 0.1 * GIB, "")
+    assert host_problem(config, outline(config), memory=memory) is not None
+    assert host_problem(config, outline(config), memory=memory, torch_is_loaded=True) is None
 
 
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4 + 4), ("bf16", 2 + 4 + 4)])
@@ -338,7 +338,7 @@ def test_sizes_are_told_in_units_that_say_something() -> None:
     ]
     config = parse(*MOCK, "--preset", "gpt2-small")
     (rank,) = plan_memory(config, outline(config), on_cpu=True)
-    text = host_problem(config, outline(config), room=Room(rank.certain - 2**20, ""))
+    text = host_problem(config, outline(config), memory=AvailableMemory(rank.certain - 2**20, ""))
     assert text is not None
     needed, available = re.findall(r"([\d,.]+) MiB", text.splitlines()[0])
     assert float(needed.replace(",", "")) - float(available.replace(",", "")) == pytest.approx(1.0, abs=0.01)
@@ -347,8 +347,8 @@ def test_sizes_are_told_in_units_that_say_something() -> None:
 def test_what_may_not_fit_is_warned_of() -> None:
     config = parse(*MOCK, "--preset", "gpt2-small", "--micro-batch-size", "1")
     (rank,) = plan_memory(config, outline(config), on_cpu=True, torch_is_loaded=True)
-    between = Room((rank.certain + rank.expected) / 2, "MemAvailable of this machine")
-    assert host_problem(config, outline(config), room=between, torch_is_loaded=True) is None
+    between = AvailableMemory((rank.certain + rank.expected) / 2, "MemAvailable of this machine")
+    assert host_problem(config, outline(config), memory=between, torch_is_loaded=True) is None
     told = fit.host_warning(config, outline(config), between)
     assert told is not None
     assert re.fullmatch(
@@ -356,7 +356,7 @@ def test_what_may_not_fit_is_warned_of() -> None:
         r"see docs/guides/memory.md",
         told,
     )
-    assert fit.host_warning(config, outline(config), Room(rank.expected, "")) is None
+    assert fit.host_warning(config, outline(config), AvailableMemory(rank.expected, "")) is None
 
 
 @pytest.mark.parametrize(
@@ -368,11 +368,11 @@ def test_what_may_not_fit_is_warned_of() -> None:
     ],
     ids=" ".join,
 )
-def test_what_fits_is_not_refused(flags: tuple[str, ...], machine: Room) -> None:
+def test_what_fits_is_not_refused(flags: tuple[str, ...], machine: AvailableMemory) -> None:
     parse(*MOCK, "--device", "cpu", "--preset", *flags, checks=[check_memory])
 
 
-def test_ranks_that_share_a_machine_share_its_memory(machine: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_machine_share_its_memory(machine: AvailableMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (*MOCK, "--device", "cpu", "--preset", "gpt2-large", "--recompute", "full")
     ranks_of(4, monkeypatch, local=1)
     parse(*flags, checks=[check_memory])
@@ -390,8 +390,8 @@ def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) 
     config = parse(*MOCK, "--preset", "gpt2-small", "--pp", "4")
     ranks = plan_memory(config, outline(config), on_cpu=True)
     needed = ranks[2].certain + ranks[3].certain
-    assert host_problem(config, outline(config), room=Room(needed, "")) is None
-    assert host_problem(config, outline(config), room=Room(needed - 1, "")) is not None
+    assert host_problem(config, outline(config), memory=AvailableMemory(needed, "")) is None
+    assert host_problem(config, outline(config), memory=AvailableMemory(needed - 1, "")) is not None
 
 
 # ---- formulas --------------------------------------------------------------------------------------------------------
@@ -472,9 +472,9 @@ MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 
 
 def test_without_groups_the_machine_decides(tmp_path: Path) -> None:
     root = files(tmp_path, proc__meminfo=MEMINFO)
-    assert host_room(root) == Room(800 * 1024, "MemAvailable of this machine")
+    assert host_memory(root) == AvailableMemory(800 * 1024, "MemAvailable of this machine")
     assert host_capacity(root) == 1000 * 1024
-    assert host_room(tmp_path / "nowhere") is None
+    assert host_memory(tmp_path / "nowhere") is None
     assert host_capacity(tmp_path / "nowhere") is None
 
 
@@ -492,10 +492,10 @@ def test_the_narrowest_group_around_this_one_decides(tmp_path: Path) -> None:
         sys__fs__cgroup__job__step__task__memory_1max="600000\n",
         sys__fs__cgroup__job__step__task__memory_1current="100000\n",
     )
-    room = host_room(root)
-    assert room is not None
-    assert room.available == 500_000 - 300_000 + 100_000
-    assert "memory.max 500000" in room.source
+    memory = host_memory(root)
+    assert memory is not None
+    assert memory.available == 500_000 - 300_000 + 100_000
+    assert "memory.max 500000" in memory.source
     assert host_capacity(root) == 500_000
 
 
@@ -508,9 +508,9 @@ def test_a_container_of_version_1_sees_its_own_group_at_the_top(tmp_path: Path) 
         sys__fs__cgroup__memory__memory_1usage_in_bytes="100000\n",
         sys__fs__cgroup__memory__memory_1stat="inactive_file 1\ntotal_inactive_file 50000\ntotal_active_file 0\n",
     )
-    room = host_room(root)
-    assert room is not None
-    assert room.available == 350_000
+    memory = host_memory(root)
+    assert memory is not None
+    assert memory.available == 350_000
     assert host_capacity(root) == 400_000
 
 
@@ -524,9 +524,9 @@ def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:
         sys__fs__cgroup__job__memory_1swap_1max="100000\n",
         sys__fs__cgroup__job__memory_1swap_1current="20000\n",
     )
-    room = host_room(root)
-    assert room is not None
-    assert room.available == 200_000 + 80_000
+    memory = host_memory(root)
+    assert memory is not None
+    assert memory.available == 200_000 + 80_000
 
 
 def test_a_million_positions_take_a_rank_what_its_share_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ def test_times_at_the_bounds_are_drawn(
 def test_png_without_matplotlib_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megacore.plan.canvas.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megacore.drawing.canvas.importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert main([*PLAIN.split(), "-o", "out.png"]) == 2
     assert "-o out.png needs matplotlib, which is not installed: use -o out.svg, or" in capsys.readouterr().err

@@ -18,12 +18,12 @@ from unittest import mock
 
 import pytest
 
+from megacore.drawing import canvas
+from megacore.drawing.canvas import Box, Drawing, Words
+from megacore.drawing.timelines import Scale, axis
 from megacore.errors import UserError
-from megacore.plan import canvas
-from megacore.plan.canvas import Box, Drawing, Words
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
-from megacore.plan.picture import Scale, axis
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.search import Found, Layout

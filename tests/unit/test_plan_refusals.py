@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.commands.plan import dry_run
+from megacore.commands.dry_run import dry_run
 from megacore.config.cli import save_toml
 from megacore.plan.cluster import CLUSTERS, to_toml
 from tests.parity.runs import make_config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.commands.plan import dry_run, is_dry_run
+from megacore.commands.dry_run import dry_run, is_dry_run
 from megacore.config import Config
 from megacore.config.bert import BertConfig
 from megacore.plan.cluster import CLUSTERS

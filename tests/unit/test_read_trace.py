@@ -12,7 +12,7 @@ import pytest
 
 from megacore.pipeline.schedule import Timed, build_schedule
 from megacore.pipeline.simulator import Costs, simulate
-from megacore.plan.trace import RankTrace, TracedStep, write_trace
+from megacore.pipeline.trace_file import RankTrace, TracedStep, write_trace
 from tools.draw_schedule import main
 
 NOT_ONE = "is not a trace.json that a run with --trace wrote"

@@ -14,7 +14,8 @@ from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import ShardedParameter
-from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.pipeline.schedule_choice import choose_schedule, is_open
+from megacore.train.planning import planner
 
 
 class FileWeights:
@@ -72,7 +73,7 @@ def resolved(job: Job) -> ResolvedConfig:
     config = configuration(job.sizes, str(job.directory), parallel=parallel, micro_batch=job.micro_batch)
     if not is_open(config):
         return config
-    schedules = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
+    schedules = planner().schedules_by_time(config, outline(config), on_cpu=True)
     return choose_schedule(config, schedules, lambda _: True)
 
 

@@ -20,10 +20,10 @@ from megacore.commands.report.files import Record, RunFiles, lasting, require_re
 from megacore.commands.report.series import Point, finite, quantile, short, smoothed
 from megacore.commands.report.style import STYLE
 from megacore.config.messages import counted
+from megacore.drawing.canvas import to_svg as drawing_to_svg
+from megacore.drawing.timelines import diagram
+from megacore.drawing.traced import traced_panels
 from megacore.models.flops import CONVENTION
-from megacore.plan.canvas import to_svg as drawing_to_svg
-from megacore.plan.picture import diagram
-from megacore.plan.traced_picture import traced_panels
 
 _MOST_MARKS, _MOST_RANKS, _MOST_ROWS, _MOST_SPANS = 300, 24, 60, 700
 _SMOOTHING = 100  # a curve is smoothed over this part of its points

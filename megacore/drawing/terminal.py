@@ -14,9 +14,9 @@ from textwrap import wrap
 
 from rich.text import Text
 
+from megacore.drawing.timelines import NAMES, Panel
 from megacore.pipeline.schedule import Action, Op
 from megacore.pipeline.simulator import Span, Timeline
-from megacore.plan.picture import NAMES, Panel
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120
 _STYLES = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megacore.config.messages import counted
+from megacore.drawing.timelines import Panel
 from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.simulator import Timeline, simulate
-from megacore.plan.picture import Panel
-from megacore.plan.trace import read_trace
+from megacore.pipeline.trace_file import read_trace
 
 TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megacore.plan.canvas import Box, Drawing, Line, Words
+from megacore.drawing.canvas import Box, Drawing, Line, Words
 
 _WIDTH, _HEIGHT = 760.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 20.0, 34.0, 40.0

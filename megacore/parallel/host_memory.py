@@ -17,21 +17,21 @@ _LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}  # of a control group, b
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """Memory that may be taken, and who says so."""
 
     available: float
     source: str
 
 
-def host_room(root: Path = Path("/")) -> Room | None:
+def host_memory(root: Path = Path("/")) -> AvailableMemory | None:
     """The least of what the machine and each control group of this process have left; None where nothing tells.
 
     Args:
         root: the directory that contains /proc and /sys.
     """
-    rooms = [*_machine(root), *_rooms_of_groups(root)]
-    return min(rooms, key=lambda room: room.available, default=None)
+    limits = [*_machine(root), *_of_groups(root)]
+    return min(limits, key=lambda memory: memory.available, default=None)
 
 
 def host_capacity(root: Path = Path("/")) -> float | None:
@@ -53,20 +53,22 @@ def _installed(root: Path) -> float | None:
     return None
 
 
-def _machine(root: Path) -> Iterator[Room]:
+def _machine(root: Path) -> Iterator[AvailableMemory]:
     values = _table(root / "proc/meminfo")
     if "MemAvailable" in values:
         available = 1024.0 * (values["MemAvailable"] + values.get("SwapFree", 0))
-        yield Room(available, "MemAvailable of this machine" + (", with swap" if values.get("SwapFree") else ""))
+        yield AvailableMemory(
+            available, "MemAvailable of this machine" + (", with swap" if values.get("SwapFree") else "")
+        )
     elif (installed := _installed(root)) is not None:
-        yield Room(installed, "installed in this machine")
+        yield AvailableMemory(installed, "installed in this machine")
 
 
-def _rooms_of_groups(root: Path) -> Iterator[Room]:
+def _of_groups(root: Path) -> Iterator[AvailableMemory]:
     swap = 1024.0 * _table(root / "proc/meminfo").get("SwapFree", 0)
     for group, version in _groups(root):
-        if room := _version_2(group, swap) if version == 2 else _version_1(group, swap):
-            yield room
+        if memory := _version_2(group, swap) if version == 2 else _version_1(group, swap):
+            yield memory
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, int]]:
@@ -90,7 +92,7 @@ def _up(mount: Path, path: str) -> Iterator[Path]:
             yield directory
 
 
-def _version_2(group: Path, swap: float) -> Room | None:
+def _version_2(group: Path, swap: float) -> AvailableMemory | None:
     limit, used = _number(group / _LIMITS[2]), _number(group / "memory.current")
     if limit is None or used is None:
         return None
@@ -99,10 +101,12 @@ def _version_2(group: Path, swap: float) -> Room | None:
         swap = min(swap, swap_limit - (_number(group / "memory.swap.current") or 0.0))
     statistics = _table(group / "memory.stat")
     files = statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
-    return Room(max(limit - used + files + max(swap, 0.0), 0.0), f"limit of the control group, memory.max {limit:.0f}")
+    return AvailableMemory(
+        max(limit - used + files + max(swap, 0.0), 0.0), f"limit of the control group, memory.max {limit:.0f}"
+    )
 
 
-def _version_1(group: Path, swap: float) -> Room | None:
+def _version_1(group: Path, swap: float) -> AvailableMemory | None:
     limit, used = _number(group / _LIMITS[1]), _number(group / "memory.usage_in_bytes")
     if limit is None or used is None:
         return None
@@ -112,7 +116,7 @@ def _version_1(group: Path, swap: float) -> Room | None:
     left = limit - used + swap
     if both is not None and both_used is not None:
         left = min(left, both - both_used)
-    return Room(max(left + files, 0.0), f"limit of the control group, memory.limit_in_bytes {limit:.0f}")
+    return AvailableMemory(max(left + files, 0.0), f"limit of the control group, memory.limit_in_bytes {limit:.0f}")
 
 
 def _table(path: Path) -> Mapping[str, int]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
+from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.pipeline.schedule import Op, transfers_of
 from megacore.pipeline.simulator import Span, Timeline
-from megacore.plan.canvas import Box, Drawing, Line, Words, wrapped
 
 # Told apart by people who see no red or no green as well, and in print by their brightness.
 COLORS = {Op.FORWARD: "#2f66b0", Op.BACKWARD: "#2e8f6b", Op.INPUT_GRAD: "#1f9fb5", Op.WEIGHT_GRAD: "#d9861f"}
