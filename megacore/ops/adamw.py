@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megacore.ops.dispatch import (
     FLOATS,
+    custom_op,
     require,
     require_contiguous,
     require_same_device,
@@ -22,7 +23,7 @@ DECAY_GROUP = 32
 """Elements that have weight decay together, or do not."""
 
 
-@torch.library.custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))
+@custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))
 def _adamw_(
     parameter: Tensor,
     gradient: Tensor,

@@ -28,7 +28,7 @@ from megacore.ops.causal_attention import (
     fused_backward,
     like_projection,
 )
-from megacore.ops.dispatch import has_whole_heads, runs_triton
+from megacore.ops.dispatch import custom_op, has_whole_heads, runs_triton
 from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.ops.visibility import Visibility, distances
 
@@ -306,7 +306,7 @@ def _scene(
     return Scene(view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, seeds=seeds, block=block)
 
 
-@torch.library.custom_op("megacore::block_attention", mutates_args=())
+@custom_op("megacore::block_attention", mutates_args=())
 def _block_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
     causal: bool, window: int | None, soft_cap: float | None, dropout: float, block: int, offset: int, in_fp32: bool,
@@ -329,7 +329,7 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("megacore::block_attention_backward", mutates_args=())
+@custom_op("megacore::block_attention_backward", mutates_args=())
 def _block_attention_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor,
     documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,

@@ -9,6 +9,7 @@ otherwise: it is optional, and takes a second to load.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -16,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megacore.kernels.availability import triton_version
@@ -146,6 +148,28 @@ class Node(torch.autograd.Function):
         return super().apply(*arguments) if transforms_active() else cls._apply(*arguments)
 
 
+def custom_op(name: str, *, mutates_args: Sequence[str]) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """As `torch.library.custom_op`, but its first call does not load torch's compiler, which takes every rank two
+    seconds and 150 MB: an operator is kept out of the compiler only where something else has loaded it."""
+
+    def decorated(function: Callable[..., Any]) -> CustomOpDef:
+        made = torch.library.custom_op(name, mutates_args=tuple(mutates_args))(function)
+        for device, implementation in made._backend_fns.items():
+            made._backend_fns[device] = _kept_out(implementation)
+        return made
+
+    return decorated
+
+
+def _kept_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    inner = getattr(function, "__wrapped__", function)  # of torch._disable_dynamo
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        return (function if "torch._dynamo" in sys.modules else inner)(*arguments, **named)
+
+    return called
+
+
 class Operator:
     """A function as an operator: for fake tensors, dispatch modes, torch.func and torch.compile a
     `torch.library.custom_op`, else the function itself in an autograd node, which takes the host a third of the time.
@@ -159,7 +183,7 @@ class Operator:
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.custom_op = torch.library.custom_op(name, mutates_args=())(function)
+        self.custom_op = custom_op(name, mutates_args=())(function)
         self._name, self._function = name, function
         self._node: Callable[..., Any] | None = None  # the function in an autograd node, if it has a gradient
 

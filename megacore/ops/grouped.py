@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.dispatch import is_triton_asked_for, operator, runs_triton, uses_triton
+from megacore.ops.dispatch import custom_op, is_triton_asked_for, operator, runs_triton, uses_triton
 
 Implementation = Literal["triton", "grouped_mm", "loop"]
 _HALVES = (torch.bfloat16, torch.float16)
@@ -122,7 +122,7 @@ def _(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return grad.new_empty(len(bounds) - 1, grad.shape[1], x.shape[1])
 
 
-@torch.library.custom_op("megacore::add_grouped_weight_gradients_", mutates_args=("total",))
+@custom_op("megacore::add_grouped_weight_gradients_", mutates_args=("total",))
 def _triton_added(total: Tensor, grad: Tensor, x: Tensor, bounds: Tensor, has_terms: bool) -> None:
     import megacore.kernels.grouped as kernel
 

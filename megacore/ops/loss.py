@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    custom_op,
     require,
     require_integers,
     require_rows,
@@ -110,7 +111,7 @@ class SoftmaxSums:
     log_z: Tensor
 
 
-@torch.library.custom_op("megacore::cross_entropy_statistics", mutates_args=())
+@custom_op("megacore::cross_entropy_statistics", mutates_args=())
 def _statistics(
     logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
 ) -> Tensor:
@@ -133,7 +134,7 @@ def _(
     return logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("megacore::cross_entropy_merged", mutates_args=())
+@custom_op("megacore::cross_entropy_merged", mutates_args=())
 def _merged(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: float, uniform: float) -> Tensor:
     if runs_triton(parts, "parts"):
         import megacore.kernels.cross_entropy as kernel
@@ -147,7 +148,7 @@ def _(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: floa
     return parts.new_empty(parts.shape[1:])
 
 
-@torch.library.custom_op("megacore::cross_entropy_losses", mutates_args=())
+@custom_op("megacore::cross_entropy_losses", mutates_args=())
 def _losses(
     statistics: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -163,7 +164,7 @@ def _(statistics: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, z
     return statistics.new_empty(targets.shape), statistics.new_empty(targets.shape)
 
 
-@torch.library.custom_op("megacore::cross_entropy_gradient_", mutates_args=("logits",))
+@custom_op("megacore::cross_entropy_gradient_", mutates_args=("logits",))
 def _gradient_(
     logits: Tensor,
     targets: Tensor,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
+from megacore.ops.dispatch import custom_op
 from megacore.ops.dropout import philox
 from megacore.parallel.canonical import Blocks
 from megacore.parallel.sharding import ShardSpec
@@ -134,7 +135,7 @@ class RandomStreams:
         return (words >> 8).float().mul_(2.0**-24)
 
 
-@torch.library.custom_op("megacore::kept", mutates_args=())
+@custom_op("megacore::kept", mutates_args=())
 def _kept(seed: Tensor, shape: Sequence[int], share: float, device: torch.device) -> Tensor:
     generator = torch.Generator(device=device).manual_seed(int(seed))
     return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(share, generator=generator)

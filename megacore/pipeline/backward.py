@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import _engine_run_backward as _run_engine
 from torch.torch_version import TorchVersion
 
 from megacore.errors import UserError
@@ -25,6 +26,25 @@ from megacore.errors import UserError
 # Whether the Python object of a node keeps the node alive, also where its operator is written in Python.
 _OBJECT_KEEPS_NODE = TorchVersion(torch.__version__) >= "2.13"
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
+
+
+def accumulate_gradients(
+    outputs: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    inputs: Sequence[Tensor] = (),
+    keeps_graph: bool = False,
+) -> None:
+    """`torch.autograd.backward` without its comparison of shapes, for which it imports a computer algebra system: a
+    second for every rank.
+
+    Args:
+        outputs: where the backward begins.
+        gradients: of the outputs, in their shapes.
+        inputs: whose gradients are added to their `.grad`; none: of all leaves.
+        keeps_graph: as torch's `retain_graph`.
+    """
+    _run_engine(tuple(outputs), tuple(gradients), keeps_graph, False, tuple(inputs), True, accumulate_grad=True)
 
 
 class WeightHalf:
@@ -43,14 +63,14 @@ class WeightHalf:
         """Add the weights' gradients to their `.grad`."""
         while self._shared:
             weight, gradient = self._shared.pop()
-            torch.autograd.backward(weight, gradient)  # instead of `+=`, so that hooks run
+            accumulate_gradients([weight], [gradient])  # instead of `+=`, so that hooks run
         while self._operators:  # the kept gradients of each are freed once they are used
             operator = self._operators.pop(0)
             kept = [(i, grad) for i, grad in enumerate(operator.output_gradients) if grad is not None]
             if kept:
                 edges = [GradientEdge(operator.node, i) for i, _ in kept]
                 gradients = [grad for _, grad in kept]
-                torch.autograd.backward(edges, gradients, inputs=operator.weights, retain_graph=True)
+                accumulate_gradients(edges, gradients, inputs=operator.weights, keeps_graph=True)
 
 
 class _Operator:
@@ -110,7 +130,7 @@ def input_half(
         if (unshared := [weight for weight in weights if id(weight) not in shared])
     ]
     wanted = [*inputs, *map(get_gradient_edge, shared.values())]
-    computed = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+    computed = _run_engine(tuple(outputs), tuple(gradients), True, False, tuple(wanted), True, accumulate_grad=False)
     input_gradients, shared_gradients = computed[: len(inputs)], computed[len(inputs) :]
     for operator in operators:
         if operator.node in anchors and not operator.output_gradients:  # autograd stops in front of it

@@ -22,7 +22,7 @@ from megacore.config import ParallelConfig
 from megacore.errors import UserError
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
-from megacore.pipeline.backward import WeightHalf, input_half
+from megacore.pipeline.backward import WeightHalf, accumulate_gradients, input_half
 from megacore.pipeline.schedule import Action, Kind, Op, Schedule, Timed, build_schedule, peer_stage
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
@@ -330,7 +330,7 @@ class _Run:
         with self.backward_phase(action), self.runtime.timer.measure(action):
             self.begin_weight_gradients(action)
             if outputs:
-                torch.autograd.backward(outputs, gradients)
+                accumulate_gradients(outputs, gradients)
             self.end_weight_gradients(action)
         self.anchors.pop(key)
         self.keep_input_gradients(action, [x.grad for x in self.inputs.pop(key, ())])
