@@ -18,9 +18,8 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
     parallel, experts, tp = config.parallel, config.experts.num_experts, config.parallel.tp
     ep, etp = parallel.ep, parallel.expert_split
     if experts is None:
-        for name, value, default in (("--ep", ep, 1), ("--etp", parallel.etp, None)):
-            if value != default:
-                yield f"{name} {value} has no effect without experts: leave it out, or use --num-experts"
+        if ep != 1:
+            yield f"--ep {ep} has no effect without experts: leave it out, or use --num-experts"
         return
     if experts % ep:
         yield Problem(

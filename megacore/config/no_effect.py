@@ -23,6 +23,8 @@ def without_effect(config: ResolvedConfig, typed: Mapping[str, Any]) -> Iterator
     if typed.get("zero_stage") and ranks_of_role("replicas", parallel) == 1 and not may_offload:
         given = flag_and_value("zero_stage", typed["zero_stage"])
         yield f"{given} changes nothing with one data-parallel rank (--dp 1)"
+    if typed.get("etp") and config.model.experts is None:
+        yield f"{flag_and_value('etp', typed['etp'])} changes nothing without experts"
     if parallel.pp == 1:
         if typed.get("schedule") == "1f1b":  # others have another order of forwards and backwards on one rank too
             yield f"{flag_and_value('schedule', '1f1b')} changes nothing without a pipeline (--pp 1)"

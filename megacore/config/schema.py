@@ -222,6 +222,8 @@ class Config:
         parallel, training = self.parallel, self.training
         if self.has_whole_backwards:
             parallel = dataclasses.replace(parallel, schedule="1f1b")
+        if self.experts.num_experts is None:
+            parallel = dataclasses.replace(parallel, etp=None)
         degrees = fill_degrees(parallel, world_size)
         filled = {d.degree: degrees[d.name] for d in DIMENSIONS if isinstance(d.degree, str)}
         replicas = size_of_role("batch", degrees)
