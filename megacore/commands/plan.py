@@ -70,7 +70,7 @@ _DATA_FIELDS = {"mock_data", "data_path", "train_data_path", "valid_data_path", 
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
-_NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search"}
+_NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search", "--fit-out": "--fit"}
 _SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
@@ -90,6 +90,18 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
         type=Path,
         metavar="RUN",
         help="fit a cluster file to the run with this output directory",
+    )
+    parser.add_argument(
+        "--fit",
+        type=Path,
+        metavar="ROWS.csv",
+        help="fit the cluster and the trainer to measured steps, and plan with them: columns are flags, and seconds",
+    )
+    parser.add_argument(
+        "--fit-out",
+        type=Path,
+        metavar="FILE.toml",
+        help="write what --fit found to a cluster file, for --cluster",
     )
     parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
     parser.elsewhere[DRY_RUN] = (
@@ -116,7 +128,10 @@ def plan_run(argv: Sequence[str], entry: str) -> int:
         action = _plan
     _add_dry_run(parser)
     parser.elsewhere["--calibrate"] = "is a flag of tools/plan.py: use python tools/plan.py --calibrate DIR"
-    parser.set_defaults(own_flags=parser.names(), entry=entry, calibrate=None, is_dry_run=True, help_of=entry)
+    for flag in ("--fit", "--fit-out"):
+        parser.elsewhere[flag] = "is a flag of tools/plan.py: use python tools/plan.py --fit ROWS.csv"
+    parser.set_defaults(own_flags=parser.names(), entry=entry, calibrate=None, fit=None, fit_out=None)
+    parser.set_defaults(is_dry_run=True, help_of=entry)
     return run_tool(parser, argv, action)
 
 
@@ -215,7 +230,7 @@ def _plan(args: argparse.Namespace) -> None:
         return
     if "--calibrate" in args.misspelled:
         raise ConfigError(args.problems)
-    request = _read(args)
+    request = _fitted(args) if args.fit is not None else _read(args)
     request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
         run_search(args, request.config, request.cluster)
@@ -224,6 +239,26 @@ def _plan(args: argparse.Namespace) -> None:
     plan = make_plan(config, request.cluster, find_memory=plan_memory if args.estimate else traced_memory)
     pictures = ((args.timeline, timeline_picture), (args.memory_timeline, memory_picture))
     report_with_pictures([(path, partial(picture, plan)) for path, picture in pictures], partial(_report, args, plan))
+
+
+def _fitted(args: argparse.Namespace) -> _Request:
+    """What is planned, on the cluster that the rows of --fit say it is."""
+    from megacore.commands.plan_fit import fitted_cluster, measured_rows, without_notes
+
+    entry = args.entry if args.entry in ENTRIES else ENTRIES[0]
+    planner = [f"--cluster={args.cluster}", *([] if args.software is None else [f"--software={args.software}"])]
+
+    def resolved(flags: Sequence[str]) -> ResolvedConfig:
+        parser = _parser(args.help_of, args.help_of)
+        parser.add_argument("entry", nargs="?")
+        parser.set_defaults(own_flags=parser.names(), help_of=args.help_of)
+        with without_notes():
+            row = _read(parser.parse_args([entry, *planner, *flags]), exits=False)
+        return _on_cluster(row.config, row.cluster)
+
+    rows = measured_rows(args, BertConfig if "bert" in entry else Config, resolved) if args.cluster else []
+    request = _read(args)
+    return replace(request, cluster=fitted_cluster(args, rows, request.cluster))
 
 
 def _report(args: argparse.Namespace, plan: Plan) -> None:
@@ -241,8 +276,9 @@ def _run_fully(args: argparse.Namespace) -> None:
     report_ranks(config, request.cluster, is_named="--cluster" in args.given, as_json=args.json)
 
 
-def _read(args: argparse.Namespace) -> _Request:
-    """The configuration and the cluster, or a refusal with everything that is wrong with both."""
+def _read(args: argparse.Namespace, *, exits: bool = True) -> _Request:
+    """The configuration and the cluster, or a refusal with everything that is wrong with both; `exits` is that of
+    `parse_config`."""
     entry = Path(args.entry).name if args.entry else None
     kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
     take_misspelled(args, args.own_flags, kind)
@@ -313,6 +349,7 @@ def _read(args: argparse.Namespace) -> _Request:
         world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
         typed={} if args.search else typed,
+        exits=exits,
     )
     assert cluster is not None
     return _Request(config, cluster)
@@ -366,7 +403,10 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
         return None
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
-    return replace(cluster, software=software)
+    if args.software in (None, cluster.software.name):
+        args.software = cluster.software.name
+        return cluster
+    return replace(cluster, software=software, layouts=None)  # those are of the trainer that was fitted
 
 
 def _take_foreign(args: argparse.Namespace, reading: Given, kind: type[Config]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Clusters by short names or from a TOML file: devices, their peaks, network cards of a node, and a price.
 
+A file that rows were fitted to (row_fit.py) also has the trainer that ran them, and what layouts like theirs take.
+
 What a device is stands in devices.py, what a program does in software.py. A cluster adds what only planning asks for.
 Prices are assumed: common list prices of rented devices, which differ by provider and year by a factor of two.
 """
@@ -21,7 +23,8 @@ from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
 from megacore.files import read_bounded
 from megacore.plan.devices import DEVICES, Device, Link, Range
-from megacore.plan.software import MEGACORE, Software
+from megacore.plan.measured_layouts import LENGTHS, MeasuredLayouts
+from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 from megacore.train.peaks import Format
 
 # USD per device and hour, assumed.
@@ -52,6 +55,7 @@ class Cluster:
         price_per_hour: USD per device.
         on_cpu: whether ranks compute on a CPU; all ranks of a node then share `memory_bytes`.
         software: whose program runs on it.
+        layouts: what measured layouts take beyond the other figures; None: none was measured.
         source: where the figures are from.
         notes: what its file says that no machine is known to have.
     """
@@ -61,6 +65,7 @@ class Cluster:
     price_per_hour: float = 0.0
     on_cpu: bool = False
     software: Software = MEGACORE
+    layouts: MeasuredLayouts | None = None
     source: str = "data sheet; efficiencies assumed"
     notes: tuple[str, ...] = ()
 
@@ -191,6 +196,7 @@ _BOUNDS = {
 _MOST_BYTES = 1 << 20  # of a cluster file
 _LEAST_SHARE = 1e-3
 _MOST_MICROSECONDS = 1_000_000
+_MOST_WEIGHT = 1e6  # of a measured layout
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -221,7 +227,9 @@ def load_cluster(path: Path) -> Cluster:
     ranges = _ranges(table, path, problems)
     on_cpu = _switch(table, "on_cpu", path, problems, usual=base is not None and base.on_cpu)
     mesh = _switch(table, "node_mesh", path, problems, usual=base is not None and base.device.node_mesh)
-    known = {*_NUMBERS, "name", "based_on", "on_cpu", "node_mesh", "source", "peak_tflops", "efficiency"}
+    software, layouts = _software(table, path, problems), _layouts(table, path, problems)
+    tables = {"peak_tflops", "efficiency", "software", "layouts"}
+    known = {*_NUMBERS, *tables, "name", "based_on", "on_cpu", "node_mesh", "source"}
     for name in sorted(table.keys() - known):
         near = nearest_name(name, known)
         way_out = f"did you mean {near}?" if near else f"use {', '.join(sorted(known))}"
@@ -232,7 +240,9 @@ def load_cluster(path: Path) -> Cluster:
     name, source = texts["name"] or path.stem, texts["source"]
     cluster = _assembled(name, numbers, peaks, ranges, base=base)
     device = dataclasses.replace(cluster.device, node_mesh=mesh)
-    cluster = dataclasses.replace(cluster, device=device, on_cpu=on_cpu, source=source)
+    cluster = dataclasses.replace(
+        cluster, device=device, on_cpu=on_cpu, source=source, software=software, layouts=layouts
+    )
     # A file that --calibrate wrote has speeds of a whole step, which may be any.
     notes = () if on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path, table.keys()))
     return dataclasses.replace(cluster, notes=notes)
@@ -422,7 +432,7 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
             continue
         is_time = name.endswith("_us")
         triple = values if isinstance(values, list) else [values] * 3
-        number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in triple)
+        number = all(map(_is_number, triple))
         low, high = (0, _MOST_MICROSECONDS) if is_time else (_LEAST_SHARE, 1)
         if len(triple) != 3 or not number or not all(low <= v <= high for v in triple):
             bounds = f"{'microseconds' if is_time else 'shares'} from {low} to {high:,}"
@@ -440,6 +450,54 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
     return ranges
 
 
+def _software(table: Mapping[str, Any], path: Path, problems: list[str]) -> Software:
+    """The trainer that a file is fitted to, with the times that were fitted with it."""
+    given = table.get("software", {})
+    if not isinstance(given, dict) or not given.keys() <= {"name", "block_us", "step_us"}:
+        shown = _shown(given) if not isinstance(given, dict) else one_of(sorted(given))
+        problems.append(f"{path}: software = {shown} must be a table with name, block_us and step_us")
+        return MEGACORE
+    try:
+        software = software_named(str(given.get("name", MEGACORE.name)))
+    except ConfigError:
+        problems.append(f"{path}: software.name = {_shown(given['name'])} is not known: use {one_of(list(SOFTWARE))}")
+        return MEGACORE
+    times = {"block_us": software.block_seconds, "step_us": Range(*[software.step_seconds] * 3)}
+    for name in times.keys() & given.keys():
+        values = given[name] if isinstance(given[name], list) else [given[name]] * 3
+        if len(values) != 3 or not all(_is_number(v) and 0 <= v <= _MOST_MICROSECONDS * 1e3 for v in values):
+            bounds = f"microseconds from 0 to {_MOST_MICROSECONDS * 1000:,}"
+            problems.append(f"{path}: software.{name} = {_shown(given[name])} must be {bounds}")
+            continue
+        times[name] = Range(*(value / 1e6 for value in values))
+    return dataclasses.replace(software, block_seconds=times["block_us"], step_seconds=times["step_us"].expected)
+
+
+def _layouts(table: Mapping[str, Any], path: Path, problems: list[str]) -> MeasuredLayouts | None:
+    """What measured layouts take beyond the constants: a row of the file for each of them."""
+    if (given := table.get("layouts")) is None:
+        return None
+    columns = [*LENGTHS, "weight"]
+    rows = given.get("rows") if isinstance(given, dict) and given.get("columns") == columns else None
+    if not isinstance(rows, list) or not all(map(_is_layout, rows)):
+        problems.append(
+            f"{path}: layouts must have columns = {_shown(columns)} and rows of as many numbers, all but the last "
+            "whole and at least 1, as --fit-out wrote them: fit again, or leave the table out"
+        )
+        return None
+    return MeasuredLayouts(tuple(tuple(row[:-1]) for row in rows), tuple(float(row[-1]) for row in rows))
+
+
+def _is_layout(row: object) -> bool:
+    if not isinstance(row, list) or len(row) != len(LENGTHS) + 1 or not all(map(_is_number, row)):
+        return False
+    return all(isinstance(size, int) and size >= 1 for size in row[:-1]) and abs(row[-1]) <= _MOST_WEIGHT
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def to_toml(cluster: Cluster) -> str:
     """A cluster as the text of its file."""
     head = {"name": cluster.name, "source": cluster.source, "on_cpu": cluster.on_cpu}
@@ -455,4 +513,12 @@ def to_toml(cluster: Cluster) -> str:
         values: Range = getattr(cluster.device, field)
         scale = 1e6 if name.endswith("_us") else 1.0
         lines.append(f"{name} = [{values.slow * scale!r}, {values.expected * scale!r}, {values.fast * scale!r}]")
+    if cluster.software is not MEGACORE:
+        block, step = cluster.software.block_seconds, cluster.software.step_seconds
+        lines += ["", "[software]", f'name = "{cluster.software.name}"', f"step_us = {step * 1e6!r}"]
+        lines += [f"block_us = [{', '.join(repr(value * 1e6) for value in (block.slow, block.expected, block.fast))}]"]
+    if cluster.layouts is not None:
+        lines += ["", "[layouts]", f"columns = {_shown([*LENGTHS, 'weight'])}", "rows = ["]
+        rows = zip(cluster.layouts.rows, cluster.layouts.weights, strict=True)
+        lines += [*(f"    {_shown([*row, weight])}," for row, weight in rows), "]"]
     return "\n".join(lines) + "\n"

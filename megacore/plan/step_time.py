@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.models.outline import ModelLayer
@@ -44,7 +44,7 @@ class StepTime:
         bubble: waiting for other stages while no transfer is the cause.
         slowest: waiting for the slowest node.
         optimizer: the update.
-        host: copies to and from host memory that computing does not hide.
+        host: copies to and from host memory that computing does not hide, and what a step takes in any layout.
         hidden: transfers beside computing, by role.
         stages: of one microbatch.
     """
@@ -64,6 +64,24 @@ class StepTime:
     host: float
     hidden: dict[str, float]
     stages: tuple[StageTime, ...]
+
+    def times(self, factor: float) -> StepTime:
+        """All of it, as many times as long."""
+        if factor == 1.0:
+            return self
+        scaled: dict[str, Any] = {
+            name: value * factor for name, value in vars(self).items() if isinstance(value, float)
+        }
+        hidden = {role: seconds * factor for role, seconds in self.hidden.items()}
+        stages = tuple(
+            StageTime(
+                passes=stage.passes.times(factor),
+                replicas_hidden=stage.replicas_hidden * factor,
+                replicas_exposed=stage.replicas_exposed * factor,
+            )
+            for stage in self.stages
+        )
+        return replace(self, **scaled, hidden=hidden, stages=stages)
 
 
 def step_time(
@@ -94,8 +112,8 @@ def step_time(
     parts, end = step.parts, step.end
     waited = sum(stages[number].replicas_exposed for number in step.on_busiest) * m
     messages = 2 * m * _message_seconds(config, speed) if parallel.pp > 1 else 0.0
-    return StepTime(
-        seconds=step.seconds,
+    time = StepTime(
+        seconds=step.unscaled,
         gemm=parts.gemm,
         attention=parts.attention,
         memory=parts.memory,
@@ -107,7 +125,7 @@ def step_time(
         bubble=max(without - step.busiest_seconds, 0.0) if parallel.pp > 1 else 0.0,  # but for rounding it is not less
         slowest=step.slowest,
         optimizer=end.optimizer,
-        host=end.host,
+        host=end.host + cluster.software.step_seconds,
         hidden={
             _beside_layers(parallel): parts.hidden,
             "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in step.on_busiest) * m,
@@ -116,6 +134,7 @@ def step_time(
         },
         stages=stages,
     )
+    return time.times(step.factor)
 
 
 def step_seconds(
@@ -169,6 +188,7 @@ class _Step:
         slowest: seconds of waiting for the slowest node.
         end: of the step, on the rank where it takes longest.
         tied: seconds of the sum of tied gradients.
+        factor: by which steps of layouts like this one were measured to be longer.
     """
 
     def __init__(
@@ -190,11 +210,17 @@ class _Step:
         self.end = max(step_ends(config, cut, self.stages, speed), key=lambda one: one.seconds)
         tied = tied_gradients(config)
         self.tied = 0.0 if tied is None else speed.transfers([tied])
+        self.factor = 1.0 if cluster.layouts is None else cluster.layouts.factor(config)
+
+    @property
+    def unscaled(self) -> float:
+        """Seconds by the constants alone."""
+        return self.length + self.slowest + self.end.seconds + self.tied + self.speed.software.step_seconds
 
     @property
     def seconds(self) -> float:
         """Of the step."""
-        return self.length + self.slowest + self.end.seconds + self.tied
+        return self.factor * self.unscaled
 
 
 def _as_summed(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:

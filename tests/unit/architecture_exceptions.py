@@ -13,6 +13,7 @@ LATE_IMPORTS = {
     ("megacore/commands/dry_run.py", "megacore.commands.plan"): "the planner is optional, and only a plan needs it",
     ("megacore/commands/plan.py", "megacore.commands.dry_run_report"): "loads torch, which only --dry-run=full needs",
     ("megacore/commands/plan.py", "megacore.commands.plan_calibration"): "only --calibrate needs it",
+    ("megacore/commands/plan.py", "megacore.commands.plan_fit"): "only --fit needs it",
     ("megacore/commands/plan.py", "megacore.convert.start"): "slow to load, and only --init-from-hf needs it",
     ("megacore/commands/plan.py", "megacore.data.gpt.build"): "slow to load, and only a tokenizer needs it",
     ("megacore/verify/rehearse.py", "torch"): "only a run on accelerators needs it",
