@@ -256,7 +256,8 @@ def _fitted(args: argparse.Namespace) -> _Request:
             row = _read(parser.parse_args([entry, *planner, *flags]), exits=False)
         return _on_cluster(row.config, row.cluster)
 
-    rows = measured_rows(args, BertConfig if "bert" in entry else Config, resolved) if args.cluster else []
+    kind: type[Config] = BertConfig if "bert" in entry else Config
+    rows = measured_rows(args, kind, None if args.cluster is None else resolved)
     request = _read(args)
     return replace(request, cluster=fitted_cluster(args, rows, request.cluster))
 

@@ -25,19 +25,27 @@ _REPLICAS = {"dp", "world_size"}
 
 
 def measured_rows(
-    args: argparse.Namespace, kind: type[Config], resolved: Callable[[Sequence[str]], ResolvedConfig]
+    args: argparse.Namespace, kind: type[Config], resolved: Callable[[Sequence[str]], ResolvedConfig] | None
 ) -> list[MeasuredRow]:
     """The rows of --fit; what is wrong with them is added to the problems of the command line.
 
     Args:
         args: parsed.
         kind: of the configuration.
-        resolved: maps flags of a run, without those of the planner, to its configuration.
+        resolved: maps flags of a run, without those of the planner, to its configuration; None: there is no cluster.
     """
     file = RowFile(args.fit, kind, args.cluster)
     rows: list[MeasuredRow] = []
     wrong: dict[str, list[int]] = {}
     for row in file.rows:
+        if resolved is None:
+            break
+        not_of_run = [
+            flag for word in row.flags if (flag := word.split("=")[0]) in {*args.own_flags} - {"--world-size"}
+        ]
+        if not_of_run:
+            wrong.setdefault(f"{not_of_run[0]} is no flag of a run: leave it out", []).append(row.line)
+            continue
         try:
             config = resolved(_flags(args, row, kind))
         except ConfigError as error:
@@ -46,8 +54,9 @@ def measured_rows(
             continue
         rows.append(MeasuredRow(line=row.line, config=config, seconds=_seconds(row, config)))
     problems = [*file.problems, *(_of_lines(args.fit, lines, said) for said, lines in wrong.items())]
-    if not problems and len(rows) < LEAST_ROWS:
-        problems.append(f"--fit {args.fit} has {counted(len(rows), 'row')}: give at least {LEAST_ROWS}")
+    if not problems and len(file.rows) < LEAST_ROWS:
+        found = counted(len(file.rows), "measured step")
+        problems.append(f"--fit {args.fit} has {found}: give at least {LEAST_ROWS}, better 20")
     args.problems += problems
     if args.fit_out is not None:
         if args.fit_out.suffix != ".toml":

@@ -11,10 +11,13 @@ is reported, and it and the spread of the steps widen the range of the fitted cl
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
+
+import numpy as np
 
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, one_of
@@ -25,6 +28,7 @@ from megacore.pipeline.simulator import Costs
 from megacore.pipeline.trace_file import read_trace
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.devices import DEVICES, Device, Link, Range
+from megacore.plan.least_squares import Vector, solve
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
 from megacore.plan.planner import scheduled
 from megacore.plan.roofline import Transfer, transfer_seconds
@@ -35,6 +39,8 @@ from megacore.plan.traffic import stage_message
 _SPREAD = 0.1  # of a fitted speed, to both sides, at least
 _WIDEST = 0.05  # share of a speed that its slow case has at least
 _LEAST, _MOST = 1e-4, 1e4  # factors of a device's speed
+# One row is taken at its word: the prior of the speed's logarithm is wide, and the noise of the row narrow.
+_ANY_SPEED, _EXACT, _INSTANT = 10.0, 1e-6, 1e-12
 # Of the links. Links that are ten times faster or slower than a data sheet are others, or the machine is busy.
 _SLOWEST_LINKS, _FASTEST_LINKS = 0.1, 10.0
 _FEW = 3  # transfers that are too few to tell a median
@@ -211,7 +217,7 @@ class _Fit:
         steps, links = self.run.steps, self._links()
         cluster = self.base if links is None else _with_links(self.base, links.fitted)
         wanted, predict = (steps.median, self._step) if self.computed is None else (self.computed, self._computed)
-        speed, cluster = _fitted(cluster, _with_speed, predict, wanted)
+        speed, cluster = _fitted(cluster, predict, wanted)
         after = self._step(cluster)
         cluster = replace(cluster, device=_widened(cluster.device, steps, after, links))
         slow, fast = (step_time(self.config, self.layers, cluster, case=case).seconds for case in ("slow", "fast"))
@@ -288,18 +294,23 @@ def _sum(costs: Costs) -> float:
 # ---- how a cluster is scaled -----------------------------------------------------------------------------------------
 
 
-def _fitted(
-    cluster: Cluster, scaled: Callable[[Cluster, float], Cluster], predict: Callable[[Cluster], float], wanted: float
-) -> tuple[float, Cluster]:
-    """The factor by which `predict` becomes `wanted`: larger factors predict less. By bisection."""
-    low, high = _LEAST, _MOST
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        if predict(scaled(cluster, middle)) > wanted:
-            low = middle
-        else:
-            high = middle
-    return high, scaled(cluster, high)
+def _fitted(cluster: Cluster, predict: Callable[[Cluster], float], wanted: float) -> tuple[float, Cluster]:
+    """The factor of a device's speed by which `predict` becomes `wanted`: as --fit, with one constant and one row."""
+
+    def predicted(logs: Vector) -> Vector:
+        return np.log([predict(_with_speed(cluster, math.exp(logs[0])))])
+
+    found = solve(
+        predicted,
+        np.log([max(wanted, _INSTANT)]),
+        np.array([_ANY_SPEED]),
+        rest=np.zeros((1, 1)),
+        noise=_EXACT,
+        most=np.array([math.log(_MOST)]),
+        rounds=40,
+    )
+    factor = math.exp(found.logs[0])
+    return factor, _with_speed(cluster, factor)
 
 
 def _with_speed(cluster: Cluster, factor: float) -> Cluster:

@@ -68,7 +68,8 @@ def _lines(fit: Calibration) -> Iterator[str]:
     elif fit.run.transfers is not None and not fit.run.transfers.sums:
         yield "not measured: all-reduces over --tp ranks; assumed as fast as pipeline messages"
     after = fit.seconds
-    gap = "" if fit.is_traced else f" ({after.expected / steps.median - 1:+.1%})"  # below it is what is unexplained
+    off = round(after.expected / steps.median - 1, 6) + 0.0  # no -0.0
+    gap = "" if fit.is_traced else f" ({off:+.1%})"  # below it is what is unexplained
     yield f"predicted with it: {after.expected:.4g} s{gap}, range {after.fast:.4g} to {after.slow:.4g} s"
     if fit.is_traced:
         yield (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -478,14 +479,20 @@ def _layouts(table: Mapping[str, Any], path: Path, problems: list[str]) -> Measu
     if (given := table.get("layouts")) is None:
         return None
     columns = [*LENGTHS, "weight"]
-    rows = given.get("rows") if isinstance(given, dict) and given.get("columns") == columns else None
-    if not isinstance(rows, list) or not all(map(_is_layout, rows)):
+    fields: dict[str, Any] = given if isinstance(given, dict) and given.get("columns") == columns else {}
+    rows, of_shape = fields.get("rows"), fields.get("of_shape", math.nan)
+    is_share = _is_number(of_shape) and 0 <= of_shape <= 1
+    if not isinstance(rows, list) or not all(map(_is_layout, rows)) or not is_share:
         problems.append(
-            f"{path}: layouts must have columns = {_shown(columns)} and rows of as many numbers, all but the last "
-            "whole and at least 1, as --fit-out wrote them: fit again, or leave the table out"
+            f"{path}: layouts must have of_shape from 0 to 1, columns = {_shown(columns)} and rows of as many numbers, "
+            "all but the last whole and at least 1, as --fit-out wrote them: fit again, or leave the table out"
         )
         return None
-    return MeasuredLayouts(tuple(tuple(row[:-1]) for row in rows), tuple(float(row[-1]) for row in rows))
+    return MeasuredLayouts(
+        rows=tuple(tuple(row[:-1]) for row in rows),
+        weights=tuple(float(row[-1]) for row in rows),
+        of_shape=float(of_shape),
+    )
 
 
 def _is_layout(row: object) -> bool:
@@ -518,7 +525,13 @@ def to_toml(cluster: Cluster) -> str:
         lines += ["", "[software]", f'name = "{cluster.software.name}"', f"step_us = {step * 1e6!r}"]
         lines += [f"block_us = [{', '.join(repr(value * 1e6) for value in (block.slow, block.expected, block.fast))}]"]
     if cluster.layouts is not None:
-        lines += ["", "[layouts]", f"columns = {_shown([*LENGTHS, 'weight'])}", "rows = ["]
+        lines += [
+            "",
+            "[layouts]",
+            f"of_shape = {cluster.layouts.of_shape!r}",
+            f"columns = {_shown([*LENGTHS, 'weight'])}",
+            "rows = [",
+        ]
         rows = zip(cluster.layouts.rows, cluster.layouts.weights, strict=True)
         lines += [*(f"    {_shown([*row, weight])}," for row, weight in rows), "]"]
     return "\n".join(lines) + "\n"

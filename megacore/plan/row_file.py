@@ -101,7 +101,7 @@ class RowFile:
         except FileNotFoundError:
             self._refuse("there is no such file: write one with a header, as in tp,pp,dp,seconds")
         except OSError as error:
-            self._refuse(f"{error.strerror}: give a CSV file of at most {_MOST_BYTES:,} bytes")
+            self._refuse(f"{(error.strerror or '').lower()}: give a CSV file, as in tp,pp,dp,seconds")
         except UnicodeDecodeError:
             self._refuse("is not text in UTF-8: give a CSV file, as in tp,pp,dp,seconds")
         else:
@@ -119,8 +119,7 @@ class RowFile:
             return
         columns = [self._column(cell) for cell in lines[header][1]]
         body = [(line, cells) for line, cells in lines[header + 1 :] if not cells[0].lstrip().startswith("#")]
-        if not self._accepts(columns, line=lines[header][0]):
-            return
+        accepted = self._accepts(columns, line=lines[header][0])
         if len(body) > _MOST_ROWS:
             self._refuse(f"has {len(body):,} rows: leave at most {_MOST_ROWS:,}, as every twentieth one")
             return
@@ -128,7 +127,9 @@ class RowFile:
         for line, cells in body:
             if len(cells) != len(columns):
                 self._refuse(f"{counted(len(cells), 'cell')}: give {len(columns)}, as the header has", line)
-            elif (row := self._row(line, dict(zip(columns, map(str.strip, cells), strict=True)))) is not None:
+            elif (
+                row := self._row(line, dict(zip(columns, map(str.strip, cells), strict=True)))
+            ) is not None and accepted:
                 self.rows.append(row)
 
     def _is_comment(self, cells: Sequence[str]) -> bool:
@@ -149,7 +150,9 @@ class RowFile:
         for name in columns:
             if not self._is_known(name):
                 near = did_you_mean(name, [*self._fields, *MEASURES, *_LABELS])
-                self._refuse(f"column {name!r} is no flag and no measure{near}: rename it, or leave it out", line)
+                self._refuse(
+                    f"column {name} is no flag and no measure{near}: rename it, as in tp, or leave it out", line
+                )
         for name, count in Counter(columns).items():
             if count > 1:
                 self._refuse(f"{counted(count, 'column')} are {name}: keep one of them", line)
@@ -180,16 +183,14 @@ class RowFile:
             if name in MEASURES:
                 measure, value = name, _number(text)
                 if not _LEAST_MEASURED <= value <= _MOST_MEASURED:
-                    wrong = f"{name} is missing" if not text else f"{name} {text} must be a positive number"
-                    self._refuse(
-                        f"{wrong} of {MEASURES[name].partition(' of ')[0]}, as in 4.2: leave the row out", line
-                    )
+                    wrong = f"{name} {text} must be a positive number" if text else f"{name} is missing"
+                    self._refuse(f"{wrong}: give {MEASURES[name]}, as in 4.2, or leave the row out", line)
             elif name == "flags":
                 try:
                     words += shlex.split(text)
                 except ValueError as error:
                     self._refuse(f"flags {text}: {str(error).lower()}: write them as on a command line", line)
-            elif text and name not in _LABELS | _CLUSTERS:
+            elif text and self._is_known(name) and name not in _LABELS | _CLUSTERS:
                 fields.add(name)
                 words += self._words(line, name, text)
         if len(self.problems) > before:

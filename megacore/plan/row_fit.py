@@ -7,6 +7,7 @@ rows that were left out better than the shipped values do.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Link, Range
 from megacore.plan.least_squares import Vector, solve
-from megacore.plan.measured_layouts import Layout, MeasuredLayouts, layout_of, likeness
+from megacore.plan.measured_layouts import OF_ONE_SHAPE, Layout, MeasuredLayouts, layout_of, likeness
 from megacore.plan.step_time import step_seconds
 
 LEAST_ROWS = 4  # as many as tell a median
@@ -79,6 +80,7 @@ class RowFit:
         before: errors of the base.
         after: errors of the fitted cluster.
         left_out: errors of rows that are predicted from the others alone.
+        is_aside: rows that count for nothing, as the others do not explain them.
         median_left_out: of the best fit, also where it was not kept.
     """
 
@@ -88,6 +90,7 @@ class RowFit:
     before: Vector
     after: Vector
     left_out: Vector
+    is_aside: Sequence[bool]
     median_left_out: float
 
     @property
@@ -138,8 +141,8 @@ def _share(values: Range, factor: float) -> Range:
 def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
     """Fit the constants of a cluster to rows.
 
-    Of the shipped constants, fitted ones, and fitted ones with what layouts share, those are kept that predict a row
-    from the others best, by the median.
+    Of the shipped constants, fitted ones, and fitted ones with what layouts or also shapes share, those are kept that
+    predict a row from the others best, by the median.
 
     Args:
         rows: at least `LEAST_ROWS`.
@@ -150,18 +153,24 @@ def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
     layouts = [layout_of(row.config) for row in rows]
     measured = np.log([row.seconds for row in rows])
 
-    def predicted(logs: Vector) -> Vector:
-        cluster = with_constants(base, logs.tolist(), shortest)
+    @functools.cache  # all fits begin at the same point
+    def predicted_by(logs: tuple[float, ...]) -> Vector:
+        cluster = with_constants(base, logs, shortest)
         return np.log([step_seconds(row.config, outline(row.config), cluster) for row in rows])
 
+    def predicted(logs: Vector) -> Vector:
+        return predicted_by(tuple(logs.tolist()))
+
     before = predicted(np.zeros(len(CONSTANTS))) - measured
-    shared = np.array([[likeness(one, other) for other in layouts] for one in layouts])
     fits: list[RowFit] = []
-    for rest in (np.zeros_like(shared), shared):
+    for of_shape in (None, 0.0, OF_ONE_SHAPE):
+        rest = np.zeros((len(rows), len(rows)))
+        if of_shape is not None:
+            rest = np.array([[likeness(one, other, of_shape) for other in layouts] for one in layouts])
         found = solve(predicted, measured, _DEVIATIONS, rest=rest, noise=_NOISE, most=3 * _DEVIATIONS, rounds=_ROUNDS)
         cluster = with_constants(base, found.logs.tolist(), shortest)
-        if rest is shared:
-            cluster = replace(cluster, layouts=_measured_layouts(layouts, found.weights))
+        if of_shape is not None:
+            cluster = replace(cluster, layouts=_measured_layouts(layouts, found.weights, of_shape))
         after = predicted(found.logs) + rest @ found.weights - measured
         left_out = np.expm1(found.left_out)
         fits.append(
@@ -172,6 +181,7 @@ def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
                 before=np.expm1(before),
                 after=np.expm1(after),
                 left_out=left_out,
+                is_aside=found.is_aside.tolist(),
                 median_left_out=float(np.median(abs(left_out))),
             )
         )
@@ -181,9 +191,9 @@ def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
     return replace(best, cluster=base, after=best.before)
 
 
-def _measured_layouts(layouts: Sequence[Layout], weights: Vector) -> MeasuredLayouts:
+def _measured_layouts(layouts: Sequence[Layout], weights: Vector, of_shape: float) -> MeasuredLayouts:
     """Rows of one layout count as one."""
     total: dict[Layout, float] = defaultdict(float)
     for layout, weight in zip(layouts, weights.tolist(), strict=True):
         total[layout] += weight
-    return MeasuredLayouts(tuple(total), tuple(total.values()))
+    return MeasuredLayouts(rows=tuple(total), weights=tuple(total.values()), of_shape=of_shape)

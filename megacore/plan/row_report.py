@@ -42,11 +42,15 @@ def _lines(fit: RowFit, path: Path) -> Iterator[str]:
     for name, errors in (("shipped", fit.before), ("fitted", fit.after), ("left out", fit.left_out)):
         yield f"| {name} | {_size(errors, np.median)} | {_size(errors, np.max)} |"
     yield "\nAn error is predicted / measured - 1. Left out: each row is predicted from the others."
+    if any(fit.is_aside):
+        yield f"Set aside, as the others do not explain them: {counted(sum(fit.is_aside), 'row')}."
     if not fit.is_kept:
         yield "The shipped constants are kept: no fit predicts rows that are left out better."
     yield "\n| line | measured | shipped | fitted | left out |\n|---|---|---|---|---|"
-    for row, before, after, left_out in zip(fit.rows, fit.before, fit.after, fit.left_out, strict=True):
-        yield f"| {row.line} | {row.seconds:.4g} s | {before:+.1%} | {after:+.1%} | {left_out:+.1%} |"
+    columns = (fit.rows, fit.before, fit.after, fit.left_out, fit.is_aside)
+    for row, before, after, left_out, is_aside in zip(*columns, strict=True):
+        line = f"{row.line}, set aside" if is_aside else row.line
+        yield f"| {line} | {row.seconds:.4g} s | {before:+.1%} | {after:+.1%} | {left_out:+.1%} |"
 
 
 def _size(errors: Vector, of: Callable[[Vector], float]) -> str:

@@ -1,0 +1,157 @@
+"""tools/plan.py --fit: half of each published set predicts the other half; files are read back; refusals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megacore.models.outline import outline
+from megacore.plan.cluster import Cluster, load_cluster
+from megacore.plan.row_fit import MeasuredRow, fit_rows
+from megacore.plan.step_time import step_seconds
+from tests.plans.published import A100, MEGATRON_LM, Run, megatron_runs, single_node_runs
+from tests.unit.planning import planned
+from tools.plan import main
+
+LAYOUT = "--micro-batch-size 8 --global-batch-size 512 --tp 2 --dp 32"
+MODEL = "--hidden-size 3072 --num-layers 30 --num-attention-heads 32 --vocab-size 51200"
+COMMAND = (
+    f"pretrain_gpt.py --cluster a100-80g --software megatron-lm {MODEL} {LAYOUT} --seq-length 2048 --precision fp16 "
+    "--recompute full --no-overlap-grad-reduce --estimate"
+)
+ROWS = Path(__file__).parent / "megatron_a100.csv"
+
+
+def measured(runs: Sequence[Run]) -> list[MeasuredRow]:
+    return [MeasuredRow(line=line, config=run.config, seconds=run.seconds or 0.0) for line, run in enumerate(runs)]
+
+
+def median_error(cluster: Cluster, rows: Sequence[MeasuredRow]) -> float:
+    seconds = [step_seconds(row.config, outline(row.config), cluster) for row in rows]
+    return statistics.median(abs(one / row.seconds - 1) for one, row in zip(seconds, rows, strict=True))
+
+
+def of_hidden(hidden: int) -> list[Run]:
+    """Every second layout of the width, which is as many as a test has time for."""
+    return [run for run in single_node_runs() if f"hidden {hidden}," in run.model][::2]
+
+
+@pytest.mark.parametrize(
+    ("runs", "most", "before"),
+    [
+        (list(megatron_runs()), 0.03, 0.06),
+        (of_hidden(1024), 0.02, 0.035),
+        (of_hidden(2048), 0.03, 0.07),
+    ],
+    ids=["many nodes", "hidden 1024", "hidden 2048"],
+)
+def test_half_of_a_set_predicts_the_other_half(runs: list[Run], most: float, before: float) -> None:
+    base = runs[0].computed_by
+    fit = fit_rows(measured(runs[::2]), base)
+    others = measured(runs[1::2])
+
+    assert median_error(fit.cluster, others) <= most
+    assert median_error(base, others) >= before
+    assert fit.median_left_out < statistics.median(abs(fit.before))
+    assert statistics.median(abs(fit.after)) <= most
+
+
+def half_of_published() -> str:
+    """Every second row of 3.6B as a user has it: a comment, words of another table, a label."""
+    with ROWS.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(line for line in file if line[0] != "#") if "3.6B" in row["model"]]
+    text = io.StringIO()
+    text.write("# Megatron-LM on A100\nmodel,# GPUs,tensor parallelism,pp,micro batch,iteration time (ms)\n")
+    for row in rows[::2]:
+        text.write(f"{row['model']},64,{row['tp']},{row['pp']},{row['micro_batch']},{float(row['seconds']) * 1e3}\n")
+    return text.getvalue()
+
+
+def test_a_command_plans_with_the_rows_and_its_file_does_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, file = tmp_path / "rows.csv", tmp_path / "fitted.toml"
+    rows.write_text(half_of_published(), encoding="utf-8")
+    fitted = planned(capsys, f"{COMMAND} --fit {rows} --fit-out {file}")
+    again = planned(capsys, COMMAND.replace("a100-80g", str(file)).replace("--software megatron-lm", ""))
+    assert again["step_seconds"]["value"] == pytest.approx(fitted["step_seconds"]["value"], rel=1e-12)
+    assert again["step_seconds"]["origin"] == "fitted"
+    assert again["step_seconds"]["value"] == pytest.approx(3.9752, rel=0.05)  # as measured
+    parts = [part["value"] for name, part in again["step_parts"].items()]
+    assert sum(parts) == pytest.approx(again["step_seconds"]["value"])
+    cluster = load_cluster(file)
+    assert cluster.software.name == MEGATRON_LM.name
+    assert cluster.layouts is not None
+    assert main(f"{COMMAND} --fit {rows}".split()) == 0
+    text = capsys.readouterr().out
+    assert "Fit of 13 rows" in text and "| network between nodes | 65.0% of the bandwidth |" in text
+    assert "| left out |" in text and "| line | measured |" in text
+
+
+def test_rows_that_say_nothing_leave_the_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured times that the planner predicts: no fit can be better."""
+    runs = list(megatron_runs())[:6]
+    rows = [
+        MeasuredRow(line=0, config=run.config, seconds=step_seconds(run.config, outline(run.config), run.computed_by))
+        for run in runs
+    ]
+    fit = fit_rows(rows, runs[0].computed_by)
+    assert not fit.is_kept
+    assert fit.cluster.device == A100.device
+
+
+REFUSED = {
+    "tp,dq,seconds\n1,1,2\n": ["line 1: column dq is no flag and no measure"],
+    "tp,dp\n1,8\n": ["line 1: no column is measured: add one of seconds"],
+    "tp,seconds,milliseconds\n1,2,2000\n": ["line 1: seconds or milliseconds are all measured: keep one"],
+    "tp,dp,seconds\n1,64,\n1,64,-3\n1,64,nan\n1,64\n5,1,3\n5,1,4\n": [
+        "line 2: seconds is missing: give seconds of a step, as in 4.2, or leave the row out",
+        "line 3: seconds -3 must be a positive number",
+        "line 4: seconds nan must be a positive number",
+        "line 5: 2 cells: give 3",
+        "lines 6, 7: --tp 5 must divide --num-attention-heads 32",
+    ],
+    "tp,gpu,seconds\n1,a100-80g,2\n2,h100,2\n": ["line 3: gpu h100 is not --cluster a100-80g"],
+    "tp,seconds\n1,2\n": ["has 1 measured step: give at least 4"],
+    'flags,seconds\n--search,2\n"--pp \'2",2\n': ["--search is no flag of a run", "no closing quotation"],
+    "": ["has no rows"],
+    "\ufefftp,seconds\n" + "1,2\n" * 3000: ["has 3,000 rows: leave at most 2,000"],
+}
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_rows_are_refused_by_line(
+    text: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text, encoding="utf-8")
+    command = COMMAND.replace("--tp 2 --dp 32", "")
+    assert main(f"{command} --fit {path} --fit-out rows.txt".split()) == 2
+    printed = capsys.readouterr().err
+    for part in [*said, "--fit-out rows.txt must end in .toml: use rows.toml"]:
+        assert part in printed
+
+
+def test_files_that_are_no_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    (tmp_path / "huge").write_bytes(b"a" * (1 << 23))
+    for name, said in {".": "is a directory", "binary": "is not text", "huge": "bytes", "none": "no such file"}.items():
+        assert main(f"{COMMAND} --fit {tmp_path / name}".split()) == 2
+        assert said in capsys.readouterr().err
+    assert main(f"{COMMAND} --fit-out x.toml".split()) == 2
+    assert "--fit-out has no effect without --fit" in capsys.readouterr().err
+
+
+def test_a_damaged_fitted_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'based_on = "h100"\nlayouts = 3\n[software]\nname = "megatron-core"\nstep_us = -1\n', encoding="utf-8"
+    )
+    with pytest.raises(ValueError, match="step_us = -1 must be microseconds") as refused:
+        load_cluster(path)
+    assert "layouts must have of_shape from 0 to 1, columns" in str(refused.value)
