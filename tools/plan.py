@@ -6,6 +6,7 @@
         --search --picture layouts.svg
     python tools/plan.py output/mine --cluster h100     # of a run, by its output directory
     python tools/plan.py --calibrate output/mock        # fit output/mock/cluster.toml to a run of this machine
+    python tools/plan.py pretrain_gpt.py ... --cluster h100 --fit rows.csv      # fit to measured steps, and plan
 
 Takes the flags of the entry point and validates them as it does. Nothing here loads torch (docs/guides/planner.md).
 """

@@ -77,7 +77,9 @@ def _explained(covariance: Vector, target: Vector, noise: float) -> tuple[Vector
     """The inverse covariance of rows with their noise, and which of them are set aside."""
     is_aside: NDArray[np.bool_] = np.zeros(len(target), dtype=np.bool_)
     while True:
-        inverse: Vector = np.linalg.inv(covariance + np.diag(np.where(is_aside, _ASIDE, noise) ** 2))
+        inverse = np.asarray(
+            np.linalg.inv(covariance + np.diag(np.where(is_aside, _ASIDE, noise) ** 2)), dtype=np.float64
+        )
         apart = np.where(is_aside, 0.0, abs(inverse @ target) / np.sqrt(np.diag(inverse)))
         worst = np.argsort(-apart)[: max(1, int(_AT_ONCE * len(target)))]
         worst = worst[apart[worst] > _UNLIKELY]

@@ -2,7 +2,7 @@
 
 Few rows must not bend what is known well: the constants have priors at the values that the planner ships, and what they
 leave of a row is shared by the layouts that are like it (measured_layouts.py). A fit is kept only where it predicts
-rows that were left out better than the shipped values do.
+rows that were left out clearly better than the shipped values do.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RowFit:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a fit predicts rows that were left out better than the base."""
+        """Whether a fit predicts rows that were left out clearly better than the base."""
         return self.cluster is not self.base
 
 
@@ -186,7 +186,8 @@ def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
             )
         )
     best = min(fits, key=lambda fit: fit.median_left_out)
-    if best.median_left_out < np.median(abs(best.before)):
+    # The median of few errors is uncertain: a fit to them must be better by more than that.
+    if best.median_left_out < (1 - len(rows) ** -0.5) * np.median(abs(best.before)):
         return best
     return replace(best, cluster=base, after=best.before)
 

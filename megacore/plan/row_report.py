@@ -45,7 +45,7 @@ def _lines(fit: RowFit, path: Path) -> Iterator[str]:
     if any(fit.is_aside):
         yield f"Set aside, as the others do not explain them: {counted(sum(fit.is_aside), 'row')}."
     if not fit.is_kept:
-        yield "The shipped constants are kept: no fit predicts rows that are left out better."
+        yield "The shipped constants are kept: no fit predicts rows that are left out clearly better. Give more rows."
     yield "\n| line | measured | shipped | fitted | left out |\n|---|---|---|---|---|"
     columns = (fit.rows, fit.before, fit.after, fit.left_out, fit.is_aside)
     for row, before, after, left_out, is_aside in zip(*columns, strict=True):

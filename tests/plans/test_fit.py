@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megacore.models.outline import outline
-from megacore.plan.cluster import Cluster, load_cluster
+from megacore.plan.cluster import load_cluster
 from megacore.plan.row_fit import MeasuredRow, fit_rows
 from megacore.plan.step_time import step_seconds
+from tests.plans.held_out_halves import measured, median_error
 from tests.plans.published import A100, MEGATRON_LM, Run, megatron_runs, single_node_runs
 from tests.unit.planning import planned
 from tools.plan import main
@@ -25,15 +25,6 @@ COMMAND = (
     "--recompute full --no-overlap-grad-reduce --estimate"
 )
 ROWS = Path(__file__).parent / "megatron_a100.csv"
-
-
-def measured(runs: Sequence[Run]) -> list[MeasuredRow]:
-    return [MeasuredRow(line=line, config=run.config, seconds=run.seconds or 0.0) for line, run in enumerate(runs)]
-
-
-def median_error(cluster: Cluster, rows: Sequence[MeasuredRow]) -> float:
-    seconds = [step_seconds(row.config, outline(row.config), cluster) for row in rows]
-    return statistics.median(abs(one / row.seconds - 1) for one, row in zip(seconds, rows, strict=True))
 
 
 def of_hidden(hidden: int) -> list[Run]:
