@@ -141,8 +141,8 @@ def _share(values: Range, factor: float) -> Range:
 def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
     """Fit the constants of a cluster to rows.
 
-    Of the shipped constants, fitted ones, and fitted ones with what layouts or also shapes share, those are kept that
-    predict a row from the others best, by the median.
+    What the constants leave is shared by layouts that are alike, or also by those of one shape: whichever predicts a
+    row from the others better, by the median.
 
     Args:
         rows: at least `LEAST_ROWS`.
@@ -163,14 +163,13 @@ def fit_rows(rows: Sequence[MeasuredRow], base: Cluster) -> RowFit:
 
     before = predicted(np.zeros(len(CONSTANTS))) - measured
     fits: list[RowFit] = []
-    for of_shape in (None, 0.0, OF_ONE_SHAPE):
-        rest = np.zeros((len(rows), len(rows)))
-        if of_shape is not None:
-            rest = np.array([[likeness(one, other, of_shape) for other in layouts] for one in layouts])
+    for of_shape in (0.0, OF_ONE_SHAPE):
+        rest = np.array([[likeness(one, other, of_shape) for other in layouts] for one in layouts])
         found = solve(predicted, measured, _DEVIATIONS, rest=rest, noise=_NOISE, most=3 * _DEVIATIONS, rounds=_ROUNDS)
-        cluster = with_constants(base, found.logs.tolist(), shortest)
-        if of_shape is not None:
-            cluster = replace(cluster, layouts=_measured_layouts(layouts, found.weights, of_shape))
+        cluster = replace(
+            with_constants(base, found.logs.tolist(), shortest),
+            layouts=_measured_layouts(layouts, found.weights, of_shape),
+        )
         after = predicted(found.logs) + rest @ found.weights - measured
         left_out = np.expm1(found.left_out)
         fits.append(
