@@ -34,7 +34,7 @@ PARTS = {
     "Data": ("train_tokenizer", "preprocess_data", "merge_datasets"),
     "Before a run": ("rehearse", "plan", "verify", "draw_schedule", "draw_lr"),
     "After a run": ("generate", "fill_mask", "perplexity", "inspect_checkpoint", "convert_checkpoint", "report"),
-    "Of developers": ("where", "roofline", "mup_check", "flag_reference", "tool_reference"),
+    "Of developers": ("where", "mup_check", "flag_reference", "tool_reference"),
 }
 """Tools by the part of the reference that has them."""
 UNLISTED = {

@@ -11,12 +11,14 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megacore.commands.pictures import report_with_pictures
+from megacore.commands.plan_compare import Reads, run_compare
+from megacore.commands.plan_operators import require_operators, run_operators
 from megacore.commands.plan_parser import (
     ENTRIES,
     PlanParser,
@@ -71,6 +73,13 @@ _DATA_FIELDS = {"mock_data", "data_path", "train_data_path", "valid_data_path", 
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search", "--fit-out": "--fit"}
+_WITHOUT_EFFECT = {
+    "--operators": (
+        *("--search", "--timeline", "--memory-timeline", "--tokens", "--price-per-hour", "--software", "--estimate"),
+        *("--compare",),
+    ),
+    "--compare": ("--search", "--timeline", "--memory-timeline"),
+}
 _SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
@@ -158,7 +167,7 @@ def _full_parser(entry: str) -> PlanParser:
     parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
-    parser.set_defaults(software=None, is_full=True)
+    parser.set_defaults(software=None, operators=False, compare=None, is_full=True)
     return parser
 
 
@@ -209,17 +218,22 @@ def _parser(prog: str, usage: str) -> PlanParser:
     )
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted timeline of the pipeline (.svg or .png)")
     add("--memory-timeline", type=Path, metavar="FILE", help="draw the memory of every rank over a step (.svg or .png)")
+    add(
+        "--operators",
+        action="store_true",
+        help="print the time of every operator of a step, by a roofline, which loads torch; without pipelines",
+    )
+    add(
+        "--compare",
+        nargs="+",
+        action="extend",
+        metavar="FLAGS",
+        help='compare layouts of the run, as in --compare "--tp 8" "--cp 8": each has its flags in place of those of '
+        "the run. One alone is compared with the run as given. A layout can also have --cluster and --software",
+    )
     add_search_flags(parser)
     parser.set_defaults(is_dry_run=False, is_full=False)
     return parser
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What is planned on what."""
-
-    config: ResolvedConfig
-    cluster: Cluster
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -230,19 +244,24 @@ def _plan(args: argparse.Namespace) -> None:
         return
     if "--calibrate" in args.misspelled:
         raise ConfigError(args.problems)
-    request = _fitted(args) if args.fit is not None else _read(args)
-    request = replace(request, config=_on_cluster(request.config, request.cluster))
-    if args.search:
-        run_search(args, request.config, request.cluster)
+    read = _read if args.fit is None else _with_fit(args)
+    if args.compare is not None:
+        run_compare(args, _kind(args), read)
         return
-    config = scheduled(request.config, request.cluster)
-    plan = make_plan(config, request.cluster, find_memory=plan_memory if args.estimate else traced_memory)
+    config, cluster = read(args)
+    if args.search:
+        run_search(args, config, cluster)
+        return
+    if args.operators:
+        run_operators(args, config, cluster)
+        return
+    plan = make_plan(scheduled(config, cluster), cluster, find_memory=plan_memory if args.estimate else traced_memory)
     pictures = ((args.timeline, timeline_picture), (args.memory_timeline, memory_picture))
     report_with_pictures([(path, partial(picture, plan)) for path, picture in pictures], partial(_report, args, plan))
 
 
-def _fitted(args: argparse.Namespace) -> _Request:
-    """What is planned, on the cluster that the rows of --fit say it is."""
+def _with_fit(args: argparse.Namespace) -> Reads:
+    """`_read`, with the cluster that the rows of --fit say it is."""
     from megacore.commands.plan_fit import fitted_cluster, measured_rows, without_notes
 
     entry = args.entry if args.entry in ENTRIES else ENTRIES[0]
@@ -253,13 +272,17 @@ def _fitted(args: argparse.Namespace) -> _Request:
         parser.add_argument("entry", nargs="?")
         parser.set_defaults(own_flags=parser.names(), help_of=args.help_of)
         with without_notes():
-            row = _read(parser.parse_args([entry, *planner, *flags]), exits=False)
-        return _on_cluster(row.config, row.cluster)
+            return _read(parser.parse_args([entry, *planner, *flags]), exits=False)[0]
 
-    kind: type[Config] = BertConfig if "bert" in entry else Config
-    rows = measured_rows(args, kind, None if args.cluster is None else resolved)
-    request = _read(args)
-    return replace(request, cluster=fitted_cluster(args, rows, request.cluster))
+    rows = measured_rows(args, _kind(args), None if args.cluster is None else resolved)
+    _, shipped = _read(args)
+    fitted = fitted_cluster(args, rows, shipped)
+
+    def read(args: argparse.Namespace) -> tuple[ResolvedConfig, Cluster]:
+        config, cluster = _read(args)
+        return config, fitted if cluster == shipped else cluster
+
+    return read
 
 
 def _report(args: argparse.Namespace, plan: Plan) -> None:
@@ -272,16 +295,18 @@ def _report(args: argparse.Namespace, plan: Plan) -> None:
 def _run_fully(args: argparse.Namespace) -> None:
     from megacore.commands.dry_run_report import report_ranks
 
-    request = _read(args)
-    config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
-    report_ranks(config, request.cluster, is_named="--cluster" in args.given, as_json=args.json)
+    config, cluster = _read(args)
+    report_ranks(scheduled(config, cluster), cluster, is_named="--cluster" in args.given, as_json=args.json)
 
 
-def _read(args: argparse.Namespace, *, exits: bool = True) -> _Request:
+def _kind(args: argparse.Namespace) -> type[Config]:
+    return BertConfig if args.entry and Path(args.entry).name == "pretrain_bert.py" else Config
+
+
+def _read(args: argparse.Namespace, *, exits: bool = True) -> tuple[ResolvedConfig, Cluster]:
     """The configuration and the cluster, or a refusal with everything that is wrong with both; `exits` is that of
     `parse_config`."""
-    entry = Path(args.entry).name if args.entry else None
-    kind: type[Config] = BertConfig if entry == "pretrain_bert.py" else Config
+    entry, kind = Path(args.entry).name if args.entry else None, _kind(args)
     take_misspelled(args, args.own_flags, kind)
     problems: list[str] = [*args.problems, *idle_flags(args.given, _NEEDS, args.misspelled)]
     cluster = _cluster(args, problems)
@@ -295,6 +320,9 @@ def _read(args: argparse.Namespace, *, exits: bool = True) -> _Request:
                 require_writable(path, flag)
             except UserError as error:
                 problems.append(str(error))
+    for mode in _WITHOUT_EFFECT.keys() & args.given:
+        idle = (flag for flag in _WITHOUT_EFFECT[mode] if flag in args.given)
+        problems += [f"{flag} has no effect with {mode}: leave one of them out" for flag in idle]
     if args.timeline is not None and args.timeline == args.memory_timeline:
         problems.append(f"--timeline and --memory-timeline are both {args.timeline}: give each another file")
     if args.picture is not None and not args.search:
@@ -321,6 +349,7 @@ def _read(args: argparse.Namespace, *, exits: bool = True) -> _Request:
     problems += args.unfit
     args.usual_batch = _usual_batch(args, reading, file)
     args.has_file = "config" in given
+    args.may_offload = "offload_optimizer" not in given
     args.names_batch = args.usual_batch is not None or ("config" in given and "global_batch_size" not in given)
     args.fixed = {name: given[name] for name in SEARCHED if name in given and given[name] != AUTO_SCHEDULE}
     if (blocks := file.values.get("recompute_num_layers")) is not None and args.search:  # which no flag takes back
@@ -338,9 +367,11 @@ def _read(args: argparse.Namespace, *, exits: bool = True) -> _Request:
         vocabulary=_vocabulary_size,
         checks=[
             check_schedule,
+            lambda resolved: cluster and cluster.used_by(args.world_size or resolved.parallel.ranks),
             lambda resolved: _require_peak(resolved, cluster),
             lambda resolved: require_possible_limits(resolved, cluster, args),
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
+            lambda resolved: require_operators(resolved, cluster) if args.operators else None,
             lambda _: _print_notes(cluster),  # on the first rank of each machine, as all checks
         ],
         planned=True,
@@ -350,10 +381,10 @@ def _read(args: argparse.Namespace, *, exits: bool = True) -> _Request:
         world_size=None if args.usual_batch is not None or is_smaller else args.world_size,
         problems=problems,
         typed={} if args.search else typed,
-        exits=exits,
+        exits=exits and args.compare is None,
     )
     assert cluster is not None
-    return _Request(config, cluster)
+    return _on_cluster(config, cluster), cluster.used_by(args.world_size or config.parallel.ranks)
 
 
 def _shape_for(kind: type[Config]) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:

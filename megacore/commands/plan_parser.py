@@ -93,7 +93,7 @@ class PlanParser(ToolParser):
             raise ConfigError([message])
         flag, why = found.groups()
         action = self._option_string_actions[flag]
-        if why == "expected one argument":
+        if why.startswith("expected "):  # one argument, or at least one
             said = f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
             return _Refused(flag, said, _place_without_value(words, flag), 1)
         joined = {place: word.partition("=")[2] for place, word in enumerate(words) if word.startswith(f"{flag}=")}
@@ -135,7 +135,7 @@ class PlanParser(ToolParser):
         for flag, way_out in self.elsewhere.items():
             if flag in (word.split("=")[0] for word in known.flags):
                 self._problems.append(f"{flag} {way_out}")
-                known.flags = _without(known.flags, flag)
+                known.flags = without(known.flags, [flag])
         known.problems, known.misspelled = self._problems, {one.flag for one in refused}
         known.given = [flag for word in words if (flag := word.split("=")[0]) in self.names()]
         return known
@@ -165,15 +165,15 @@ def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type
         if (near := nearest_name(flag, known)) in flags:
             args.problems.append(f"{flag} is not a flag: did you mean {near}?")
             args.misspelled.add(near)
-            args.flags = _without(args.flags, flag)
+            args.flags = without(args.flags, [flag])
 
 
-def _without(words: Sequence[str], flag: str) -> list[str]:
-    """A command line without a flag and the words up to the next one."""
+def without(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """A command line without some flags and the words up to the next one; layouts of --compare are no flags."""
     kept, is_kept = list[str](), True
     for word in words:
-        if word.startswith("--"):
-            is_kept = dashed(word).partition("=")[0] != flag
+        if word.startswith("--") and " " not in word:
+            is_kept = dashed(word).partition("=")[0] not in flags
         if is_kept:
             kept.append(word)
     return kept
@@ -212,10 +212,11 @@ def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def _take_entry(known: argparse.Namespace) -> None:
     """The entry point may also follow the flags."""
-    found = next((word for word in known.flags if Path(word).name in ENTRIES), None)
-    if known.entry is None and found is not None:
-        known.flags.remove(found)
-        known.entry = found
+    for words in (known.flags, getattr(known, "compare", None) or []):
+        found = next((word for word in words if Path(word).name in ENTRIES), None)
+        if known.entry is None and found is not None:
+            words.remove(found)
+            known.entry = found
 
 
 def named_entry(words: Sequence[str]) -> str:

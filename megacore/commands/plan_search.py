@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.config.search_start import Searched
 from megacore.errors import ConfigError
 from megacore.plan.cluster import Cluster
+from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import frontier_picture
-from megacore.plan.planner import usable_bytes, usable_host_bytes
+from megacore.plan.planner import make_plan, scheduled, usable_bytes, usable_host_bytes
 from megacore.plan.search import Found, search, with_memory
 from megacore.plan.search_conflicts import conflict, too_many_ranks
 from megacore.plan.search_report import search_json, search_table
@@ -201,18 +203,27 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
         UserError: the picture cannot be drawn or written.
     """
     constraints = _constraints(args)
-    found = search(config, cluster, constraints, names_batch=args.names_batch, names_defaults=args.has_file)
+    named = {"names_batch": args.names_batch, "names_defaults": args.has_file}
+    found = search(config, cluster, constraints, **named)
+    if not found.layouts and found.tried and args.may_offload and not config.offloads and not cluster.on_cpu:
+        parallel = replace(config.parallel, offload_optimizer=True)
+        offloading = search(replace(config, parallel=parallel), cluster, constraints, **named, names_offload=True)
+        found = offloading if offloading.layouts else found
     if not args.estimate and found.layouts:
         found = with_memory(found, args.top, traced_memory)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
-    report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found))
+    report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found, config))
 
 
-def _report(args: argparse.Namespace, found: Found) -> None:
+def _report(args: argparse.Namespace, found: Found, config: ResolvedConfig) -> None:
+    own = None
+    if args.has_file and config.parallel.ranks == args.world_size:  # the search began from the layout of the file
+        find = plan_memory if args.estimate else traced_memory
+        own = make_plan(scheduled(config, found.cluster), found.cluster, find_memory=find)
     if args.json:
-        print(json.dumps(search_json(found, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
+        print(json.dumps(search_json(found, own, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
-        print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
+        print(search_table(found, own, top=args.top, tokens=args.tokens, goodput=args.goodput))
 
 
 def searched(args: argparse.Namespace) -> Searched | None:

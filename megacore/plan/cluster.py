@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -59,6 +59,8 @@ class Cluster:
         layouts: what measured layouts take beyond the other figures; None: none was measured.
         source: where the figures are from.
         notes: what its file says that no machine is known to have.
+        chip: whose published steps tell its error (checked.py); empty: nobody's.
+        kinds: of nodes that differ, each with their number, in the order of their ranks; empty: all are alike.
     """
 
     device: Device
@@ -69,6 +71,8 @@ class Cluster:
     layouts: MeasuredLayouts | None = None
     source: str = "data sheet; efficiencies assumed"
     notes: tuple[str, ...] = ()
+    chip: str = ""
+    kinds: tuple[tuple[Cluster, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -78,6 +82,28 @@ class Cluster:
     def is_fitted(self) -> bool:
         """Whether its speeds are those of a measured run, which a cluster file says in its `source`."""
         return self.source.startswith("fitted")
+
+    @property
+    def devices(self) -> float:
+        """Number of all devices; infinite where nodes are alike, of which there are as many as are asked for."""
+        return sum(nodes * kind.device.node_ranks for kind, nodes in self.kinds) if self.kinds else math.inf
+
+    def used_by(self, ranks: int) -> Cluster:
+        """The cluster for so many ranks: of the first nodes that hold them the slowest devices and the least memory.
+
+        Raises:
+            ConfigError: there are fewer devices.
+        """
+        if ranks > self.devices:
+            has = f"--cluster {self.name} has {self.devices:g} devices"
+            raise ConfigError([f"{has}, fewer than the {ranks:,} ranks of the run: use --world-size {self.devices:g}"])
+        used, left = list[tuple[Cluster, int]](), ranks
+        for kind, nodes in self.kinds:
+            if left > 0:
+                used.append((kind, min(nodes, math.ceil(left / kind.device.node_ranks))))
+                left -= nodes * kind.device.node_ranks
+        slowest = _slowest(self.name, used) if used else self
+        return dataclasses.replace(slowest, software=self.software, price_per_hour=self.price_per_hour)
 
     def cost(self, tokens: float, *, tokens_per_second: float, goodput: float, ranks: int) -> tuple[float, float]:
         """Days and USD of training on this number of tokens.
@@ -98,7 +124,8 @@ class Cluster:
 
 def _from_device(device: Device) -> Cluster:
     peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
-    return Cluster(device=device, peaks=peaks, price_per_hour=_PRICES[device.name])
+    chip = device.name.partition("-")[0]  # of all sizes of memory
+    return Cluster(device=device, peaks=peaks, price_per_hour=_PRICES[device.name], chip=chip)
 
 
 def _cpu(name: str, *, cores: int, memory_gb: float, price: float) -> Cluster:
@@ -221,6 +248,82 @@ def load_cluster(path: Path) -> Cluster:
     if not table:
         raise ConfigError([f'--cluster {path} is empty: give its fields, or based_on = "h100" and what differs'])
     problems: list[str] = []
+    cluster = _of_kinds(table, path, problems) if "kinds" in table else _of_table(table, path, problems)
+    if problems or cluster is None:
+        raise ConfigError(problems)
+    return cluster
+
+
+def _of_kinds(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster | None:
+    """A cluster of nodes that differ: each table of [[kinds]] has the fields of a cluster file, and `nodes`."""
+    given = table["kinds"]
+    if not isinstance(given, list) or not given or not all(isinstance(kind, dict) for kind in given):
+        problems.append(
+            f'{path}: kinds = {_shown(given)} must be tables, as in [[kinds]], based_on = "h100", nodes = 4'
+        )
+        return None
+    name = _text(table, "name", path.stem, path, problems)
+    if others := ", ".join(sorted(table.keys() - {"kinds", "name"})):
+        problems.append(f"{path}: {others} must be in each table of [[kinds]]")
+    kinds = list[tuple[Cluster, int]]()
+    for place, kind in enumerate(given, start=1):
+        where, nodes = Path(f"{path}, kind {place}"), kind.get("nodes")
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= 1e5:
+            said = f"nodes = {_shown(nodes)}" if "nodes" in kind else "nodes is missing: it"
+            problems.append(f"{where}: {said} must be a whole number from 1 to 100,000")
+        fields = {"name": kind.get("based_on", f"kind {place}"), **kind}
+        fields.pop("nodes", None)
+        if (cluster := _of_table(fields, where, problems)) is not None:
+            kinds.append((cluster, nodes))
+    sizes = [cluster.device.node_ranks for cluster, _ in kinds]
+    if len(set(sizes)) > 1:
+        ways = f"give all kinds one gpus_per_node, as in gpus_per_node = {math.gcd(*sizes)}, and more nodes"
+        problems.append(f"{path}: nodes have {', '.join(map(str, sizes))} devices: {ways}")
+    if any(cluster.on_cpu for cluster, _ in kinds):
+        problems.append(f"{path}: kinds must be of accelerators: leave those with on_cpu out")
+    if kinds and not set.intersection(*(set(cluster.peaks) for cluster, _ in kinds)):
+        problems.append(f"{path}: the kinds have no format of [peak_tflops] in common: give bf16 to all")
+    return None if problems else dataclasses.replace(_slowest(name, kinds), kinds=tuple(kinds))
+
+
+def _slowest(name: str, kinds: Sequence[tuple[Cluster, int]]) -> Cluster:
+    """The cluster that nodes of some kinds are together: of each part of a step the slowest kind, and the least memory
+    of a device. The price is that of the mean device."""
+    clusters = [kind for kind, _ in kinds]
+    forms = [form for form in clusters[0].peaks if all(form in kind.peaks for kind in clusters)]
+    computing = min(clusters, key=lambda one: one.peaks[forms[0]] * one.device.product_efficiency.expected)
+    fields: dict[str, Any] = {"name": name}
+    for together, speed in _SLOWEST.items():
+        slowest = min((kind.device for kind in clusters), key=speed)
+        fields |= {field: getattr(slowest, field) for field in together.split()}
+    counts = ", ".join(f"{nodes * kind.device.node_ranks} x {kind.name}" for kind, nodes in kinds)
+    return Cluster(
+        device=dataclasses.replace(computing.device, **fields),
+        peaks={form: computing.peaks[form] for form in forms},
+        price_per_hour=sum(kind.price_per_hour * nodes for kind, nodes in kinds) / sum(nodes for _, nodes in kinds),
+        source=f"of each part of a step the slowest of {counts}, and the least memory",
+        notes=tuple(note for kind in clusters for note in kind.notes),
+        chip=clusters[0].chip if len({kind.chip for kind in clusters}) == 1 else "",
+    )
+
+
+# Fields of a device that belong together, and by what the slowest device is found. Unknown host memory counts as none.
+_SLOWEST: Mapping[str, Callable[[Device], float]] = {
+    "memory_bytes": lambda one: one.memory_bytes,
+    "memory_bandwidth memory_efficiency": lambda one: one.memory_bandwidth * one.memory_efficiency.expected,
+    "node_link node_mesh link_efficiency": lambda one: one.node_link.bandwidth * one.link_efficiency.expected,
+    "network node_nics network_efficiency": lambda one: one.network.bandwidth * one.network_efficiency.expected,
+    "host_link": lambda one: one.host_link,
+    "host_bandwidth": lambda one: one.host_bandwidth,
+    "host_memory": lambda one: one.host_memory or 0.0,
+    "launch_seconds": lambda one: -one.launch_seconds.expected,
+    "host_seconds": lambda one: -one.host_seconds.expected,
+}
+
+
+def _of_table(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster | None:
+    """A cluster of nodes that are alike; None: what is wrong with the table is in `problems`."""
+    before = len(problems)
     texts = {key: _text(table, key, default, path, problems) for key, default in _TEXTS.items()}
     base = _base(table, path, problems)
     values = {name: _number(table, name, path, problems, base=base) for name in _NUMBERS}
@@ -235,14 +338,15 @@ def load_cluster(path: Path) -> Cluster:
         near = nearest_name(name, known)
         way_out = f"did you mean {near}?" if near else f"use {', '.join(sorted(known))}"
         problems.append(f"{path}: {name} is not a field ({way_out})")
-    if problems:
-        raise ConfigError(problems)
+    if len(problems) > before:
+        return None
     numbers = {name: value for name, value in values.items() if value is not None}
     name, source = texts["name"] or path.stem, texts["source"]
     cluster = _assembled(name, numbers, peaks, ranges, base=base)
     device = dataclasses.replace(cluster.device, node_mesh=mesh)
+    chip = "" if base is None or peaks != base.peaks else base.chip
     cluster = dataclasses.replace(
-        cluster, device=device, on_cpu=on_cpu, source=source, software=software, layouts=layouts
+        cluster, device=device, on_cpu=on_cpu, source=source, software=software, layouts=layouts, chip=chip
     )
     # A file that --calibrate wrote has speeds of a whole step, which may be any.
     notes = () if on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path, table.keys()))

@@ -20,12 +20,9 @@ RTX 4090, whose efficiencies are assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from megacore.config.messages import did_you_mean, one_of
-from megacore.errors import UserError
 from megacore.train.peaks import Format, peak_tflops
 
 Case = Literal["slow", "expected", "fast"]
@@ -307,15 +304,3 @@ DEVICES = (
         link_efficiency=Range(0.35, 0.50, 0.70),
     ),
 )
-
-
-def device_named(name: str, devices: Iterable[Device] = DEVICES) -> Device:
-    """The device of a name.
-
-    Raises:
-        UserError: there is none; the message has the names, and the nearest one.
-    """
-    by_name = {device.name: device for device in devices}
-    if name not in by_name:
-        raise UserError(f"--device {name} is not known: use {one_of(list(by_name))}{did_you_mean(name, by_name)}")
-    return by_name[name]

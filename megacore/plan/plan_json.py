@@ -19,7 +19,7 @@ from megacore.models.size import active_parameters, block_parameters
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import RankMemory, held_on_host
 from megacore.plan.other_settings import other_settings
-from megacore.plan.planner import Figure, Origin, by_formula, usable_host_bytes
+from megacore.plan.planner import Origin, by_formula, usable_host_bytes
 from megacore.plan.state import whole_parameters
 
 _COUNTS = {
@@ -52,6 +52,7 @@ _COUNTS = {
     "valid": "layouts",
     "left_out": "layouts",
     "fit": "layouts",
+    "checked_steps": "steps",
     "wall_seconds": "s",
 }
 """Bare numbers that are given, chosen, counted or, of the search itself, measured: by key, the unit."""
@@ -244,8 +245,3 @@ def layout_flags(config: ResolvedConfig, *, with_defaults: bool = False) -> str:
     if training.recompute_num_layers is not None:
         parts.append(f"--recompute-num-layers {training.recompute_num_layers}")
     return " ".join(parts)
-
-
-def training_json(tokens: float, goodput: float, *, days: Figure, price: Figure) -> dict[str, Any]:
-    """What the whole training takes."""
-    return {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}

@@ -10,10 +10,11 @@ from typing import Any
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import counted
-from megacore.config.parallel import ResolvedParallel, StagesThatFit
+from megacore.config.parallel import StagesThatFit
 from megacore.models.flops import Attention
 from megacore.models.size import vocabulary_rows
-from megacore.plan.memory import RankMemory
+from megacore.plan.checked import checked_line, checked_steps
+from megacore.plan.memory import GIB, RankMemory
 from megacore.plan.other_settings import other_settings
 from megacore.plan.plan_json import (
     cluster_json,
@@ -22,7 +23,6 @@ from megacore.plan.plan_json import (
     layout_json,
     node_host_json,
     run_json,
-    training_json,
 )
 from megacore.plan.planner import (
     LOW_CONFIDENCE,
@@ -36,7 +36,6 @@ from megacore.plan.planner import (
     memory_terms,
     peak_figure,
     rank_kinds,
-    terms_apart,
 )
 from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 
@@ -55,12 +54,8 @@ PARTS = {
     "optimizer": "optimizer update",
     "host": "offload copies to and from host memory, exposed",
 }
-PARTS_APART = (
-    "with slower computation more communication overlaps, so an exposed part can be shorter in the slow case than in "
-    "the fast case. The range of a part has its shortest and its longest time of all cases"
-)
-"""Why the ranges of the parts do not add up, where they do not."""
 AFTER_WARM_UP = "{} sends whole gradients in its warm-up: all times, bytes, days and the price are those after it"
+_ROUNDING = 0.02 * GIB  # of the columns of memory, which have two decimals
 LINKS = {"node": "in a node", "network": "between nodes"}
 
 
@@ -96,14 +91,6 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"- software that runs the step: {cluster.software.name}"
 
 
-def _balance(parallel: ResolvedParallel) -> str:
-    """How the layers are divided into stages, where that is not by time or by the flag of another line."""
-    if isinstance(parallel, StagesThatFit):
-        return "stages balanced by parameters, because by time they do not fit"
-    is_usual = parallel.pp == 1 or parallel.pipeline_balance == "time" or parallel.pipeline_layout is not None
-    return "" if is_usual else f"stages balanced by {parallel.pipeline_balance}"
-
-
 def _without_padding(config: ResolvedConfig) -> str:
     """How the vocabulary of the ranks differs from that of the model, where it does."""
     size, split = config.model.vocab_size, ranks_of_role("layer", config.parallel)
@@ -112,25 +99,10 @@ def _without_padding(config: ResolvedConfig) -> str:
 
 
 def layout_lines(config: ResolvedConfig) -> Iterator[str]:
-    """What tells a layout from others: a line of degrees, schedule, ZeRO, recomputation and precision, and what
-    `settings_line` has."""
-    parallel, training = config.parallel, config.training
-    recomputed = training.recompute_num_layers
-    every = [*reversed(parallel.degrees.items()), ("ep", parallel.ep)]
-    if config.model.experts is not None and parallel.expert_split != parallel.tp:
-        every.append(("etp", parallel.expert_split))
-    degrees = ", ".join(f"{name} {degree}" for name, degree in every if degree > 1 or name == "etp")
-    extras = [
-        "" if parallel.is_one_by_one else f"schedule {parallel.schedule_csv or parallel.schedule_name}",
-        f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
-        _balance(parallel),
-        f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
-        "sequence parallel" if parallel.sequence_parallel else "",
-        f"recompute {training.recompute}"
-        + ("" if recomputed is None else f" (first {recomputed} blocks of each stage)"),
-        config.precision.precision,
-    ]
-    yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
+    """What tells a layout from others: a line of its flags and precision, and what `settings_line` has."""
+    has_other_stages = isinstance(config.parallel, StagesThatFit)
+    why = "; stages balanced by parameters, because by time they do not fit" if has_other_stages else ""
+    yield f"- layout: `{layout_flags(config)}`, {config.precision.precision}{why}"
     yield from settings_line(config)
 
 
@@ -160,9 +132,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"| {where} | {rank.parameters:,} | {' | '.join(cells)} | {rank.in_flight} | **{peak}** |"
     yield ""
     fullest = plan.fullest
-    apart = {reason: None for _, rank in kinds if (reason := terms_apart(rank)) is not None}
-    if apart:
-        yield f"The columns add up to more than the peak: {'; '.join(apart)}."
+    if any(sum(memory_terms(rank).values()) > rank.expected + _ROUNDING for _, rank in kinds):
+        yield "The columns add up to more than the peak: not all of these tensors exist at once."
         yield ""
     if fullest.on_host:
         yield (
@@ -174,11 +145,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
     yield "Each of these changes is expected to fit:"
-    ways = plan.ways_out()
-    yield from (f"{number}. {way.in_markdown()}" for number, way in enumerate(ways, start=1))
-    if plan.machines_note is not None and any(" machines with as much memory" in way.note for way in ways):
-        yield ""
-        yield plan.machines_note
+    yield from (f"{number}. {way.in_markdown()}" for number, way in enumerate(plan.ways_out(), start=1))
 
 
 def _on_host(plan: Plan, unit: SizeUnit) -> str:
@@ -252,9 +219,6 @@ def _time(plan: Plan) -> Iterator[str]:
     whole = plan.timed(seconds, "s")
     yield f"| **step** | **{four_digits(seconds)}** | 100% | {_range(whole)} |"
     yield ""
-    if parts_apart(plan):
-        yield f"The ranges of the parts do not add up to that of the step: {PARTS_APART}."
-        yield ""
     hidden = ", ".join(f"{role} {four_digits(size)} s" for role, size in plan.time.hidden.items() if size > 0)
     yield f"- overlapped with computation: {hidden or 'nothing'}"
     for key, figure in throughput(plan).items():
@@ -263,18 +227,12 @@ def _time(plan: Plan) -> Iterator[str]:
         text = f"{figure.value:.1%}" if is_share else four_digits(figure.value)
         spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
+    yield f"- {checked_line(plan.config, plan.cluster)}"
     if plan.is_small:
         yield f"- low confidence: the time may be far off, because {LOW_CONFIDENCE}"
     replicas = ranks_of_role("replicas", plan.config.parallel)
     if replicas > 1 and plan.config.optimizer_settings.momentum_format is not None:
         yield f"- {AFTER_WARM_UP.format(plan.config.optimizer.optimizer)}"
-
-
-def parts_apart(plan: Plan) -> bool:
-    """Whether the ranges of the parts of a step add up to another range than that of the step, but for rounding."""
-    whole, parts = plan.timed(plan.time.seconds, "s"), [plan.part(name) for name in PARTS]
-    sums = sum(part.low for part in parts), sum(part.high for part in parts)
-    return any(abs(end - of_parts) > 1e-3 * end for end, of_parts in zip((whole.low, whole.high), sums, strict=True))
 
 
 def throughput(plan: Plan) -> dict[str, Figure]:
@@ -360,12 +318,13 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
             f"{kind}, {LINKS[link]}": asdict(exact(size, "bytes")) for (kind, link), size in plan.link_bytes().items()
         },
         "low_confidence": plan.is_small,
+        "checked_steps": checked_steps(plan.config, plan.cluster),
     }
     if not plan.fits:
         report["ways_out"] = list(map(str, plan.ways_out()))
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
-        report["training"] = training_json(tokens, goodput, days=days, price=price)
+        report["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
     return described(report, plan.timed_origin)
 
 

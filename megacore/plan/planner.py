@@ -20,14 +20,14 @@ from megacore.models.size import active_parameters, block_parameters
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule_choice import is_open, with_stages_that_fit
-from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.checked import is_small, range_of
+from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits
 from megacore.plan.limits import Limits
 from megacore.plan.memory import (
     CERTAIN,
-    GIB,
     MOST_MEMORY,
     RankMemory,
     fullest_rank,
@@ -44,8 +44,6 @@ Origin = Literal["exact", "traced", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 # What other programs and the libraries' own contexts take: a planned device is full below its capacity, as is a host.
 _USABLE = 0.97
-# Below these widths, of a model and of a rank's share, launches take as long as operators.
-_SMALL_HIDDEN, _NARROW = 2048, 256
 LOW_CONFIDENCE = "the model is small for this device; kernel launches can take as long as the kernels"
 
 
@@ -167,15 +165,15 @@ class Plan:
 
     @property
     def is_small(self) -> bool:
-        """As `is_small` has it."""
+        """Whether its time is of low confidence."""
         return is_small(self.config, self.cluster)
 
     def timed(self, value: float, unit: str, *, of: str = "seconds") -> Figure:
         """A figure in proportion to the step's time (`seconds`), or inversely (`rate`)."""
         slow, middle, fast = (self.times[case].seconds for case in CASES)
-        ratios = [slow / middle, fast / middle] if of == "seconds" else [middle / slow, middle / fast]
-        low, high = sorted(value * ratio for ratio in ratios)
-        return Figure(value=value, unit=unit, origin=self.timed_origin, low=low, high=high)
+        least, most = range_of(fast, middle, slow, self.config, self.cluster)
+        low, high = (least / middle, most / middle) if of == "seconds" else (middle / most, middle / least)
+        return Figure(value=value, unit=unit, origin=self.timed_origin, low=value * low, high=value * high)
 
     def part(self, name: str, unit: str = "s") -> Figure:
         """One of the parts of a step's time."""
@@ -237,26 +235,10 @@ class Plan:
         )
         return ways_out(self.config, limits)
 
-    @property
-    def machines_note(self) -> str | None:
-        """How to plan for machines each of which has as many ranks as this plan has in all; None where the cluster is
-        one of such machines, or its ranks do not share memory."""
-        ranks, cluster = self.config.parallel.ranks, self.cluster
-        if not cluster.on_cpu or ranks >= cluster.device.node_ranks:
-            return None
-        based = f'with based_on = "{cluster.name}" and ' if cluster.name in CLUSTERS else "with "
-        return f"To plan for such machines, give --cluster a TOML file {based}gpus_per_node = {ranks}."
-
     def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
         """Days and USD of training on this number of tokens, if a share of the time makes progress."""
         ranks = self.config.parallel.ranks
         return self.cluster.cost(tokens, tokens_per_second=self.tokens_per_second, goodput=goodput, ranks=ranks)
-
-
-def is_small(config: ResolvedConfig, cluster: Cluster) -> bool:
-    """Whether launches may take as long as operators do, so that the time of a step is of low confidence."""
-    hidden = config.model.hidden_size
-    return not cluster.on_cpu and (hidden < _SMALL_HIDDEN or hidden / config.parallel.tp < _NARROW)
 
 
 def usable_bytes(cluster: Cluster, ranks: int) -> float:
@@ -361,7 +343,6 @@ def _computed_again(config: ResolvedConfig) -> Iterator[ResolvedModel]:
 
 # ---- memory in words -------------------------------------------------------------------------------------------------
 
-_ROUNDING = 0.02 * GIB  # of the terms that are shown with two decimals
 STATE_NAMES = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "buffers": "offload buffers"}
 
 
@@ -400,15 +381,6 @@ def host_terms(rank: RankMemory) -> dict[str, float]:
 def largest_term(rank: RankMemory) -> tuple[str, float]:
     """What takes most of the memory in which a rank computes."""
     return max(memory_terms(rank).items(), key=lambda item: item[1])
-
-
-def terms_apart(rank: RankMemory) -> str | None:
-    """Why the terms of a rank add up to more than its peak; None where they do not, but for rounding."""
-    if sum(memory_terms(rank).values()) < rank.expected + _ROUNDING:
-        return None
-    if rank.is_fullest_in_update:
-        return "activations are freed before the update makes its temporary tensors, so they never all exist at once"
-    return "activations are freed while gradients or the optimizer state are made, so they never all exist at once"
 
 
 def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megacore.plan.devices import Case, Device, Range
+from megacore.plan.devices import Case, Device
 from megacore.plan.links import crossing
 from megacore.train.peaks import Format
 
@@ -286,58 +286,3 @@ class Clock:
             rows[key] = rows.get(key, Totals()).plus(totals)
         exposed.pop("", None)
         return Timing(seconds=self._stream - begin, rows=rows, exposed=exposed, late=late, update=update, work=work)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A step on a device.
-
-    Attributes:
-        device: that computes.
-        timing: in the expected case.
-        seconds: of the step in all cases.
-        model_flops: of this rank and step, full attention.
-        causal_flops: the same, causal attention.
-        tokens: of the global batch.
-        peak: FLOP/s that MFU is a share of.
-    """
-
-    device: Device
-    timing: Timing
-    seconds: Range
-    model_flops: float
-    causal_flops: float
-    tokens: int
-    peak: float
-
-    def utilization(self, flops: float) -> Range:
-        """Share of the peak that FLOPs of the step are."""
-        return Range(*(flops / seconds / self.peak for seconds in self.cases()))
-
-    def cases(self) -> Iterator[float]:
-        """Seconds in the slow, the expected and the fast case."""
-        yield from (self.seconds.slow, self.seconds.expected, self.seconds.fast)
-
-
-def estimate(
-    events: StepEvents,
-    device: Device,
-    *,
-    microbatches: int,
-    tokens: int,
-    model_flops: float,
-    causal_flops: float,
-    peak: float,
-) -> Estimate:
-    """The time of a step from its events; arguments as the attributes of `Estimate`."""
-    cases: tuple[Case, ...] = ("slow", "expected", "fast")
-    timings = [events.timing(device, microbatches=microbatches, case=case, peak=peak) for case in cases]
-    return Estimate(
-        device=device,
-        timing=timings[1],
-        seconds=Range(*(timing.seconds for timing in timings)),
-        model_flops=model_flops,
-        causal_flops=causal_flops,
-        tokens=tokens,
-        peak=peak,
-    )

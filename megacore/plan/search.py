@@ -24,6 +24,7 @@ from typing import Any
 
 from megacore.config import ResolvedConfig
 from megacore.models.outline import ModelLayer, outline
+from megacore.plan.checked import range_of
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.memory import (
@@ -79,6 +80,7 @@ class Layout:
         range: of it from the fast to the slow case, once it is simulated.
         names_batch: whether its flags include --global-batch-size, which the user has not given.
         names_defaults: whether its flags include those that have their defaults, as a --config file may say otherwise.
+        names_offload: whether its flags include those of offloading, which the user has not given.
     """
 
     config: ResolvedConfig
@@ -88,6 +90,7 @@ class Layout:
     memory: Sequence[RankMemory] | None = None
     names_batch: bool = False
     names_defaults: bool = False
+    names_offload: bool = False
 
     @property
     def is_simulated(self) -> bool:
@@ -105,6 +108,7 @@ class Layout:
     def flags(self) -> str:
         """The flags that make it."""
         flags = layout_flags(self.config, with_defaults=self.names_defaults)
+        flags += "".join(f" {flag}" for flag in self.config.offload_flags if self.names_offload)
         return f"{flags} --global-batch-size {self.config.training.global_batch_size}" if self.names_batch else flags
 
 
@@ -205,6 +209,7 @@ def search(
     *,
     names_batch: bool = False,
     names_defaults: bool = False,
+    names_offload: bool = False,
 ) -> Found:
     """All layouts of a run.
 
@@ -214,6 +219,7 @@ def search(
         constraints: what a layout may be.
         names_batch: whether the flags of the layouts include --global-batch-size.
         names_defaults: whether they include those that have their defaults.
+        names_offload: whether they include those of offloading.
     """
     start = time.perf_counter()
     evaluation = _Evaluation(config, cluster, constraints)
@@ -226,6 +232,7 @@ def search(
             seconds=seconds,
             names_batch=names_batch,
             names_defaults=names_defaults,
+            names_offload=names_offload,
         )
         for result in results
         for choice, memory, seconds in result.fitting
@@ -462,10 +469,10 @@ def make_capacity(cluster: Cluster, constraints: Constraints) -> float:
 
 
 def _simulated(layout: Layout, cluster: Cluster) -> Layout:
-    layers = outline(layout.config)
-    seconds = step_time(layout.config, layers, cluster).seconds
-    ratios = [
-        step_time(layout.config, layers, cluster, case=case, simulated=False).seconds / layout.seconds
+    config, layers = layout.config, outline(layout.config)
+    seconds = step_time(config, layers, cluster).seconds
+    fast, slow = (
+        seconds * (step_time(config, layers, cluster, case=case, simulated=False).seconds / layout.seconds)
         for case in ("fast", "slow")
-    ]
-    return dataclasses.replace(layout, seconds=seconds, range=(seconds * ratios[0], seconds * ratios[1]))
+    )
+    return dataclasses.replace(layout, seconds=seconds, range=range_of(fast, seconds, slow, config, cluster))

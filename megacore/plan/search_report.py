@@ -10,17 +10,29 @@ from typing import Any
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
 from megacore.models.outline import outline
+from megacore.plan.checked import APART, checked_line, checked_steps, is_small
+from megacore.plan.compare import compared, verdict
 from megacore.plan.memory import held_on_host
-from megacore.plan.plan_json import cluster_json, described, layout_json, node_host_json, run_json, training_json
+from megacore.plan.plan_json import (
+    cluster_json,
+    described,
+    layout_flags,
+    layout_json,
+    node_host_json,
+    run_json,
+)
 from megacore.plan.plan_report import four_digits, settings_line
-from megacore.plan.planner import LOW_CONFIDENCE, Figure, Origin, is_small, peak_figure
+from megacore.plan.planner import LOW_CONFIDENCE, Origin, Plan, make_plan, peak_figure
 from megacore.plan.search import Found, Layout, memory_of
 from megacore.plan.size_unit import memory_unit, size_unit
 from megacore.plan.state import whole_parameters
 
 
-def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
-    """The best layouts as a Markdown table: of each way to divide the model the fastest schedule."""
+def search_table(
+    found: Found, own: Plan | None = None, *, top: int, tokens: float | None = None, goodput: float = 0.9
+) -> str:
+    """The best layouts as a Markdown table: of each way to divide the model the fastest schedule. `own`: the layout of
+    the user's configuration file, with which the best one is compared."""
     frontier = {id(layout) for layout in found.frontier}
     given = ", ".join(f"`{flag_and_value(name, value)}`" for name, value in found.fixed.items())
     skipped = ""
@@ -50,10 +62,10 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     ]
     has_small = False
     for number, ((layout, *others), *held) in enumerate(zip(rows, *columns.values(), strict=True), start=1):
-        training, s = layout.config.training, layout.config.data.seq_length
-        rate = training.global_batch_size * s / layout.seconds
+        rate = _rate(layout)
         spread = "estimated" if layout.range is None else " to ".join(map(four_digits, layout.range))
         mark = " (frontier)" if id(layout) in frontier else ""
+        mark += "; tight" if is_tight(layout, found) else ""
         if others:
             slowest = max(other.seconds for other in others)
             mark += f"; {len(others)} other schedule{'s' * (len(others) > 1)}, up to {four_digits(slowest)} s"
@@ -68,10 +80,42 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     lines += ["", f"Low confidence: the time may be far off, because {LOW_CONFIDENCE}."] if has_small else []
     if frontier & {id(layout) for layout, *_ in rows}:
         lines += ["", "Frontier: no other layout is better in both time and memory."]
-    details = "For the details of a layout, plan it alone: add its flags, without --search."
+    if "; tight" in "".join(lines):
+        lines += ["", f"Tight: the upper end of the range of the peak is above {capacity}."]
+    lines.append("")
+    if (equal := sum(is_equal(layout, found) for layout, *_ in rows)) > 1:
+        lines.append(
+            f"- 1 to {equal} are equal: the planner cannot tell times apart that differ by less than {APART:.0%}"
+        )
+    lines += [f"- {line}" for line in reasons(found, own)]
     how = "estimated" if rows[0][0].memory is None else "traced"
-    lines += ["", f"Times are assumed, memory is {how} (docs/guides/planner.md). {details}"]
-    return "\n".join(lines)
+    lines.append(f"- times: {checked_line(rows[0][0].config, found.cluster)}; memory: {how}")
+    return "\n".join([*lines, "", "For the details of a layout, plan it alone: add its flags, without --search."])
+
+
+def is_equal(layout: Layout, found: Found) -> bool:
+    """Whether the planner cannot tell the layout from the fastest one."""
+    return layout.seconds < (1 + APART) * found.layouts[0].seconds
+
+
+def is_tight(layout: Layout, found: Found) -> bool:
+    """Whether the upper end of the range of its memory does not fit."""
+    return peak_figure(*memory_of(layout, found.cluster)).high > found.capacity
+
+
+def reasons(found: Found, own: Plan | None) -> list[str]:
+    """Why the fastest layout is faster than the next one of another division, and than the user's own."""
+    first, *others = (layouts[0] for layouts in found.divisions[:2])
+    names = [(f"{number}", layout) for number, layout in enumerate((first, *others), start=1)]
+    best, *plans = (compared(name, make_plan(layout.config, found.cluster)) for name, layout in names)
+    if own is not None:
+        plans.append(compared(f"your layout (`{layout_flags(own.config)}`)", own))
+    return [verdict(best, other) for other in plans]
+
+
+def _rate(layout: Layout) -> float:
+    """Tokens per second."""
+    return layout.config.training.global_batch_size * layout.config.data.seq_length / layout.seconds
 
 
 def _run(found: Found) -> Iterator[str]:
@@ -84,39 +128,43 @@ def _run(found: Found) -> Iterator[str]:
     yield f"- batch: {counted(batch, 'sequence')} of {counted(length, 'token')}"
 
 
-def search_json(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
+def search_json(
+    found: Found, own: Plan | None = None, *, top: int, tokens: float | None = None, goodput: float = 0.9
+) -> dict[str, Any]:
     """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
     config, cluster = found.layouts[0].config, found.cluster
     ranks = config.parallel.ranks
     origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 
     def row(layout: Layout) -> dict[str, Any]:
-        def timed(value: float, unit: str, *, is_rate: bool = False) -> Figure:
-            ratios = [seconds / layout.seconds for seconds in layout.range or (layout.seconds, layout.seconds)]
-            ends = sorted(value / ratio if is_rate else value * ratio for ratio in ratios)
-            return Figure(value=value, unit=unit, origin=origin, low=ends[0], high=ends[1])
+        def timed(value: float, unit: str, *, is_rate: bool = False) -> dict[str, Any]:
+            ends: list[Any] = [None, None]  # of a time that is not simulated
+            if layout.range is not None:
+                ratios = [seconds / layout.seconds for seconds in layout.range]
+                ends = sorted(value / ratio if is_rate else value * ratio for ratio in ratios)
+            return {"value": value, "unit": unit, "origin": origin, "low": ends[0], "high": ends[1]}
 
-        rate = config.training.global_batch_size * config.data.seq_length / layout.seconds
-        ranks_of_layout = memory_of(layout, cluster)
-        of_memory = {
-            "peak": asdict(peak_figure(*ranks_of_layout)),
-            **node_host_json(layout.config, ranks_of_layout, cluster),
-        }
+        rate, memory = _rate(layout), memory_of(layout, cluster)
         fields: dict[str, Any] = {
             "flags": layout.flags,
             "layout": layout_json(layout.config),
             "fits": True,
             "peak_bytes": layout.memory_bytes,
-            **of_memory,
-            "step_seconds": asdict(timed(layout.seconds, "s")),
-            "throughput": {"tokens/s": asdict(timed(rate, "tokens/s", is_rate=True))},
+            "peak": asdict(peak_figure(*memory)),
+            **node_host_json(layout.config, memory, cluster),
+            "step_seconds": timed(layout.seconds, "s"),
+            "throughput": {"tokens/s": timed(rate, "tokens/s", is_rate=True)},
             "simulated": layout.is_simulated,
             "low_confidence": is_small(layout.config, cluster),
+            "checked_steps": checked_steps(layout.config, cluster),
+            "equal_to_first": is_equal(layout, found),
+            "tight": is_tight(layout, found),
         }
         if tokens is not None:
             days, price = cluster.cost(tokens, tokens_per_second=rate, goodput=goodput, ranks=ranks)
-            fields["training"] = training_json(tokens, goodput, days=timed(days, "days"), price=timed(price, "USD"))
-        return fields if layout.is_simulated else {**_without_ranges(fields), **of_memory}
+            of_training = {"days": timed(days, "days"), "price": timed(price, "USD")}
+            fields["training"] = {"tokens": tokens, "goodput": goodput, **of_training}
+        return fields
 
     report = {
         **run_json(config, outline(config)),
@@ -128,13 +176,6 @@ def search_json(found: Found, *, top: int, tokens: float | None = None, goodput:
         "wall_seconds": found.wall_seconds,
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],
+        "verdicts": reasons(found, own),
     }
     return described(report, origin)
-
-
-def _without_ranges(fields: dict[str, Any]) -> dict[str, Any]:
-    """With null for the range of every figure."""
-    return {
-        key: _without_ranges(value) if isinstance(value, dict) else None if key in ("low", "high") else value
-        for key, value in fields.items()
-    }

@@ -68,5 +68,5 @@ def _more_ranks(at_least: float, cluster: Cluster, world: int) -> Iterator[int]:
     nodes = max(math.ceil(at_least / node), world // node + 1)
     powers = [1 << n for n in range((nodes - 1).bit_length(), (nodes - 1).bit_length() + _NUMBERS)]
     for count in sorted({nodes, *powers})[:_NUMBERS]:
-        if count * node <= _MOST_RANKS:
+        if count * node <= min(_MOST_RANKS, cluster.devices):
             yield count * node

@@ -250,7 +250,7 @@ def test_the_command_of_gpt() -> None:
     status, out, err = run_distributed(command, 1, "pretrain_gpt", flags, init=False)[0]
     assert (status, err) == (0, "")
     assert "# Dry run: model on 4 accelerators, pp 2 x dp 2 x tp 1" in out
-    assert "\n- layout: dp 2, pp 2; schedule gpipe, ZeRO 1, recompute none, bf16\n" in out
+    assert "\n- layout: `--tp 1 --pp 2 --dp 2 --schedule gpipe --micro-batch-size " in out
     assert re.search(r"\n- other settings that are not the default: `[^`]*--offload-optimizer", out)
     assert "peak during it, in MiB: counted" in out
     assert re.search(r"\n\| 0 \| 0 \| [0-9,]+( \| 0\.[0-9]*[1-9][0-9]*){4} \| [+-][0-9]+\.[0-9]% \| ", out)

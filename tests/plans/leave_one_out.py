@@ -8,7 +8,7 @@ them. In three parts, each with the runs that tell most about its constants:
 - how much this time differs between the ranks of a layer group: the eight small models;
 - how much the speeds of nodes differ: every run of timed_runs(). The runs of held_out_runs() are then predicted.
 
-Prints the tables of docs/guides/planner.md; exit status 0.
+Prints tables; exit status 0. What follows for the ranges of plans: megacore/plan/checked.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The planner's predictions of published runs as the tables of docs/guides/planner.md: `python -m tests.plans.table`.
+"""The planner's predictions of published runs as tables: `python -m tests.plans.table`.
 
-    python -m tests.plans.table                         # what docs/guides/planner.md shows
+    python -m tests.plans.table                         # memory and clusters as in docs/guides/planner.md
     python -m tests.plans.table --software megacore     # all runs as if megacore ran them
     python -m tests.plans.table --rows --every 12       # each run; of the runs of one node a twelfth
 
@@ -67,8 +67,9 @@ class Checked:
 def checked(runs: Iterable[Run]) -> Iterator[Checked]:
     """Each run with its prediction."""
     for run in runs:
-        times = run.plan().times
-        yield Checked(run, times["expected"].seconds, times["fast"].seconds, times["slow"].seconds)
+        plan = run.plan()
+        figure = plan.timed(plan.time.seconds, "s")
+        yield Checked(run, figure.value, figure.low, figure.high)
 
 
 def median_error(rows: Iterable[Checked]) -> float:

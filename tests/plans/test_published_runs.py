@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.plan.checked import APART, PUBLISHED, Errors, kind_of
 from megacore.plan.memory import GIB
 from megacore.plan.planner import step_flops
 from megacore.plan.software import MEGACORE
@@ -29,7 +31,7 @@ from tests.plans.published import (
 from tests.plans.table import checked, cluster_lines, memory_lines
 
 ROOT = Path(__file__).parents[2]
-# Models with one run or two of one layout: their errors are printed in docs/guides/planner.md, and bounded loosely.
+# Models with one run or two of one layout: tests/plans/table.py prints their errors, and they are bounded loosely.
 SWEEPS = ("megatron-3.6B", "megatron-18.4B")
 
 
@@ -162,3 +164,28 @@ def test_the_rows_of_one_node_are_sums_of_few_numbers() -> None:
     assert len(off) > 200
     assert statistics.median(off) < 1e-5
     assert max(off) < 0.004
+
+
+@pytest.mark.slow
+def test_the_errors_of_published_steps() -> None:
+    """Those that ranges have, and from which difference on two layouts can be told apart."""
+    rows = list(checked([*timed_runs(), *blackwell_runs(), *held_out_runs(), *single_node_runs()]))
+    errors, competing = defaultdict[tuple[str, str, str], list[tuple[float, int]]](list), defaultdict[Any, Any](list)
+    for row in rows:
+        config, cluster = row.run.config, row.run.computed_by
+        ratio = row.measured / row.seconds
+        errors[cluster.chip, cluster.software.name, kind_of(config, cluster)].append((ratio, config.parallel.ranks))
+        if cluster.chip == "a100":
+            batch = config.training.global_batch_size, config.data.seq_length
+            competing[row.run.model, config.parallel.ranks, *batch].append((row.seconds, row.measured))
+    for key, found in errors.items():
+        ratios, ranks = sorted(ratio for ratio, _ in found), max(ranks for _, ranks in found)
+        tail = int(0.05 * len(ratios)) if len(ratios) >= 20 else 0
+        ends = ratios[tail], ratios[min(int(0.95 * len(ratios)), len(ratios) - 1)] if tail else ratios[-1]
+        assert PUBLISHED[key] == Errors(len(found), ranks, *(round(end, 2) for end in ends)), key
+    assert PUBLISHED.keys() == errors.keys()
+    right = {True: list[bool](), False: list[bool]()}
+    for sets in competing.values():
+        for (fast, first), (slow, second) in itertools.combinations(sorted(sets), 2):
+            right[slow >= (1 + APART) * fast].append(second > first)
+    assert statistics.fmean(right[True]) >= 0.95 and statistics.fmean(right[False]) <= 0.7

@@ -21,7 +21,7 @@ LATE_IMPORTS = {
     ("tools/quickstart.py", "torch"): "takes seconds, in which nothing would be said",
     ("megacore/tracer/cache.py", "megacore.tracer.fake_job"): START_UP,
     ("megacore/tracer/cache.py", "megacore.tracer.profile"): START_UP,
-    ("tools/roofline.py", "megacore.tracer.step_trace"): START_UP,
+    ("megacore/commands/plan_operators.py", "megacore.tracer.step_trace"): START_UP,
     ("megacore/remote.py", "fsspec"): "only URLs need it",
     ("megacore/drawing/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",

@@ -243,3 +243,54 @@ def test_the_host_memory_of_a_file_that_leaves_it_out_is_not_known(tmp_path: Pat
     assert "host_memory_gb =" not in to_toml(cluster)
     path.write_text('based_on = "h100"\n', encoding="utf-8")
     assert load_cluster(path).device.host_memory == pytest.approx(2048 * 2**30)
+
+
+MIXED = "[[kinds]]\nbased_on = 'a100-80g'\nnodes = 2\n[[kinds]]\nbased_on = '{}'\nnodes = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "other", "slowest", "least"),
+    [
+        (16, "a100-40g", "a100-80g", "a100-80g"),  # which the first two nodes hold
+        (17, "a100-40g", "a100-40g", "a100-40g"),
+        (24, "h100", "a100-80g", "h100"),
+    ],
+)
+def test_the_slowest_and_the_smallest_of_two_kinds(
+    ranks: int, other: str, slowest: str, least: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mixed.toml"
+    path.write_text(MIXED.format(other), encoding="utf-8")
+    used, slow = load_cluster(path).used_by(ranks), CLUSTERS[slowest]
+    assert used.device.memory_bytes == pytest.approx(CLUSTERS[least].device.memory_bytes)
+    assert used.device.memory_bandwidth == pytest.approx(slow.device.memory_bandwidth)
+    assert used.peaks["bf16"] == slow.peaks["bf16"]
+    assert used.device.product_efficiency == slow.device.product_efficiency
+    assert used.price_per_hour == pytest.approx((2 * 1.8 + CLUSTERS[other].price_per_hour) / 3)
+    assert used.chip == ("" if other == "h100" and ranks > 16 else "a100")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            MIXED.format("a100-40g"),
+            "--cluster own has 24 devices, fewer than the 48 ranks of the run: use --world-size 24",
+        ),
+        (MIXED.format("gb200"), "nodes have 8, 64 devices: give all kinds one gpus_per_node, as in gpus_per_node = 8"),
+        (MIXED.format("laptop"), "kinds must be of accelerators: leave those with on_cpu out"),
+        (MIXED.format("h1OO"), 'own.toml, kind 2: based_on = "h1OO" is not known'),
+        ("memory_gb = 3\n" + MIXED.format("h100"), "memory_gb must be in each table of [[kinds]]"),
+        (MIXED.format("h100").replace("= 2", "= 0"), "own.toml, kind 1: nodes = 0 must be a whole number from 1"),
+        (
+            MIXED.format("h100").replace("nodes = 1", ""),
+            "own.toml, kind 2: nodes is missing: it must be a whole number from 1",
+        ),
+        ("kinds = 3", "kinds = 3 must be tables, as in [[kinds]]"),
+    ],
+)
+def test_two_kinds_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text, encoding="utf-8")
+    assert main(["pretrain_gpt.py", "--preset", "gpt2-small", "--dp", "48", "--cluster", str(path)]) == 2
+    assert said in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_a_schedule_is_chosen_for_experts(capsys: pytest.CaptureFixture[str]) ->
     one_by_one = step_time(planned(f"{flags} --schedule 1f1b"), outline(config), cluster)
     assert step_time(chosen, outline(config), cluster).seconds < 0.95 * one_by_one.seconds
     assert main(["pretrain_gpt.py", *flags.split(), "--cluster", "h100"]) == 0
-    assert "schedule interleaved, 8 stages per rank" in capsys.readouterr().out
+    assert "--schedule interleaved --virtual-stages 8 " in capsys.readouterr().out
 
 
 def test_the_choice_is_quick() -> None:

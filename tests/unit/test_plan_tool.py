@@ -53,21 +53,6 @@ SMALL = "pretrain_gpt.py --preset gpt2-small --cluster a100-80g --global-batch-s
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_told"),
-    [("--tp 2 --dp 32 --zero-stage 3", True), ("--dp 1", False)],
-)
-def test_ranges_of_parts_that_do_not_add_up_are_explained(
-    flags: str, is_told: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exposed communication is longest where computation is fastest."""
-    plan = planned(capsys, f"{SMALL} {flags}")
-    low = sum(part["low"] for part in plan["step_parts"].values())
-    assert (low == pytest.approx(plan["step_seconds"]["low"], rel=1e-3)) is not is_told
-    assert main(f"{SMALL} {flags}".split()) == 0
-    assert ("The ranges of the parts do not add up to that of the step: " in capsys.readouterr().out) is is_told
-
-
-@pytest.mark.parametrize(
     ("flags", "line"),
     [
         ("", None),
@@ -142,7 +127,7 @@ def test_a_plan_of_a_one_bit_optimizer_says_that_it_is_after_the_warm_up(capsys:
 
 def test_stages_that_are_not_balanced_by_time_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{SMALL} --pp 2 --pipeline-balance uniform".split()) == 0
-    assert ", stages balanced by uniform" in capsys.readouterr().out
+    assert "--pipeline-balance uniform " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -343,11 +328,6 @@ def test_the_ways_out_fit_when_they_are_planned(
     assert not plan["fits"]
     assert len(plan["ways_out"]) == 3
     assert any(way.startswith(f"{known}: ") for way in plan["ways_out"]), plan["ways_out"]
-    assert main(given.split()) == 0
-    note = re.search(
-        "To plan for such machines, give --cluster a TOML file with (.*) and (.*)\\.", capsys.readouterr().out
-    )
-    assert (note is not None) == any("machines with as much memory" in way for way in plan["ways_out"])
     for way in plan["ways_out"]:
         if "machines with at least" in way:
             continue
@@ -356,9 +336,10 @@ def test_the_ways_out_fit_when_they_are_planned(
             at = kept.index(flag)
             del kept[at : at + 2]
         if "machines with as much memory" in way:
-            assert note is not None
+            of_machine = re.search(r"\((gpus_per_node = \d+)\)", way)
+            assert of_machine is not None
             cluster = tmp_path / "machines.toml"
-            cluster.write_text("\n".join(note.groups()), encoding="utf-8")
+            cluster.write_text(f'based_on = "{plan["cluster"]}"\n{of_machine[1]}', encoding="utf-8")
             kept[kept.index("--cluster") + 1] = str(cluster)
         again = planned(capsys, " ".join([*kept, *changed]))
         assert again["fits"], way

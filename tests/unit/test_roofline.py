@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-import megacore
 from megacore.config import ResolvedConfig
-from megacore.errors import UserError
 from megacore.models.flops import block_flops, flops_per_sequence
 from megacore.models.outline import gpt_outline
 from megacore.ops.visibility import Visibility
-from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
+from megacore.plan.cluster import CLUSTERS
+from megacore.plan.devices import DEVICES, Device, Link, Range
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
 from megacore.tracer import operator_costs, step_trace
 from megacore.tracer.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
-from tools import roofline
+from tools.plan import main
 
 SURE = Range(1.0, 1.0, 1.0)
 # 989.4 TFLOP/s in bf16, 1 TB/s, links of 100 and 10 GB/s, and everything that is assumed is ideal.
@@ -64,7 +63,7 @@ def test_a_launch_takes_the_longer_of_its_bytes_and_its_flops() -> None:
     assert launch_seconds(product, IDEAL, case="slow") == pytest.approx(1e-5 + 2e-6)
     assert launch_seconds(product, IDEAL, peak=989.4e13) == pytest.approx(5e-6 + 1e-6)
     with pytest.raises(ValueError, match="the peak of mi250x in tf32 is not known"):
-        launch_seconds(launch(work=1.0, form="tf32"), device_named("mi250x"))
+        launch_seconds(launch(work=1.0, form="tf32"), CLUSTERS["mi250x"].device)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_all_reduces_of_a100_take_about_as_long_as_measured() -> None:
                 bytes=mib * 2.0**20,
                 ranks=ranks,
             )
-            errors.append(transfer_seconds(transfer, device_named("a100-80g")) / (expected * 1e-6) - 1)
+            errors.append(transfer_seconds(transfer, CLUSTERS["a100-80g"].device) / (expected * 1e-6) - 1)
     assert max(map(abs, errors)) < 0.25
     assert abs(sum(errors) / len(errors)) < 0.06
 
@@ -388,20 +387,14 @@ def test_every_device_has_its_peak() -> None:
         assert device.peak("bf16") is not None, device.name
 
 
-def test_an_unknown_device_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UserError, match=r"--device h20 is not known: use a100-40g, .* \(did you mean h200\?\)"):
-        device_named("h20")
-
-
-TINY = ["--device", "h200", "--preset", "gpt2-tiny"]
+TINY = ["pretrain_gpt.py", "--operators", "--cluster", "h200", "--preset", "gpt2-tiny"]
 
 
 def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert roofline.main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
+    assert main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, sequence parallel, dp 2, ZeRO stage 0, 4 microbatches of "
-        "1 x 64"
+        "Estimate for gpt2-tiny on 4 x h200: `--tp 2 --pp 1 --dp 2 --micro-batch-size 1 --sequence-parallel "
     )
     for line in (
         "times are estimated, not measured",
@@ -415,7 +408,7 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
 def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for flags in ([], ["--sequence-parallel"], ["--no-sequence-parallel"]):
-        assert roofline.main([*TINY, "--num-layers", "1", "--tp", "2", "--json", *flags]) == 0
+        assert main([*TINY, "--num-layers", "1", "--tp", "2", "--json", *flags]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] != printed[2]
 
@@ -423,7 +416,7 @@ def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys
 def test_ranks_that_divide_sequences_divide_the_flops_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     flops = []
     for flags in ([], ["--cp", "2"]):
-        assert roofline.main([*TINY, "--num-layers", "1", "--attention-dropout", "0", "--json", *flags]) == 0
+        assert main([*TINY, "--num-layers", "1", "--attention-dropout", "0", "--json", *flags]) == 0
         found = json.loads(capsys.readouterr().out)
         flops.append(found["mfu_full_attention"]["expected"] * found["step_seconds"]["expected"])
     assert flops[1] == pytest.approx(flops[0] / 2, rel=1e-6)
@@ -438,7 +431,7 @@ def test_flops_of_a_pattern_are_those_of_its_blocks() -> None:
 
 
 def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert roofline.main([*TINY, "--json"]) == 0
+    assert main([*TINY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["estimate"] is True and found["device"] == "h200"
     seconds, flops = found["step_seconds"], sum(row["flops"] for row in found["operators"])
@@ -454,41 +447,22 @@ def test_bytes_of_the_update_are_those_of_the_parameters_that_a_rank_updates(
     """By hand: 30 of AdamW, 1/8 of the check of a 16th of the bf16 weights, a byte for 32 elements that says whether
     they decay, and 4 of the norm, which on stage 0 each of 8 ranks takes of its part."""
     flags = ["--dp", "8", "--zero-stage", zero_stage, "--global-batch-size", "8", "--hidden-size", "512"]
-    assert roofline.main([*TINY, *flags, "--json"]) == 0
+    assert main([*TINY, *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["update_bytes_per_parameter"] == pytest.approx(moved, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--help"], "--help all lists them, as pretrain_gpt.py --help all does"),
-        (["--help", "all"], "--micro-batch-size"),
-        (["--device", "h200", "--help", "--tp"], "--tp"),
-        (["--version"], f"megacore {megacore.__version__}\n"),
+        ("--tp 5", "--tp 5"),
+        ("--pp 2", "--pp 2: --operators knows no pipeline: use --pp 1"),
+        ("--offload-activations", "--offload-activations: --operators knows no copies over the host link"),
+        ("--offload-optimizer --compile", "--compile: --operators knows no kernels"),
+        ("--estimate --search --world-size 2", "--estimate has no effect with --operators: leave one of them out"),
+        ("--cluster cpu", "--cluster is given twice"),
     ],
 )
-def test_the_tool_answers_questions(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "500")
-    assert roofline.main(flags) == 0
-    captured = capsys.readouterr()
-    assert said in captured.out and not captured.err
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--device", "h20", "--preset", "llama-3-8b"], "did you mean h200?"),
-        (["--device", "h200", "--preset", "lama-3-8b"], "did you mean llama-3-8b?"),
-        (["--device", "h200", "--preset", "gpt2-small", "--tp", "5"], "--tp 5"),
-        (["--preset", "gpt2-small"], "--device"),
-        ([*TINY, "--pp", "2", "--offload-optimizer", "--compile"], "--pp 2: the estimate knows no pipeline"),
-        ([*TINY, "--offload-optimizer", "--compile"], "--compile: "),
-        ([*TINY, "--offload-activations"], "--offload-activations: the estimate knows no copies"),
-    ],
-)
-def test_the_tool_refuses(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert roofline.main(flags) == 2
+def test_operators_are_refused(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, *flags.split()]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and not captured.out

@@ -1,0 +1,142 @@
+"""tools/plan.py --compare: layouts of one run side by side, and what the planner knows of its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megacore.plan.checked import PUBLISHED
+from tests.unit.planning import planned
+from tools.plan import main
+
+RUN = "pretrain_gpt.py --preset llama-3-8b --global-batch-size 64 --cluster h100 --estimate"
+
+
+def compared(flags: str, *layouts: str) -> int:
+    return main([*RUN.split(), *flags.split(), "--compare", *layouts])
+
+
+def test_the_figures_are_those_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared("--world-size 8 --json --tokens 1e9", "--tp 8", "--tp 2 --zero-stage 1") == 0
+    both = json.loads(capsys.readouterr().out)
+    alone = [
+        planned(capsys, f"{RUN} --tokens 1e9 {layout}") for layout in ("--tp 2 --dp 4 --zero-stage 1", "--tp 8 --dp 1")
+    ]
+    assert [layout.pop("given") for layout in both["layouts"]] == ["--tp 2 --zero-stage 1", "--tp 8"]
+    assert both["layouts"] == alone
+    fast, slow = (plan["step_seconds"]["value"] for plan in alone)
+    (line,) = both["verdicts"]
+    assert line.startswith(f"(--tp 2 --zero-stage 1) wins: it saves {1 - fast / slow:.1%} of the time of (--tp 8)")
+    assert "less exposed tensor, sequence and context parallel communication" in line and "the ranges" in line
+
+
+def test_the_parts_explain_the_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared("--world-size 8", "--tp 8", "--tp 4") == 0
+    text = capsys.readouterr().out
+    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE))
+    seconds = [float(cell) for cell in rows["s/step"].split(" | ")]
+    exposed = next(cells for name, cells in rows.items() if name.startswith("tensor, sequence"))
+    gain = [float(cell) for cell in exposed.split(" | ")]
+    assert f"{(gain[0] - gain[1]) / seconds[0]:.1%} less exposed tensor" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "layouts", "said"),
+    [
+        ("--dp 8 --zero-stage 3", ["--micro-batch-size 1"], "A and B are equal within the error of 10%"),
+        ("--dp 4 --tp 2", ["--tp 8"], "but does not fit"),  # the run as given is A
+        (
+            "--dp 4 --tp 2",
+            ["--tp 4 --schedule 1f1b"],
+            "- B: `--tp 4 --schedule 1f1b`: `--tp 4 --pp 1 --dp 2 ",
+        ),
+        ("--dp 8 --zero-stage 3", ["--cluster h100", "--cluster h200"], ", on h200"),
+        ("--tp 8", ["", "--software megatron-core"][1:], "with megatron-core on h100 took"),
+        ("--tp 8", [" --compile", " --no-compile"], "- A: ` --compile`: `--tp 8 "),
+    ],
+)
+def test_layouts(flags: str, layouts: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(flags, *layouts) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_is_compared_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With another layout on as many ranks, and by --search with the best one."""
+    run = "[model]\npreset = 'llama-3-8b'\n[parallel]\ntp = 8\ndp = 2\n[training]\nglobal_batch_size = 64\n"
+    (tmp_path / "config.toml").write_text(run, encoding="utf-8")
+    flags = [str(tmp_path), "--cluster", "h100", "--estimate"]
+    assert main([*flags, "--compare", "--tp 4"]) == 0
+    text = capsys.readouterr().out
+    assert "- A: as given: `--tp 8 --pp 1 --dp 2 " in text and "- B: `--tp 4`: `--tp 4 --pp 1 --dp 4 " in text
+    assert main([*flags, "--search", "--world-size", "16", "--max-pp", "1", "--top", "4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^- 1 wins: it saves [\d.]+% of the time of your layout \(`--tp 8 --pp 1 --dp 2 ", text, re.M)
+    assert re.search(r"^- 1 and 2 are equal within the error of 10%: ", text, re.M)
+    assert "- 1 to 4 are equal: the planner cannot tell" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "layouts", "said"),
+    [
+        ("--tp 2", ["--tp 3", "--cp 8 --sofware x"], "'--tp 3': --tp 3 must divide --num-attention-heads 32"),
+        ("--tp 2", ["--tp 3", "--cp 8 --sofware x"], "'--cp 8 --sofware x': --sofware is not a flag: did you mean"),
+        ("--tp 2", ["--tp 2 --top 3"], "'--tp 2 --top 3': --top is for all layouts: give it outside of the quotes"),
+        ("--tp 2", ["tp 8"], 'tp is no flag: give the flags of a layout in quotes, as in --compare "--tp 8"'),
+        ("--tp 2", ["--tp '8"], "No closing quotation: close the quotes"),
+        ("--tp 2", ["--tp 8", "--tp 16"], "the layouts have 8, 16 ranks: add --world-size 16"),
+        ("--tp 2", ["--global-batch-size 32"], "a step trains 64, 32 sequences: add --global-batch-size 64"),
+        ("--tp 2", ["--seq-length 4096"], "sequences have 8192, 4096 tokens: use one --seq-length"),
+        ("--tp 2", [], "--compare needs a value: --compare FLAGS"),
+        ("--world-size 8 --search", ["--tp 8"], "--search has no effect with --compare: leave one of them out"),
+    ],
+)
+def test_refused(flags: str, layouts: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(flags, *layouts) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--cluster h100 --software megatron-core --tp 8", 7),
+        ("--cluster h100 --software megacore --tp 8", 0),  # checked on one device only
+        ("--cluster h200 --software megatron-core --tp 8", 0),
+        ("--cluster gb200 --software megatron-core --tp 8 --dp 128", 0),  # more devices than were checked
+        ("--cluster a100-40g --software megatron-lm --tp 8", PUBLISHED["a100", "megatron-lm", "dense models"].rows),
+    ],
+)
+def test_what_was_checked_and_what_never(flags: str, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"pretrain_gpt.py --preset llama-3-8b --global-batch-size 128 --estimate {flags}"
+    plan = planned(capsys, run)
+    assert plan["checked_steps"] == steps
+    assert main(run.split()) == 0
+    assert (f"- checked: {steps} published steps" if steps else "- never checked: ") in capsys.readouterr().out
+
+
+def test_the_range_has_the_errors_of_published_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, f"{RUN.replace('h100', 'a100-80g')} --software megatron-lm --tp 8 --dp 4")
+    seconds, errors = plan["step_seconds"], PUBLISHED["a100", "megatron-lm", "dense models"]
+    assert seconds["high"] >= errors.high * seconds["value"] * (1 - 1e-9)
+    assert seconds["low"] <= errors.low * seconds["value"] * (1 + 1e-9)
+    rate = plan["throughput"]["tokens/s"]
+    assert rate["low"] == pytest.approx(rate["value"] * seconds["value"] / seconds["high"])
+
+
+def test_a_search_marks_what_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two limits between which the upper end of the best layout's peak lies."""
+    flags = f"{RUN} --world-size 16 --dp 16 --zero-stage 3 --recompute none --micro-batch-size 1 --search"
+    peak = planned(capsys, flags)["layouts"][0]["peak"]
+    for limit, is_tight in ((peak["high"] * 1.01, False), (peak["high"] * 0.99, True)):
+        (row,) = planned(capsys, f"{flags} --max-memory-gb {limit / 1e9}")["layouts"]
+        assert row["tight"] == is_tight
+
+
+def test_a_search_offloads_where_nothing_fits_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, f"{RUN} --world-size 1 --search")["layouts"]
+    assert found and all(row["flags"].endswith(" --offload-optimizer") for row in found)
+    alone = planned(capsys, f"{RUN} {found[0]['flags']}")
+    assert alone["fits"] and alone["step_seconds"]["value"] == pytest.approx(found[0]["step_seconds"]["value"])
