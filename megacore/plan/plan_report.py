@@ -53,6 +53,7 @@ PARTS = {
     "slowest": "waiting for the slowest node (straggler)",
     "optimizer": "optimizer update",
     "host": "offload copies to and from host memory, exposed",
+    "constant": "time of every step",
 }
 AFTER_WARM_UP = "{} sends whole gradients in its warm-up: all times, bytes, days and the price are those after it"
 _ROUNDING = 0.02 * GIB  # of the columns of memory, which have two decimals

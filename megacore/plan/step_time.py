@@ -31,7 +31,7 @@ from megacore.plan.traffic import stage_message, tied_gradients
 class StepTime:
     """A step of the slowest rank, in seconds, by what takes it.
 
-    The parts from `gemm` to `host` add up to `seconds`.
+    The parts from `gemm` to `constant` add up to `seconds`.
 
     Attributes:
         seconds: of the step.
@@ -44,7 +44,8 @@ class StepTime:
         bubble: waiting for other stages while no transfer is the cause.
         slowest: waiting for the slowest node.
         optimizer: the update.
-        host: copies to and from host memory that computing does not hide, and what a step takes in any layout.
+        host: copies to and from host memory that computing does not hide.
+        constant: what a step takes in any layout.
         hidden: transfers beside computing, by role.
         stages: of one microbatch.
     """
@@ -62,6 +63,7 @@ class StepTime:
     slowest: float
     optimizer: float
     host: float
+    constant: float
     hidden: dict[str, float]
     stages: tuple[StageTime, ...]
 
@@ -125,7 +127,8 @@ def step_time(
         bubble=max(without - step.busiest_seconds, 0.0) if parallel.pp > 1 else 0.0,  # but for rounding it is not less
         slowest=step.slowest,
         optimizer=end.optimizer,
-        host=end.host + cluster.software.step_seconds,
+        host=end.host,
+        constant=cluster.software.step_seconds,
         hidden={
             _beside_layers(parallel): parts.hidden,
             "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in step.on_busiest) * m,
