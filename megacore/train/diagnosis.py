@@ -160,7 +160,9 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
         )
     largest, remarks = steps.update.largest_weight(), list[str]()
     if last_loss >= IMPLAUSIBLE_LOSS:
-        remarks.append(f"the loss of the last finite step was {last_loss:.3g}: training had diverged already")
+        remarks.append(
+            f"the loss of the last step that updated the weights was {last_loss:.3g}: training had diverged already"
+        )
     if largest.value >= IMPLAUSIBLE_WEIGHT and steps.update.updates == 0:
         remarks.append(WRONG_FROM_THE_START)
     elif largest.value >= IMPLAUSIBLE_WEIGHT:
