@@ -1,15 +1,20 @@
-"""The processors of the host: whether ranks compute on them, how many cores a process, or a rank, may use, and when a
-rank gives its core to another."""
+"""The processors of the host: whether ranks compute on them, how many cores a process, or a rank, may use, when a rank
+gives its core to another, and when a process ends with the one that started it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
 # What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def cores_of_process() -> frozenset[int]:
@@ -52,3 +57,12 @@ def take_long_turns() -> None:
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def end_with_parent() -> None:
+    """Let this process of `multiprocessing` end with the thread that started it, however that ends. Only Linux can."""
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux" and parent is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # it has ended before
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -11,23 +11,17 @@ rank holds are counted beside what the planner says. Nothing is computed, sent o
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-import megacore
 from megacore import ops
 from megacore.config import RampupConfig, ResolvedConfig
 from megacore.config.dimensions import DIMENSIONS, coordinates_of, pipeline_dimension, ranks_of_role
-from megacore.errors import ConfigError, UserError
+from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
@@ -37,11 +31,12 @@ from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.memory import RankMemory, plan_memory
-from megacore.tracer.fake_job import CPU, absent_accelerator, fake_job
+from megacore.tracer.fake_job import CPU, absent_accelerator, fake_job, in_words
 from megacore.tracer.fake_settings import unfit_settings
 from megacore.tracer.memory import traced_rank
 from megacore.tracer.meter import Meter
 from megacore.tracer.profile import fake_microbatch, make_task
+from megacore.tracer.workers import in_processes
 from megacore.train.step import TrainStep
 from megacore.zero.memory import measured_bytes
 
@@ -98,7 +93,8 @@ class RankReport:
             lines.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} planned")
         for kind, held in self.state.items():
             planned = self.planned_state[kind]
-            if abs(held - planned) > (_ROUNDING + self.padding) * planned + _SCALARS:
+            padding = self.padding / (1 - self.padding)  # `padding` is a share of what is held
+            if abs(held - planned) > (_ROUNDING + padding) * planned + _SCALARS:
                 lines.append(f"{held:,} bytes of {kind}, {planned:,.0f} planned")
         planned = self.planned.expected_tensors
         if self.is_filled and abs(self.peak - planned) > _TRANSIENT * planned + _SMALL:
@@ -126,15 +122,9 @@ def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator
 def _reports(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[RankReport]:
     kinds = rank_kinds(config)
     run, firsts = partial(run_rank, config, on_cpu=on_cpu), [kind[0] for kind in kinds]
-    with ExitStack() as stack:
-        reports: Iterator[RankReport]
-        if workers == 1:
-            reports = map(run, firsts)
-        else:
-            pool = ProcessPoolExecutor(min(workers, len(kinds)), mp_context=get_context("fork"))
-            reports = stack.enter_context(pool).map(run, firsts)
-        for report, kind in zip(reports, kinds, strict=True):
-            yield replace(report, alike=kind[1:])
+    reports = map(run, firsts) if workers == 1 else in_processes(run, firsts, min(workers, len(kinds)))
+    for report, kind in zip(reports, kinds, strict=True):
+        yield replace(report, alike=kind[1:])
 
 
 def rank_kinds(config: ResolvedConfig) -> list[list[int]]:
@@ -226,7 +216,7 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
         try:
             step = _take_steps(config, mesh, counts, trail)
         except Exception as error:
-            problem = f"{trail}: {_in_words(error)}"
+            problem = f"{trail}: {in_words(error)}"
             planned = plan_memory(config, outline(config), on_cpu=on_cpu)[pipeline_rank]
             return RankReport(rank=rank, microbatches=counts, planned=planned, problem=problem)
         data_parallel, peak = step.model.data_parallel, meter.peak
@@ -299,15 +289,3 @@ class _Trail:
                     tensor.grad_fn.register_prehook(backward)
 
         return replace(spec, build=build)
-
-
-def _in_words(error: Exception) -> str:
-    """What went wrong, and where in megacore."""
-    text = str(error).strip() or type(error).__name__
-    if isinstance(error, UserError):
-        return text
-    package = str(Path(megacore.__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
-    here = __file__
-    where = [f"{Path(f.filename).relative_to(package)}:{f.lineno}" for f in frames if f.filename != here]
-    return f"{type(error).__name__}: {text}" + (f" (megacore/{where[-1]})" if where else "")

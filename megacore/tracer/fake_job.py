@@ -6,9 +6,11 @@ once, and what they receive has the right shape. The program itself is the real 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,8 +21,10 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
+import megacore
 from megacore import ops
 from megacore.config import ParallelConfig
+from megacore.errors import UserError
 from megacore.layers import moe
 from megacore.models.initialize import InitialWeights
 from megacore.parallel.experts import Assignment
@@ -65,6 +69,21 @@ def absent_accelerator() -> torch.device:
     name = "gpu"
     backend_registration._setup_privateuseone_for_python_backend(name, backend_module=_AbsentModule())
     return torch.device(name, 0)
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong in a step, and where in megacore."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, UserError):
+        return text
+    package = Path(megacore.__file__).parent
+    files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    where = [
+        f"{file.relative_to(package)}:{line}"
+        for file, line in files
+        if file.is_relative_to(package) and file.parent != Path(__file__).parent
+    ]
+    return f"{type(error).__name__}: {text}" + (f" (megacore/{where[-1]})" if where else "")
 
 
 class NoWeights(InitialWeights):

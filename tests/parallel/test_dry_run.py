@@ -92,6 +92,12 @@ def test_muon_holds_the_buckets_that_are_planned(layers: int, stage: int) -> Non
     require_ok(in_a_process((1, 1, 8), *cases), cases)
 
 
+def test_buckets_of_a_small_model_are_padded_for_compression() -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 512, "num_layers": 2, "zero_stage": 0, "micro_batch_size": 1}
+    cases = [{"optimizer": "onebitadam", "precision": "bf16", **sizes}]
+    require_ok(in_a_process((1, 1, 2), *cases), cases)
+
+
 def test_a_rank_may_get_no_matrix_of_muon() -> None:
     case = {"optimizer": "muon", "num_layers": 2, "zero_stage": 1, "micro_batch_size": 1, "global_batch_size": 16}
     (reports,) = in_a_process((1, 1, 16), case)

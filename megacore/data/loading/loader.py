@@ -7,10 +7,8 @@ while it computes the one before.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import signal
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.loading.batch import Batch
 from megacore.errors import DataError, WorkerDied
+from megacore.parallel.processors import end_with_parent
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase
 
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _SECONDS_FOR_A_WORKER_TO_END = 1.0
 
 B = TypeVar("B", bound=Batch)
@@ -321,5 +319,4 @@ def _belong_to_the_rank(worker: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
