@@ -253,9 +253,13 @@ def output_is_closed() -> bool:
     return False
 
 
-def cache_home() -> Path:
-    """Where this user's copies of remote files lie on this node: `$XDG_CACHE_HOME/megacore`, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megacore"
+def cache_home() -> Path | None:
+    """Where this user's copies of remote files lie on this node: `$XDG_CACHE_HOME/megacore`, or in ~/.cache; None: the
+    user has no home. The specification of that variable has relative paths ignored."""
+    for path in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(path):
+            return Path(path) / "megacore"
+    return None
 
 
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:

@@ -145,7 +145,11 @@ def verified_tokenizer(directory: Location, files: Mapping[str, FileEntry]) -> P
 def _copied(directory: RemotePath, files: Mapping[str, FileEntry]) -> Path:
     """The tokenizer of a checkpoint in an object store, in a directory of this node that is named by its content."""
     key = hashlib.sha256(repr(sorted((name, entry.sha256) for name, entry in files.items())).encode()).hexdigest()[:32]
-    copy = cache_home() / "tokenizers" / key
+    if (home := cache_home()) is None:
+        raise CheckpointError(
+            f"{directory}: its tokenizer is copied, and this user has no home directory: set XDG_CACHE_HOME"
+        )
+    copy = home / "tokenizers" / key
     try:
         copy.mkdir(parents=True, exist_ok=True)
         for name, expected in files.items():

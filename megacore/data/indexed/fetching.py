@@ -36,7 +36,9 @@ def local_prefix(prefix: str, cache: str | None) -> str:
     """
     if not is_url(prefix):
         return prefix
-    root = (Path(cache) if cache is not None else cache_home()) / "datasets"
+    if (home := cache_home() if cache is None else Path(cache)) is None:
+        raise DataError(f"--data-path {prefix} is copied, and this user has no home directory: use --data-cache-path")
+    root = home / "datasets"
     remote = RemotePath(prefix)
     try:
         sources = {ending: RemotePath(prefix + ending) for ending in (*_REQUIRED, *_OPTIONAL)}
