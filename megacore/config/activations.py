@@ -31,3 +31,5 @@ ACTIVATIONS: dict[str, ActivationKind] = {
     "geglu": ActivationKind(kept=3, gated=True),
     "geglu-exact": ActivationKind(kept=3, gated=True),
 }
+BUILT_IN = frozenset(ACTIVATIONS)
+"""Those that no program has registered."""

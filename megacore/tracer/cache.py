@@ -1,39 +1,50 @@
 """Profiles of ranks, kept in the user's cache between runs: tracing takes seconds, and reading a moment.
 
-A profile is found by everything that it depends on: the settings that decide what a step does, the rank, the version of
-torch, and the sources of megacore.
+A profile is found by everything that it depends on: the settings that decide what a step does, the rank, the versions
+of torch and Triton, and the sources of megacore. What uses the code of a program, such as an optimizer that it
+registers, is traced each time.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.util
 import json
 import multiprocessing
+import pickle
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import megacore
 from megacore.config import ResolvedConfig
+from megacore.config.activations import BUILT_IN
 from megacore.errors import UserError
 from megacore.files import cache_home, read_bounded, replace_bytes
 from megacore.parallel.processors import available_cores
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
-from megacore.tracer.step_memory import Passage, StepProfile, microbatches_that_run
+from megacore.tracer.step_memory import Pass, Passage, StepProfile, microbatches_that_run
 
 _LARGEST = 2**24
-# Sections of a configuration, and fields of others, that change nothing of what a step holds.
+_KEPT_SECONDS, _WRITING_SECONDS = 30 * 86400, 3600
+# Sections of a configuration that change nothing of what a step holds, and such fields of others.
 _APART = {"checkpoint", "data", "logging", "rampup", "spikes", "start", "watch"}
-_FREE = {
-    "deterministic", "eval_interval", "eval_iters", "global_batch_size", "max_bad_steps", "memory_check", "output_dir",
-    "preset", "seed", "skip_train", "train_iters",
+_FREE: Mapping[str, frozenset[str]] = {
+    "model": frozenset({"preset"}),
+    "optimizer": frozenset({
+        "lr", "min_lr", "lr_decay_iters", "lr_warmup_init", "lr_warmup_iters", "lr_wsd_decay_iters", "weight_decay",
+    }),
+    "training": frozenset({
+        "deterministic", "eval_interval", "eval_iters", "global_batch_size", "max_bad_steps", "memory_check",
+        "output_dir", "seed", "skip_train", "train_iters",
+    }),
 }  # fmt: skip
 
 
@@ -62,47 +73,71 @@ def profiles_of(
 
 
 def _traced(config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool) -> list[StepProfile]:
-    from megacore.tracer.profile import profile_of  # loads torch, which what is known need not wait for
+    found = _outcomes(config, ranks, on_cpu=on_cpu, shares_work=shares_work)
+    for rank, outcome in zip(ranks, found, strict=True):
+        if isinstance(outcome, str):
+            raise UserError(f"pipeline rank {rank} cannot take a step on fake tensors: {outcome}; use --estimate")
+    return [outcome for outcome in found if isinstance(outcome, StepProfile)]
 
-    trace = functools.partial(profile_of, config, on_cpu=on_cpu)
-    numbers = [rank * (config.parallel.ranks // config.parallel.pp) for rank in ranks]
+
+def _outcomes(
+    config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool
+) -> list[StepProfile | str]:
+    """The profile of each rank, or why it has none."""
+    from megacore.tracer import profile, workers  # they load torch, which what is known need not wait for
+
+    trace = functools.partial(profile.try_profile, config, on_cpu=on_cpu)
     if not shares_work or sys.platform != "linux" or multiprocessing.current_process().daemon:
-        return list(map(trace, numbers))
-    try:
-        return _in_processes("fork", trace, numbers)
-    except RuntimeError:  # if this process has computed gradients, autograd works in none that is forked from it
-        return _in_processes("spawn", trace, numbers)
+        return list(map(trace, ranks))
+    count = min(available_cores(), len(ranks))
+    found = list(workers.in_processes(trace, ranks, count))
+    # If this process has computed gradients, autograd works in none that is forked from it. In a new process nothing is
+    # registered, and a configuration with registered parts cannot be sent there.
+    if any(isinstance(outcome, str) and "Autograd-and-Fork" in outcome for outcome in found):
+        if not _is_of_megacore(config):
+            return list(map(trace, ranks))
+        with contextlib.suppress(pickle.PicklingError):
+            return list(workers.in_processes(trace, ranks, count, method="spawn"))
+        return list(map(trace, ranks))
+    return found
 
 
-def _in_processes(method: str, trace: Callable[[int], StepProfile], numbers: Sequence[int]) -> list[StepProfile]:
-    from megacore.tracer.fake_job import absent_accelerator
-
-    cores, context = min(available_cores(), len(numbers)), multiprocessing.get_context(method)
-    try:
-        # The device must be known before a process computes gradients, on whatever device.
-        with concurrent.futures.ProcessPoolExecutor(cores, context, initializer=absent_accelerator) as pool:
-            return list(pool.map(trace, numbers))
-    except concurrent.futures.BrokenExecutor:
-        raise UserError("a process that traces memory was killed: use --estimate") from None
+def _is_of_megacore(config: ResolvedConfig) -> bool:
+    """Whether a step runs no code that a program has registered."""
+    own = type(config.optimizer_settings).__module__.partition(".")[0] == megacore.__name__
+    return own and config.model.activation in BUILT_IN
 
 
-def _path(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> Path:
-    count = config.microbatches
-    if config.parallel.schedule_csv is None:
-        count = min(count, microbatches_that_run(config))
+def _path(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> Path | None:
+    """Where a profile is kept; None: nowhere."""
+    home = cache_home()
+    if home is None or not _is_of_megacore(config):
+        return None
+    count = microbatches_that_run(config, rank)
     data = config.data.seq_length, config.beside_hidden_states, config.padded_documents
     file = None if config.parallel.schedule_csv is None else training_schedule(config.parallel, count).actions
-    key = repr((_settings(config), count, data, file, rank, on_cpu, version("torch"), _sources()))
-    return cache_home() / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    versions = _version("torch"), _version("triton")
+    key = repr((_settings(config), count, data, file, rank, on_cpu, versions, _sources()))
+    return home / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _settings(config: ResolvedConfig) -> list[tuple[str, str, Any]]:
-    sections = [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _APART]
-    return [
-        (name, field.name, getattr(section, field.name))
-        for name, section in sections
-        for field in dataclasses.fields(section)
-        if field.name not in _FREE
+    # Weights are updated in groups of one rate and decay: what counts is which of them are alike.
+    optimizer = config.optimizer
+    alike = optimizer.weight_decay == 0, None if optimizer.decoupled_lr is None else optimizer.lr
+    return [("optimizer", "alike", alike)] + [
+        (section.name, field.name, getattr(getattr(config, section.name), field.name))
+        for section in dataclasses.fields(config)
+        if section.name not in _APART
+        for field in dataclasses.fields(getattr(config, section.name))
+        if field.name not in _FREE.get(section.name, ())
     ]
 
 
@@ -116,40 +151,58 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> StepProfile | None:
+def _read(path: Path | None) -> StepProfile | None:
     """The profile in a file; None: there is none, or it is damaged."""
+    if path is None:
+        return None
     try:
-        return _from_json(json.loads(read_bounded(path, _LARGEST)))
+        read = json.loads(read_bounded(path, _LARGEST))
+        return _from_json(read["profile"]) if read["digest"] == _digest(read["profile"]) else None
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
         return None
 
 
-def _write(path: Path, profile: StepProfile) -> None:
-    try:
+def _write(path: Path | None, profile: StepProfile) -> None:
+    if path is None:
+        return
+    data = _to_json(profile)
+    with contextlib.suppress(OSError):  # it is traced again
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(path, json.dumps(_to_json(profile)).encode(), durable=False)
-    except OSError:
-        pass  # it is traced again
+        replace_bytes(path, json.dumps({"digest": _digest(data), "profile": data}).encode(), durable=False)
+        _remove_old(path.parent)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove profiles that are a month old, which those of later sources replace, and files that a process which was
+    killed has not written to the end."""
+    for path in folder.iterdir():
+        age = time.time() - path.stat().st_mtime
+        if age > (_WRITING_SECONDS if path.suffix != ".json" else _KEPT_SECONDS):
+            path.unlink()
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _to_json(profile: StepProfile) -> dict[str, Any]:
     return {
         **{name: getattr(profile, name) for name in ("beside_state", "lasting_gradients", "updating")},
-        "passages": [[op.value, stage, passages] for (op, stage), passages in profile.passages.items()],
+        "passes": [[op.value, stage, passes] for (op, stage), passes in profile.passes.items()],
         "messages": [[op.value, stage, size] for (op, stage), size in profile.messages.items()],
     }
 
 
 def _from_json(read: dict[str, Any]) -> StepProfile:
-    if not any(op == Op.FORWARD.value for op, *_ in read["passages"]):
-        raise ValueError("no profile has no forward")
     return StepProfile(
         beside_state=int(read["beside_state"]),
         lasting_gradients=float(read["lasting_gradients"]),
         updating=int(read["updating"]),
-        passages={
-            (Op(op), int(stage)): [[Passage(*map(int, one)) for one in passages] for passages in of_microbatches]
-            for op, stage, of_microbatches in read["passages"]
+        passes={
+            (Op(op), int(stage)): [
+                Pass(after, [Passage(*map(int, one)) for one in passages]) for after, passages in of_op
+            ]
+            for op, stage, of_op in read["passes"]
         },
         messages={(Op(op), int(stage)): int(size) for op, stage, size in read["messages"]},
     )

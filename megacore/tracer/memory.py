@@ -16,7 +16,7 @@ from megacore.pipeline.schedule_file import training_schedule
 from megacore.plan.cut import Cut
 from megacore.plan.memory import RankMemory, as_computed, copied_logits, held_state, microbatches_in_flight
 from megacore.tracer.cache import profiles_of
-from megacore.tracer.step_memory import StepProfile, alike, change_of, microbatches_that_run, peak_of
+from megacore.tracer.step_memory import MOST_UNLIKE, StepProfile, alike, change_of, left_by, peak_of, successions
 
 
 def traced_rank(
@@ -46,13 +46,17 @@ def traced_memory(
     `plan_memory`. Loads torch, unless all kinds have been traced before."""
     config = as_computed(config, on_cpu=on_cpu)
     cut, kinds = Cut(config, layers), dict[Hashable, list[int]]()
+    schedule = _schedule(config)
     stages = {rank: [alike(config, chunk) for chunk in cut.on_rank(config, rank).chunks] for rank in range(cut.ranks)}
     for rank, of_rank in stages.items():
         chunks = cut.on_rank(config, rank).chunks
         built = tuple(tuple(id(chunk[n]) for n in numbers) for chunk, (numbers, _) in zip(chunks, of_rank, strict=True))
-        kinds.setdefault((rank == 0, built), []).append(rank)
-    profiles = profiles_of(config, [ranks[0] for ranks in kinds.values()], on_cpu=on_cpu)
-    schedule, found = _schedule(config), dict[int, RankMemory]()
+        kinds.setdefault((rank == 0, built, _actions(config, schedule, rank)), []).append(rank)
+    # Of ranks that are alike the last one fills the pipeline with the fewest microbatches.
+    profiles, found = (
+        profiles_of(config, [ranks[-1] for ranks in kinds.values()], on_cpu=on_cpu),
+        dict[int, RankMemory](),
+    )
     for ranks, profile in zip(kinds.values(), profiles, strict=True):
         for rank in ranks:
             held = held_state(config, cut, rank, on_cpu=on_cpu)
@@ -66,8 +70,17 @@ def traced_memory(
 
 def _schedule(config: ResolvedConfig) -> Schedule:
     """What the ranks do in a step, of as many microbatches as fill the pipeline alike, and as a profile has."""
-    count = max(enough_microbatches(config.parallel, config.microbatches), microbatches_that_run(config))
+    count = max(enough_microbatches(config.parallel, config.microbatches), MOST_UNLIKE)
     return training_schedule(config.parallel, min(count, config.microbatches))
+
+
+def _actions(config: ResolvedConfig, schedule: Schedule, rank: int) -> Hashable:
+    """What the actions of ranks that are alike have in common."""
+    if config.parallel.schedule_csv is None:
+        return successions(config, rank, schedule.microbatches)
+    order = schedule.computations(rank)
+    before = left_by(config, order)
+    return tuple((a.op, a.stage // schedule.ranks, left) for a, left in zip(order, before, strict=True))
 
 
 def _traced(
@@ -78,7 +91,7 @@ def _traced(
     order: Sequence[tuple[bool, Sequence[Action]]],
 ) -> RankMemory:
     """A rank with its state, `held`, and what a profile says of its actions; other arguments as for `peak_of`."""
-    peak = peak_of(profile, like, order, config.parallel.pp)
+    peak = peak_of(profile, like, order, config)
     gradients = held.state["grads"] - held.host.get("grads", 0.0)
     on_host = {"activations": float(peak.on_host)} if peak.on_host else {}
     return dataclasses.replace(
@@ -90,7 +103,7 @@ def _traced(
         updating=float(profile.updating),
         absent=held.absent + (1 - profile.lasting_gradients) * gradients - peak.made,
         microbatch=[
-            change_of(numbers, profile.passages[Op.FORWARD, stage][0], Op.FORWARD).net
+            change_of(numbers, profile.passes[Op.FORWARD, stage][0].passages, Op.FORWARD).net
             for stage, numbers in enumerate(like)
         ],
         is_traced=True,

@@ -32,9 +32,9 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Action, Op
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.traffic import recomputed_whole
-from megacore.tracer.fake_job import CPU, NoWeights, absent_accelerator, fake_job
+from megacore.tracer.fake_job import CPU, NoWeights, absent_accelerator, fake_job, in_words
 from megacore.tracer.meter import Meter
-from megacore.tracer.step_memory import Passage, StepProfile, alike, microbatches_that_run
+from megacore.tracer.step_memory import Pass, Passage, StepProfile, alike, left_by, microbatches_that_run
 from megacore.train import parallelize
 from megacore.train.bert_task import BertTask
 from megacore.train.gpt_task import GPTTask
@@ -44,11 +44,11 @@ from megacore.zero.memory import measured_bytes
 
 
 def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfile:
-    """A step of one rank.
+    """A step of one rank, the first of its stage.
 
     Args:
         config: a resolved configuration, for any number of ranks.
-        rank: which one.
+        rank: its number in the pipeline.
         on_cpu: whether the ranks compute in host memory.
     """
     built = [[layers[number] for number in numbers] for layers, numbers in _stages(config)]
@@ -58,10 +58,11 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
         for layer, is_again in zip(layers, recomputed_whole(config, layers), strict=True)
         if is_again
     }
-    config = _traceable(config, on_cpu=on_cpu)
+    config = _traceable(config, rank, on_cpu=on_cpu)
     device = CPU if on_cpu else absent_accelerator()
     kernels: ops.Choice = "torch" if on_cpu or config.training.kernels == "torch" else "triton"
-    with fake_job(config.parallel, rank=rank, device=device, kernels=kernels) as mesh, Meter(device) as meter:
+    number = rank * (config.parallel.ranks // config.parallel.pp)  # stages are outermost
+    with fake_job(config.parallel, rank=number, device=device, kernels=kernels) as mesh, Meter(device) as meter:
         log, task = _Log(meter), make_task(config, mesh)
         by_name = {layer.name: layer for layer in task.layers}
         task.layers = [log.followed(by_name[one.name], n) for stage in built for n, one in enumerate(stage)]
@@ -87,9 +88,18 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
             beside_state=log.begun - sum(log.state.values()),
             lasting_gradients=log.state["grads"] / max(state["grads"], 1),
             updating=meter.peak - sum(state.values()),
-            passages=_by_stage(log.passages, mesh),
+            passes=_by_stage(log.passages, config),
             messages=_messages(task, mesh, batch[0], len(stages)),
         )
+
+
+def try_profile(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfile | str:
+    """`profile_of`, or why a rank cannot take a step on fake tensors: not every error can be sent to another
+    process."""
+    try:
+        return profile_of(config, rank, on_cpu=on_cpu)
+    except Exception as error:
+        return in_words(error)
 
 
 def _named(specs: Sequence[LayerSpec], _: ResolvedConfig, *, names: Collection[str]) -> list[int]:
@@ -116,12 +126,10 @@ def fake_microbatch(kind: type[Batch], config: ResolvedConfig, mesh: Mesh, index
     return kind(index=index, **tensors)
 
 
-def _traceable(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
+def _traceable(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> ResolvedConfig:
     """The configuration of a step of few microbatches and layers that fake tensors can take."""
     parallel, training = config.parallel, config.training
-    count = config.microbatches
-    if parallel.schedule_csv is None:
-        count = min(count, microbatches_that_run(config))
+    count = microbatches_that_run(config, rank)
     samples = count * training.micro_batch_size * ranks_of_role("batch", parallel)
     training = replace(training, global_batch_size=samples, compile=False)
     # After the warm-up of a 1-bit optimizer a rank holds more: the second step is one of these.
@@ -198,11 +206,12 @@ class _Log:
 
 
 def _by_stage(
-    passages: Sequence[tuple[Action, list[Passage]]], mesh: Mesh
-) -> dict[tuple[Op, int], list[list[Passage]]]:
-    found: dict[tuple[Op, int], list[list[Passage]]] = {}
-    for action, of_action in passages:
-        found.setdefault((action.op, action.stage // mesh.pipeline.size), []).append(of_action)
+    passages: Sequence[tuple[Action, list[Passage]]], config: ResolvedConfig
+) -> dict[tuple[Op, int], list[Pass]]:
+    found: dict[tuple[Op, int], list[Pass]] = {}
+    before = left_by(config, [action for action, _ in passages])
+    for (action, of_action), after in zip(passages, before, strict=True):
+        found.setdefault((action.op, action.stage // config.parallel.pp), []).append(Pass(after, of_action))
     return found
 
 

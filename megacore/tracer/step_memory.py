@@ -1,21 +1,24 @@
 """A rank's memory in a step, put together from what few layers did in few microbatches; nothing here loads torch.
 
 profile.py runs them. Of layers that are alike there are three: the first, the last, and one that stands for all
-between; five where a layer acts ahead of another one. Of microbatches it is the same, and where each of them is reduced
-the second counts too. From what each layer adds to the rank's memory in each action follows the memory of a stage of
-any depth, in a step of any number of microbatches, in any order of actions: nothing here knows what an operator keeps.
+between; five where a layer acts ahead of another one. Microbatches are as few (`microbatches_that_run`). From what each
+layer adds to the rank's memory in each action follows the memory of a stage of any depth, in a step of any number of
+microbatches, in any order of actions: nothing here knows what an operator keeps.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import shard_ranks
-from megacore.models.outline import ModelLayer
-from megacore.pipeline.schedule import Action, Op
+from megacore.models.outline import ModelLayer, outline
+from megacore.pipeline.in_flight import enough_microbatches
+from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule import Action, Op, rank_order
 from megacore.plan.state import zero_stage
 from megacore.plan.traffic import recomputed_whole
 from megacore.zero.buckets import grown
@@ -39,6 +42,18 @@ class Passage(NamedTuple):
     net_on_host: int = 0
 
 
+class Pass(NamedTuple):
+    """What an action does to a rank's memory.
+
+    Attributes:
+        after: what `left_by` says of it.
+        passages: of its layers, in order.
+    """
+
+    after: str
+    passages: Sequence[Passage]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
     """A rank's memory in a step.
@@ -47,20 +62,65 @@ class StepProfile:
         beside_state: bytes on the device when a step begins that are not state.
         lasting_gradients: share of the gradients among the state that exist when a step begins; it makes the others.
         updating: most bytes on the device that are not state while weights are updated.
-        passages: by operation and number of the stage on the rank: those of each microbatch that runs.
+        passes: by operation and number of the stage on the rank: those of the microbatches that run, in order.
         messages: bytes of what each stage receives: inputs, and gradients of its outputs.
     """
 
     beside_state: int
     lasting_gradients: float
     updating: int
-    passages: Mapping[tuple[Op, int], Sequence[Sequence[Passage]]]
+    passes: Mapping[tuple[Op, int], Sequence[Pass]]
     messages: Mapping[tuple[Op, int], int]
 
 
-def microbatches_that_run(config: ResolvedConfig) -> int:
-    """Microbatches of a profile, if there are as many: on ZeRO's stages 2 and 3 the second one is unlike later ones."""
-    return 4 if config.parallel.zero_stage >= 2 else 3
+MOST_UNLIKE = 4
+"""Microbatches of a step that may be unlike each other by their place in it alone."""
+
+
+def microbatches_that_run(config: ResolvedConfig, rank: int) -> int:
+    """Microbatches of a rank's profile. By their place in a step there are three kinds, the first, the last, and those
+    between. On ZeRO's stages 2 and 3 the second one is unlike later ones. Where an action leaves memory to the next,
+    as many run as show each action after all those that come before it in a step."""
+    if config.parallel.schedule_csv is not None:  # it is made for a number of microbatches
+        return config.microbatches
+    least = min(MOST_UNLIKE if config.parallel.zero_stage >= 2 else 3, config.microbatches)
+    most = max(least, enough_microbatches(config.parallel, config.microbatches))
+    needed = successions(config, rank, most)
+    return next(count for count in range(least, most + 1) if successions(config, rank, count) >= needed)
+
+
+def successions(config: ResolvedConfig, rank: int, microbatches: int) -> frozenset[tuple[Op, int, str]]:
+    """The operations of a rank's step, each with the number of its stage on the rank and what `left_by` says."""
+    if not config.training.offload_activations:
+        return frozenset()
+    parallel = config.parallel
+    order = rank_order(parallel.schedule_name, rank, parallel.pp, microbatches, virtual_stages=parallel.virtual_stages)
+    before = left_by(config, order)
+    return frozenset((a.op, a.stage // parallel.pp, left) for a, left in zip(order, before, strict=True))
+
+
+def left_by(config: ResolvedConfig, order: Sequence[Action]) -> list[str]:
+    """For each computation of a rank, those before it that may have left memory which this one frees: the last two
+    blocks whose activations are offloaded stay on the device until the next block comes (megacore/parallel/saved.py).
+
+    Args:
+        config: a resolved configuration.
+        order: the rank's computations.
+    """
+    if not config.training.offload_activations:
+        return [""] * len(order)
+
+    def words(action: Action, last: Action) -> str:
+        whose = "its" if (action.microbatch, action.stage) == (last.microbatch, last.stage) else "another's"
+        return f"{whose} {last.op.value}{last.stage // config.parallel.pp}"
+
+    layers = outline(config)
+    blocks = (sum(layer.block is not None for layer in layers[r.start : r.stop]) for r in stage_ranges(layers, config))
+    reach = 1 if min(blocks) > 1 else 2
+    return [
+        ", ".join(words(action, last) for last in order[max(number - reach, 0) : number])
+        for number, action in enumerate(order)
+    ]
 
 
 def unlike_ends(config: ResolvedConfig) -> int:
@@ -121,11 +181,12 @@ def _patterns(kinds: Sequence[Hashable]) -> Iterator[tuple[int, int, int]]:
 
 
 class Change(NamedTuple):
-    """What an action does to a rank's memory; attributes are those of `Passage`."""
+    """What an action does to a rank's memory; attributes are those of `Passage` and `Pass`."""
 
     high: int
     net: int
     net_on_host: int
+    after: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +228,10 @@ def change_of(like: Sequence[int], passages: Sequence[Passage], op: Op) -> Chang
 
 
 def peak_of(
-    profile: StepProfile, stages: Sequence[Sequence[int]], order: Sequence[tuple[bool, Sequence[Action]]], ranks: int
+    profile: StepProfile,
+    stages: Sequence[Sequence[int]],
+    order: Sequence[tuple[bool, Sequence[Action]]],
+    config: ResolvedConfig,
 ) -> StepPeak:
     """The peak of a rank that takes these actions.
 
@@ -175,17 +239,16 @@ def peak_of(
         profile: of the rank, or of one with the same kinds of layers.
         stages: for each layer of each of its stages, which of the built layers it is like.
         order: its actions, in batches as `Schedule.batches` has them.
-        ranks: of the pipeline.
+        config: a resolved configuration.
     """
+    ranks = config.parallel.pp
     changes = {
-        key: [change_of(stages[key[1]], passages, key[0]) for passages in of_microbatches]
-        for key, of_microbatches in profile.passages.items()
+        key: [change_of(stages[key[1]], one.passages, key[0])._replace(after=one.after) for one in passes]
+        for key, passes in profile.passes.items()
     }
-    counts: dict[tuple[Op, int], int] = {}
-    for is_transfer, batch in order:
-        for action in () if is_transfer else batch:
-            key = action.op, action.stage // ranks
-            counts[key] = counts.get(key, 0) + 1
+    computations = [action for is_transfer, batch in order if not is_transfer for action in batch]
+    before = iter(left_by(config, computations))
+    counts = Counter((action.op, action.stage // ranks) for action in computations)
     done = dict.fromkeys(counts, 0)
     held = on_host = most_on_host = gradients = 0
     peak = kept = made = 0
@@ -196,13 +259,13 @@ def peak_of(
             held += sum(sizes)
             continue
         for action in batch:
-            key = action.op, action.stage // ranks
-            change = _at(changes[key], done[key], counts[key])
+            key, after = (action.op, action.stage // ranks), next(before)
+            change = _at(changes[key], done[key], counts[key], after)
             if held + change.high > peak:
                 peak = held + change.high
                 kept, made = held - gradients + (change.net if action.op is Op.FORWARD else 0), gradients
             if not done[key] and action.op in (Op.BACKWARD, Op.WEIGHT_GRAD) and counts[key] > 1:
-                gradients += change.net - changes[key][1].net
+                gradients += change.net - _at(changes[key][1:], 0, counts[key] - 1, after).net
             done[key] += 1
             held += change.net
             on_host += _sent_to_host(changes, key)
@@ -218,9 +281,12 @@ def _sent_to_host(changes: Mapping[tuple[Op, int], Sequence[Change]], key: tuple
     return changes[Op.FORWARD, stage][0].net_on_host * (1 if op is Op.FORWARD else -1)
 
 
-def _at(changes: Sequence[Change], number: int, count: int) -> Change:
-    """That of the microbatch with this number, of so many: one stands for all between the first and the last."""
+def _at(changes: Sequence[Change], number: int, count: int, after: str) -> Change:
+    """That of the microbatch with this number, of so many: one stands for all between the first and the last. Of those
+    that run, it is like the nearest one that comes after the same action."""
     assert len(changes) <= count
-    if len(changes) == count:
-        return changes[number]
-    return changes[-1 if number == count - 1 else min(number, len(changes) - 2)]
+    like = number
+    if len(changes) < count:
+        like = len(changes) - 1 if number == count - 1 else min(number, len(changes) - 2)
+    alike = [n for n, change in enumerate(changes) if change.after == after] or range(len(changes))
+    return changes[min(alike, key=lambda n: abs(n - like))]

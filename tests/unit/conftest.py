@@ -30,8 +30,7 @@ def editable_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def estimated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans take their memory from the estimate, at once, except in tests that are marked `traced`."""
-    if request.node.get_closest_marker("traced") is None:
-        for module in (plan, plan_search):
-            monkeypatch.setattr(module, "traced_memory", plan_memory)
+def estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take their memory from the estimate, at once."""
+    for module in (plan, plan_search):
+        monkeypatch.setattr(module, "traced_memory", plan_memory)
