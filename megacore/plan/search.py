@@ -76,6 +76,7 @@ class Layout:
         config: of the run.
         memory_bytes: of the fullest rank.
         memory: of its pipeline ranks; None: it is an estimate, which is not kept.
+        estimate: bytes of the fullest rank as they were estimated, where `memory` is known; None: `memory_bytes`.
         seconds: of a step, expected.
         range: of it from the fast to the slow case, once it is simulated.
         names_batch: whether its flags include --global-batch-size, which the user has not given.
@@ -88,6 +89,7 @@ class Layout:
     seconds: float
     range: tuple[float, float] | None = None
     memory: Sequence[RankMemory] | None = None
+    estimate: float | None = None
     names_batch: bool = False
     names_defaults: bool = False
     names_offload: bool = False
@@ -96,6 +98,13 @@ class Layout:
     def is_simulated(self) -> bool:
         """Whether `seconds` is simulated; otherwise it is an estimate by closed forms."""
         return self.range is not None
+
+    def memory_and_that_of(self, other: Layout) -> tuple[float, float]:
+        """Bytes of the fullest rank of both, found in the same way: as estimated, unless both are known."""
+        if (self.memory is None) == (other.memory is None):
+            return self.memory_bytes, other.memory_bytes
+        mine, others = (one.memory_bytes if one.estimate is None else one.estimate for one in (self, other))
+        return mine, others
 
     @property
     def division(self) -> tuple[object, ...]:
@@ -164,9 +173,8 @@ class Found:
         found: dict[tuple[object, ...], list[list[Layout]]] = {}
         for (*division, _), group in groups.items():
             faster = found.setdefault(tuple(division), [])
-            saved = (one[0].memory_bytes - group[0].memory_bytes for one in faster)
-            least = max(SAVING * group[0].memory_bytes, 0.1 * GIB)
-            if all(size >= least for size in saved):
+            pairs = [group[0].memory_and_that_of(one[0]) for one in faster]
+            if all(others - mine >= max(SAVING * mine, 0.1 * GIB) for mine, others in pairs):
                 faster.append(group)
         kept = {id(group) for groups_alike in found.values() for group in groups_alike}
         return [group for group in groups.values() if id(group) in kept]
@@ -179,8 +187,10 @@ def frontier_of(layouts: Iterable[Layout]) -> list[Layout]:
     best: list[Layout] = []
     alike = 0.0  # times up to this one are that of the last of `best`
     for layout in sorted(layouts, key=lambda one: (one.seconds, one.memory_bytes)):
-        if best and layout.memory_bytes > (1 - ALIKE) * best[-1].memory_bytes:
-            continue
+        if best:
+            mine, others = layout.memory_and_that_of(best[-1])
+            if mine > (1 - ALIKE) * others:
+                continue
         if layout.seconds < alike:
             best[-1] = layout
         else:
@@ -262,19 +272,28 @@ def with_memory(found: Found, count: int, find_memory: FindsMemory) -> Found:
     """What was found, with the memory that `find_memory` finds of the fastest layouts of the first `count` divisions.
     Those that need more than there is are left out, and the next ones take their place, up to `_TRIES` for each; what
     is listed beyond that is an estimate."""
-    layouts, least, on_host = list(found.layouts), found.least_memory, usable_host_bytes(found.cluster)
+    layouts, on_host = list(found.layouts), usable_host_bytes(found.cluster)
+    least = least_on_host = math.inf  # of those that do not fit on the device, and of those that fit only there
     for _ in range(_TRIES * count + 1):
-        found = dataclasses.replace(found, layouts=layouts, least_memory=None if layouts else least)
+        found = dataclasses.replace(found, layouts=layouts)
+        if not layouts and least_on_host < math.inf:
+            found = dataclasses.replace(found, least_on_host=least_on_host)
+        elif not layouts and least < math.inf:
+            found = dataclasses.replace(found, least_memory=least)
         layout = next((layout for layout, *_ in found.divisions[:count] if layout.memory is None), None)
         if layout is None:
             return found
         at = next(number for number, other in enumerate(layouts) if other is layout)
         ranks = memory_of(layout, found.cluster, find_memory)
         needed = max(rank.expected for rank in ranks)
-        least = min(needed, least or needed)
         held = held_on_host(layout.config, ranks, found.cluster.device.node_ranks)
-        fits = needed <= found.capacity and (on_host is None or held <= on_host)
-        layouts[at : at + 1] = [dataclasses.replace(layout, memory_bytes=needed, memory=ranks)] if fits else []
+        traced = dataclasses.replace(layout, memory_bytes=needed, memory=ranks, estimate=layout.memory_bytes)
+        if needed > found.capacity:
+            layouts[at : at + 1], least = [], min(least, needed)
+        elif on_host is not None and held > on_host:
+            layouts[at : at + 1], least_on_host = [], min(least_on_host, held)
+        else:
+            layouts[at] = traced
     return found
 
 

@@ -88,7 +88,10 @@ def search_table(
             f"- 1 to {equal} are equal: the planner cannot tell times apart that differ by less than {APART:.0%}"
         )
     lines += [f"- {line}" for line in reasons(found, own)]
-    how = "estimated" if rows[0][0].memory is None else "traced"
+    estimated = [str(number) for number, (layout, *_) in enumerate(rows, start=1) if layout.memory is None]
+    how = "traced" if len(estimated) < len(rows) else "estimated"
+    if 0 < len(estimated) < len(rows):
+        how += f" (estimated in row{'s' * (len(estimated) > 1)} {', '.join(estimated)})"
     lines.append(f"- times: {checked_line(rows[0][0].config, found.cluster)}; memory: {how}")
     return "\n".join([*lines, "", "For the details of a layout, plan it alone: add its flags, without --search."])
 

@@ -14,11 +14,12 @@ import pytest
 
 from megacore.config import validate, violations
 from megacore.models.outline import outline
-from megacore.plan.cluster import CLUSTERS
-from megacore.plan.memory import GIB, fullest_rank, plan_memory
+from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
 from megacore.plan.plan_report import four_digits
-from megacore.plan.planner import make_plan
-from megacore.plan.search import Layout, search
+from megacore.plan.planner import FindsMemory, make_plan
+from megacore.plan.search import Found, Layout, search, with_memory
+from megacore.plan.search_report import search_table
 from megacore.plan.search_space import Constraints, divisions_of, variants, with_choice
 from megacore.plan.step_time import step_time
 from megacore.plan.validity import Validity
@@ -198,6 +199,53 @@ def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
     none = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits, memory_bytes=GIB))
     assert not none.layouts
     assert none.least_memory == min(layout.memory_bytes for layout in found.layouts)
+
+
+OFFLOADED = "--mock-data --train-iters 9 --vocab-size 512 --num-layers 4 --hidden-size 256 --num-attention-heads 4"
+
+
+def found_with(memory: FindsMemory, cluster: Cluster, *words: str, count: int = 2, **limits: float) -> Found:
+    """A search whose first layouts have the memory that `memory` finds."""
+    config = parse(*OFFLOADED.split(), "--global-batch-size", "8", "--precision", "bf16", *words)
+    return with_memory(search(config, cluster, Constraints(world_size=4, **limits)), count, memory)
+
+
+def times(share: float, on_host: float = 1.0) -> FindsMemory:
+    """The estimate, multiplied."""
+
+    def find(*args: Any, **kwargs: Any) -> list[RankMemory]:
+        return [
+            dataclasses.replace(
+                rank, activations=share * rank.activations, host={k: on_host * v for k, v in rank.host.items()}
+            )
+            for rank in plan_memory(*args, **kwargs)
+        ]
+
+    return find
+
+
+def test_the_memory_that_is_lacking_is_that_which_is_named() -> None:
+    """Layouts that fit on the device as estimated, and as they are traced only there, or not even there."""
+    device = dataclasses.replace(CLUSTERS["h100"].device, host_memory=4 * GIB)
+    cluster = dataclasses.replace(CLUSTERS["h100"], device=device)
+    # All are tried, as there are fewer than three times `count`.
+    lacks_host = found_with(times(1.0, 1000.0), cluster, "--offload-optimizer", count=1000)
+    assert not lacks_host.layouts
+    assert (lacks_host.least_memory, (lacks_host.least_on_host or 0) > 4 * GIB) == (None, True)
+    lacks_device = found_with(times(1e6), cluster, "--offload-optimizer", count=1000)
+    assert not lacks_device.layouts
+    assert (lacks_device.least_on_host, (lacks_device.least_memory or 0) > lacks_device.capacity) == (None, True)
+
+
+def test_traced_and_estimated_memory_are_not_compared() -> None:
+    """An estimate that is too small by the same share everywhere changes neither the divisions nor the frontier."""
+    estimated = found_with(plan_memory, CLUSTERS["h100"])
+    some = found_with(times(10.0), CLUSTERS["h100"])
+    assert {layout.memory is None for layout in some.layouts} == {True, False}
+    assert [of[0].flags for of in some.divisions] == [of[0].flags for of in estimated.divisions]
+    assert [layout.flags for layout in some.frontier] == [layout.flags for layout in estimated.frontier]
+    table = search_table(some, top=4)
+    assert "memory is traced (estimated in rows 3, 4)" in table
 
 
 def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
