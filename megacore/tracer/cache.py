@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import json
 import multiprocessing
-import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -91,15 +90,14 @@ def _outcomes(
         return list(map(trace, ranks))
     count = min(available_cores(), len(ranks))
     found = list(workers.in_processes(trace, ranks, count))
-    # If this process has computed gradients, autograd works in none that is forked from it. In a new process nothing is
-    # registered, and a configuration with registered parts cannot be sent there.
-    if any(isinstance(outcome, str) and "Autograd-and-Fork" in outcome for outcome in found):
-        if not _is_of_megacore(config):
-            return list(map(trace, ranks))
-        with contextlib.suppress(pickle.PicklingError):
-            return list(workers.in_processes(trace, ranks, count, method="spawn"))
+    if not any(isinstance(outcome, str) and "Autograd-and-Fork" in outcome for outcome in found):
+        return found
+    # This process has computed gradients, and autograd works in none that is forked from it. In a new process nothing
+    # is registered, and a configuration with registered sections cannot be sent there.
+    kind = type(config)
+    if getattr(sys.modules[kind.__module__], kind.__name__) is not kind or not _is_of_megacore(config):
         return list(map(trace, ranks))
-    return found
+    return list(workers.in_processes(trace, ranks, count, method="spawn"))
 
 
 def _is_of_megacore(config: ResolvedConfig) -> bool:
