@@ -32,6 +32,9 @@ from megacore.pipeline.schedule_file import training_schedule
 from megacore.tracer.step_memory import Pass, Passage, StepProfile, microbatches_that_run
 
 _LARGEST = 2**24
+# Of what torch says in a process that is forked from one that has computed gradients: its threads of autograd are not
+# there, or do not know the absent device.
+_AFTER_GRADIENTS = ("Autograd-and-Fork", "device_ready_queues_")
 _KEPT_SECONDS, _WRITING_SECONDS = 30 * 86400, 3600
 # Sections of a configuration that change nothing of what a step holds, and such fields of others.
 _APART = {"checkpoint", "data", "logging", "rampup", "spikes", "start", "watch"}
@@ -90,10 +93,9 @@ def _outcomes(
         return list(map(trace, ranks))
     count = min(available_cores(), len(ranks))
     found = list(workers.in_processes(trace, ranks, count))
-    if not any(isinstance(outcome, str) and "Autograd-and-Fork" in outcome for outcome in found):
+    if not any(isinstance(outcome, str) and any(part in outcome for part in _AFTER_GRADIENTS) for outcome in found):
         return found
-    # This process has computed gradients, and autograd works in none that is forked from it. In a new process nothing
-    # is registered, and a configuration with registered sections cannot be sent there.
+    # In a new process nothing is registered, and a configuration with registered sections cannot be sent there.
     kind = type(config)
     if getattr(sys.modules[kind.__module__], kind.__name__) is not kind or not _is_of_megacore(config):
         return list(map(trace, ranks))

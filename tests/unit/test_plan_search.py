@@ -204,10 +204,10 @@ def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
 OFFLOADED = "--mock-data --train-iters 9 --vocab-size 512 --num-layers 4 --hidden-size 256 --num-attention-heads 4"
 
 
-def found_with(memory: FindsMemory, cluster: Cluster, *words: str, count: int = 2, **limits: float) -> Found:
+def found_with(memory: FindsMemory, cluster: Cluster, *words: str, count: int = 2) -> Found:
     """A search whose first layouts have the memory that `memory` finds."""
     config = parse(*OFFLOADED.split(), "--global-batch-size", "8", "--precision", "bf16", *words)
-    return with_memory(search(config, cluster, Constraints(world_size=4, **limits)), count, memory)
+    return with_memory(search(config, cluster, Constraints(world_size=4)), count, memory)
 
 
 def times(share: float, on_host: float = 1.0) -> FindsMemory:
