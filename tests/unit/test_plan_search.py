@@ -245,7 +245,7 @@ def test_traced_and_estimated_memory_are_not_compared() -> None:
     assert [of[0].flags for of in some.divisions] == [of[0].flags for of in estimated.divisions]
     assert [layout.flags for layout in some.frontier] == [layout.flags for layout in estimated.frontier]
     table = search_table(some, top=4)
-    assert "memory is traced (estimated in rows 3, 4)" in table
+    assert "memory: traced (estimated in rows 3, 4)" in table
 
 
 def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
