@@ -44,6 +44,7 @@ UNLISTED = {
     "kernel_cases": "what kernel_report measures",
     "kernel_liger": "what kernel_report compares with",
     "kernel_report": "writes the tables of kernels.md",
+    "megatron_reference": "writes the tables of coming-from-megatron.md",
     "prose": "finds the English of the quick start's corpus",
     "quickstart": "`make quickstart`",
     "run_lm_eval": "the program of lm-evaluation-harness, with its flags",

@@ -20,8 +20,8 @@ from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
-from megacore.config.megatron_flags import FOREIGN
-from megacore.config.megatron_model import ELSEWHERE, LISTS, NOTATIONS, SYNONYMS
+from megacore.config.megatron_flags import ELSEWHERE, FOREIGN, LISTS, SYNONYMS
+from megacore.config.megatron_model import NOTATIONS
 from megacore.config.megatron_values import ForeignFlag, ForeignSetting, MissingField, Shape, Translation, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import nearest_ints, parse_float, parse_int

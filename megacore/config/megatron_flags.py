@@ -1,30 +1,33 @@
 """Every flag of Megatron-LM that is not megacore's: translated, ignored, or refused with what to use instead.
 
-docs/guides/coming-from-megatron.md lists them. Megatron-LM flags with the same meaning are names and aliases of fields,
-and not listed here. megatron_model.py and megatron_training.py have the translations, megatron_idle.py those that
-change nothing, megatron_refused.py those that are refused.
+megatron.toml lists them, and docs/guides/coming-from-megatron.md shows its tables. Megatron-LM flags with the same
+meaning are names and aliases of fields, and not listed there. megatron_model.py and megatron_training.py have the
+functions that rows name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megacore.config.megatron_idle import IDLE_LISTS, IDLE_SWITCHES, IDLE_VALUES
+from megacore.config.foreign_flags import accepted_flags, computed_flags, read_tables, refused_flags
 from megacore.config.megatron_model import MODEL
-from megacore.config.megatron_refused import NOT_YET, REPLACED
 from megacore.config.megatron_training import TRAINING
-from megacore.config.megatron_values import ForeignFlag, idle
+from megacore.config.megatron_values import ForeignFlag
 
-__all__ = ["FOREIGN", "NOT_YET", "REPLACED", "advice"]
-
-FOREIGN: Mapping[str, ForeignFlag] = {
-    **MODEL,
-    **TRAINING,
-    **{flag: idle(why, is_switch=True) for flag, why in IDLE_SWITCHES.items()},
-    **{flag: idle(why) for flag, why in IDLE_VALUES.items()},
-    **{flag: idle(why, is_list=True) for flag, why in IDLE_LISTS.items()},
-}
+TABLES = read_tables("megatron.toml")
+"""The file itself."""
+FOREIGN: Mapping[str, ForeignFlag] = accepted_flags(TABLES, MODEL | TRAINING)
 """The flags that are accepted and translated."""
+LISTS: Mapping[str, ForeignFlag] = computed_flags(TABLES["computed_lists"], MODEL)
+"""Flags of megacore that Megatron-LM also gives a list in brackets, which is translated."""
+REPLACED: Mapping[str, str] = refused_flags(TABLES["replaced"])
+"""Flags that have another name here, or that megacore does not need."""
+NOT_YET: Mapping[str, str] = refused_flags(TABLES["not_yet"])
+"""Flags of features that megacore does not have, and what leaving them out changes or what comes nearest."""
+SYNONYMS: Mapping[str, Mapping[str, str]] = TABLES["synonyms"]
+"""Names of values in Megatron-LM and Megatron-DeepSpeed, by field."""
+ELSEWHERE: Mapping[str, Mapping[str, str]] = TABLES["elsewhere"]
+"""Values in Megatron-LM that have no counterpart, by field, and the reason or what comes nearest."""
 
 
 def advice(flag: str) -> str | None:

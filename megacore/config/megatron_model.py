@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of
-from megacore.config.megatron_values import ForeignFlag, Shape, Translation, only, switch, whole_number
+from megacore.config.megatron_values import Shape, Translation, whole_number
 from megacore.config.messages import one_of
 from megacore.config.numbers import parse_float, parse_int
 
@@ -174,125 +174,22 @@ def _expert_blocks(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"moe_first_dense_layers": first, "moe_layer_freq": distance})
 
 
-MODEL: Mapping[str, ForeignFlag] = {
-    "--embed-layernorm": switch("--embedding-layernorm", embedding_layernorm=True),
-    "--glu-activation": ForeignFlag("--activation: geglu is geglu-exact, swiglu is swiglu", ("activation",), _glu),
-    "--group-query-attention": ForeignFlag(
-        "--num-query-groups, 1 where it is not given",
-        ("num_query_groups",),
-        lambda flag, text, shape: Translation(implied={"num_query_groups": 1}),
-        is_switch=True,
-    ),
-    "--no-bias-gelu-fusion": ForeignFlag(
-        "--activation gelu-exact, where nothing else is given: Megatron-LM's unfused GELU is the exact one",
-        ("activation",),
-        lambda flag, text, shape: Translation(implied={"activation": "gelu-exact"}),
-        is_switch=True,
-    ),
-    "--no-position-embedding": ForeignFlag(
-        "--position-embedding-type none, where nothing else is given",
-        ("position_embedding_type",),
-        lambda flag, text, shape: Translation(implied={"position_embedding_type": "none"}),
-        is_switch=True,
-    ),
-    "--no-rope-freq": ForeignFlag(
-        "--attention-pattern: of N, each Nth block is n; of a list, those with 1",
-        ("attention_pattern",),
-        _without_positions,
-    ),
-    "--num-key-value-heads": ForeignFlag(
-        "--num-query-groups",
-        ("num_query_groups",),
-        lambda flag, text, shape: Translation({"num_query_groups": whole_number(flag, text)}),
-    ),
-    "--openai-gelu": switch("--activation gelu", activation="gelu"),
-    "--original-max-position-embeddings": ForeignFlag(
-        "--rope-original-max-positions",
-        ("rope_original_max_positions",),
-        lambda flag, text, shape: Translation({"rope_original_max_positions": whole_number(flag, text)}),
-    ),
-    "--rope-type": ForeignFlag(
-        "nothing: rope is the usual one, and yarn is --rope-scaling yarn",
-        (),
-        _rope_type,
-        is_idle=True,
-        is_last=True,
-    ),
-    "--rotary-position-embeddings-theta": ForeignFlag(
-        "--rotary-base",
-        ("rotary_base",),
-        lambda flag, text, shape: Translation({"rotary_base": float(whole_number(flag, text))}),
-    ),
-    "--rotary-scaling-factor": ForeignFlag(
-        "--rope-scaling yarn and --rope-scaling-factor, with --rope-original-max-positions 4096 where it is not given; "
-        "nothing if it is 1",
-        ("rope_scaling", "rope_scaling_factor", "rope_original_max_positions", "rope_mscale", "rope_mscale_all_dim"),
-        _yarn,
-    ),
-    "--rotary-seq-len-interpolation-factor": ForeignFlag(
-        "--rope-scaling linear and --rope-scaling-factor of its value",
-        ("rope_scaling", "rope_scaling_factor"),
-        _stretched,
-    ),
-    "--softmax-type": only(
-        {"vanilla": "attention's softmax has no offset"},
-        "attention's softmax has no offset here, so that the model would be another one",
-    ),
-    "--spec": only(
-        {"local": "its layers compute what the others of Megatron-LM do"},
-        "leave it out if it names Megatron-LM's default layers; others are not supported",
-        is_list=True,
-    ),
-    "--squared-relu": switch("--activation relu2", activation="relu2"),
-    "--swiglu": ForeignFlag(
-        "--activation swiglu, and --ffn-hidden-size 8/3 of --hidden-size in multiples of 64 where it is not given",
-        ("activation", "ffn_hidden_size"),
-        _swiglu,
-        is_switch=True,
-    ),
-    "--use-rope-scaling": ForeignFlag(
-        "--rope-scaling llama3, with --rope-original-max-positions 8192 where it is not given",
-        ("rope_scaling", "rope_original_max_positions"),
-        lambda flag, text, shape: Translation({"rope_scaling": "llama3"}, {"rope_original_max_positions": 8192}),
-        is_switch=True,
-    ),
-    "--use-rotary-position-embeddings": switch("--position-embedding-type rope", position_embedding_type="rope"),
-    "--window-attn-skip-freq": ForeignFlag(
-        "--attention-pattern: of N, all but each Nth block have the window; of a list, those with 1",
-        ("attention_pattern",),
-        _windows,
-    ),
-}
-"""The flags that are accepted and translated."""
+def _theta(flag: str, text: str, shape: Shape) -> Translation:
+    return Translation({"rotary_base": float(whole_number(flag, text))})
 
-LISTS: Mapping[str, ForeignFlag] = {
-    "--moe-layer-freq": ForeignFlag(
-        "--moe-first-dense-layers and --moe-layer-freq, of a list such as [0]*3+[1]*58 with a 1 for each block with "
-        "experts",
-        ("moe_first_dense_layers", "moe_layer_freq"),
-        _expert_blocks,
-    ),
-}
-"""Flags of megacore that Megatron-LM also gives a list in brackets, which is translated."""
 
-SYNONYMS: Mapping[str, Mapping[str, str]] = {
-    "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
-    "optimizer": {"dist_muon": "muon"},
-    "position_embedding_type": {"learned_absolute": "learned", "absolute": "learned", "rotary": "rope"},
-}
-"""Names of values in Megatron-LM and Megatron-DeepSpeed, by field."""
+def _llama3(flag: str, text: str, shape: Shape) -> Translation:
+    return Translation({"rope_scaling": "llama3"}, {"rope_original_max_positions": 8192})
 
-ELSEWHERE: Mapping[str, Mapping[str, str]] = {
-    "moe_router_load_balancing_type": {
-        "sinkhorn": "use seq_aux_loss with --moe-aux-loss-coeff: another way to balance experts, so training differs",
-    },
-    "position_embedding_type": {
-        "mrope": "positions of images have several dimensions, and those of text have one: rope is another model",
-        "relative": "megacore has no relative positions as in T5",
-        "yarn": "use rope, with --rope-scaling yarn and --rope-scaling-factor",
-    },
+
+MODEL: dict[str, Callable[[str, str, Shape], Translation]] = {
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(_swiglu, _glu, _stretched, _yarn, _theta, _llama3, _rope_type),
+        *(_windows, _without_positions, _expert_blocks),
+    )
 }
-"""Values in Megatron-LM that have no counterpart, by field, and the reason or what comes nearest."""
+"""The functions that rows of megatron.toml name."""
 
 NOTATIONS: Mapping[str, Callable[[str, str], Any]] = {"window_size": _window}
 """Values with a comma that Megatron-LM writes otherwise, by field: from the flag and its text to megacore's."""

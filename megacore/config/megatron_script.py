@@ -14,39 +14,16 @@ from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import field_infos, flag, flag_and_value
 from megacore.config.flags import Given
-from megacore.config.megatron_flags import FOREIGN
+from megacore.config.megatron_flags import FOREIGN, TABLES
 from megacore.config.schema import Config
 from megacore.remote import is_url
 
-NAMES = frozenset({
-    "--context-parallel-size", "--exit-duration-in-mins", "--layernorm-epsilon",
-    "--pipeline-model-parallel-size", "--save", "--tensor-model-parallel-size", "--tokenizer-model", "--vocab-file",
-    "--tokenizer-name-or-path", "--wandb-exp-name",
-})  # fmt: skip
+_SCRIPT = TABLES["script"]
+NAMES = frozenset(_SCRIPT["names"].split())
 """Aliases that are Megatron-LM's names."""
-REQUIRED = frozenset({
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size",
-})  # fmt: skip
+REQUIRED = frozenset(_SCRIPT["required"].split())
 """Fields that Megatron-LM does not start without. With one of its names they make a command line a script of its."""
-DEFAULTS: Mapping[str, Any] = {
-    "activation": "gelu",
-    "norm_epsilon": 1e-5,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "kv_lora_rank": 32,
-    "lr_decay_style": "linear",
-    "adam_beta2": 0.999,
-    "weight_decay": 0.01,
-    "min_lr": 0.0,
-    "lion_beta1": 0.95,
-    "lion_beta2": 0.98,
-    "muon_momentum": 0.9,
-    "muon_nesterov": False,
-    "muon_extra_scale_factor": 1.0,
-    "precision": "fp32",
-    "eval_iters": 100,
-    "split": "969,30,1",
-}
+DEFAULTS: Mapping[str, Any] = _SCRIPT["defaults"]
 """What Megatron-LM does where a script leaves these out, by megacore's field; megacore's own defaults differ."""
 _FIRST_LOSS_SCALE = 2.0**32
 _UNREAD_BESIDE = frozenset({

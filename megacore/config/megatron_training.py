@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from fractions import Fraction
 
 from megacore.config.megatron_values import (
-    ForeignFlag,
     MissingField,
     Shape,
     Translation,
     fraction,
     is_number,
     nearest,
-    only,
-    switch,
     whole_number,
 )
 from megacore.config.messages import did_you_mean, divisors, one_of
@@ -120,18 +117,16 @@ def _train_samples(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"train_iters": BatchSizes(batch, shape.ramp).steps(samples)})
 
 
-def _in_steps(name: str, ours: str, *, least: int = 1) -> ForeignFlag:
-    """A flag that counts samples where megacore counts steps."""
-
-    def steps(flag: str, text: str, shape: Shape) -> Translation:
-        samples, batch = whole_number(flag, text, least=least), shape.global_batch_size
-        if samples == 0:
-            return Translation(implied={name: 0})
-        if batch is None:
-            raise _without_batch_size(flag, text, ours)
-        return Translation({name: nearest(Fraction(samples, batch))})
-
-    return ForeignFlag(f"{ours}: its value divided by --global-batch-size, rounded to the nearest step", (name,), steps)
+def _in_steps(flag: str, text: str, shape: Shape) -> Translation:
+    """A number of samples where megacore counts steps: --lr-decay-samples is --lr-decay-iters."""
+    ours, least = flag.replace("samples", "iters"), 0 if flag == "--lr-warmup-samples" else 1
+    name = ours.removeprefix("--").replace("-", "_")
+    samples, batch = whole_number(flag, text, least=least), shape.global_batch_size
+    if samples == 0:
+        return Translation(implied={name: 0})
+    if batch is None:
+        raise _without_batch_size(flag, text, ours)
+    return Translation({name: nearest(Fraction(samples, batch))})
 
 
 def _warmup(flag: str, text: str, shape: Shape) -> Translation:
@@ -143,64 +138,6 @@ def _finetune(flag: str, text: str, shape: Shape) -> Translation:
     if shape.load is None or shape.load == "auto":
         raise ValueError(f"{flag} starts from the weights of --load DIR: use --pretrained-checkpoint DIR")
     return Translation({"pretrained_checkpoint": shape.load}, dropped=("load", "load_optim"))
-
-
-WITHOUT_FEATURE = {
-    "--cpu-offloading-num-layers": ("0", "use --offload-activations"),
-    "--encoder-pipeline-model-parallel-size": ("0", "megacore has no encoder-decoder models: leave it out"),
-    "--encoder-tensor-model-parallel-size": ("0", "megacore has no encoder-decoder models: leave it out"),
-    "--glu-linear-offset": ("0", "it changes the model: use one of --activation"),
-    "--head-lr-mult": ("1", "all parameters have one learning rate: leave it out, or use --param-group"),
-    "--hybrid-attention-ratio": ("0", "there are no Mamba layers: leave it out"),
-    "--hybrid-mlp-ratio": ("0", "there are no Mamba layers: leave it out"),
-    "--moe-n-hash-layers": ("0", "a router chooses the experts of every block: leave it out"),
-    "--mtp-num-layers": (
-        "0",
-        "megacore has no multi-token prediction: leave it out; the loss then has no term for later tokens",
-    ),
-    "--muon-coefficient-type": ("quintic", "--muon-num-ns-steps is the number of quintic iterations: leave it out"),
-    "--muon-scalar-optimizer": ("adam", "--optimizer muon updates other parameters with AdamW: leave it out"),
-    "--mup-embedding-mult": ("1", "use --embedding-multiplier"),
-    "--mup-output-mult": ("1", "use --logits-divisor, which divides"),
-    "--num-distributed-optimizer-instances": (
-        "1",
-        "use --zero-shard-size, the ranks that one instance is divided over",
-    ),
-    "--outer-dp-sharding-strategy": ("no_shard", "use --zero-shard-size, the ranks that one copy is divided over"),
-    "--vocab-extra-ids": ("0", "use a --tokenizer that has the further tokens"),
-    "--main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
-    "--megatron-fsdp-main-params-dtype": ("fp32", "master weights are fp32: leave it out"),
-}
-"""Flags of features that megacore does not have: the value at which each changes nothing, and the way out of others."""
-
-
-def _harmless(value: str, way_out: str) -> ForeignFlag:
-    def check(flag: str, text: str, shape: Shape) -> Translation:
-        is_equal = is_number(text) and is_number(value) and float(text) == float(value)
-        if text != value and not is_equal:
-            raise ValueError(f"{flag} {text} has no counterpart: {way_out}")
-        return Translation()
-
-    return ForeignFlag(f"nothing: with {value} as without it; any other value is refused", (), check, is_idle=True)
-
-
-GATES_OF_DEEPSPEED: Mapping[str, bool] = {
-    **dict.fromkeys(
-        (
-            *("--expert-interval", "--mlp-type", "--moe-eval-capacity-factor", "--moe-loss-coeff"),
-            *("--moe-min-capacity", "--moe-train-capacity-factor", "--topk"),
-        ),
-        False,
-    ),
-    **dict.fromkeys(
-        (
-            *("--disable-moe-token-dropping", "--disable-moe-top2-2nd-expert-sampling"),
-            "--enable-expert-tensor-parallelism",
-        ),
-        True,
-    ),
-}
-"""Flags of Megatron-DeepSpeed's experts, without which they mean nothing, and whether each is a switch."""
 
 
 def _of_dropped_tokens(flag: str, text: str, shape: Shape) -> Translation:
@@ -315,6 +252,10 @@ def _recomputed(flag: str, wanted: str, shape: Shape) -> Translation:
     return Translation(implied={"recompute": wanted})
 
 
+def _recomputed_selectively(flag: str, text: str, shape: Shape) -> Translation:
+    return _recomputed(flag, "selective", shape)
+
+
 def _granularity(flag: str, text: str, shape: Shape) -> Translation:
     if text not in ("selective", "full"):
         raise ValueError(f"{flag} {text} is not known: use selective or full, or --recompute")
@@ -415,207 +356,14 @@ def _same_schedule(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"same_schedule": True})
 
 
-TRAINING: Mapping[str, ForeignFlag] = {
-    "--attention-backend": ForeignFlag(
-        "--attention: flash and fused are sdpa, unfused and local are fused-softmax", ("attention",), _backend
-    ),
-    "--bf16": switch("--precision bf16", precision="bf16"),
-    **{flag: _harmless(*accepted) for flag, accepted in WITHOUT_FEATURE.items()},
-    **{
-        flag: ForeignFlag(
-            "nothing without experts, and is refused with them", (), _of_dropped_tokens, is_switch, is_idle=True
-        )
-        for flag, is_switch in GATES_OF_DEEPSPEED.items()
-    },
-    **dict.fromkeys(
-        _MOMENTS,
-        ForeignFlag(
-            "--moments-dtype bf16, which rounds stochastically, where both moments are bf16; nothing where both are "
-            "fp32",
-            ("moments_dtype",),
-            _moment,
-        ),
-    ),
-    **dict.fromkeys(
-        ("--main-grads-dtype", "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"),
-        ForeignFlag("--grad-reduce-dtype bf16 of bf16; nothing of fp32", ("grad_reduce_dtype",), _gradients),
-    ),
-    _METHOD_OF_VERSION_2: ForeignFlag(
-        "--recompute full, where nothing else is given; block is for those of --recompute-num-layers, the first of "
-        "each stage",
-        ("recompute", "recompute_num_layers"),
-        _recompute_method_of_version_2,
-        is_last=True,
-    ),
-    "--activations-checkpoint-num-layers": ForeignFlag(
-        "--recompute-num-layers of the method block; nothing of uniform, or without a method",
-        ("recompute_num_layers",),
-        _layers_of_version_2,
-    ),
-    "--activations-checkpoint-granularity": ForeignFlag(
-        "--recompute selective or --recompute full", ("recompute",), _granularity
-    ),
-    "--checkpoint-activations": switch("--recompute full", recompute="full"),
-    "--checkpoint-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),
-    "--cp-comm-type": ForeignFlag(
-        "--cp-comm: p2p is ring, a2a is ulysses, all_gather is allgather; others, and several, are auto",
-        ("cp_comm",),
-        _cp_comm,
-        is_list=True,
-    ),
-    "--data-args-path": ForeignFlag("--data-path with the words of the file", ("data_path",), _data_args),
-    "--data-parallel-sharding-strategy": ForeignFlag(
-        "--zero-stage: no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3", ("zero_stage",), _sharding
-    ),
-    "--ddp-bucket-size": ForeignFlag("--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _bucket),
-    "--deterministic-mode": switch("--deterministic", deterministic=True),
-    "--distribute-checkpointed-activations": switch(
-        "--distribute-saved-activations", distribute_saved_activations=True
-    ),
-    "--enable-zbh1-pipeline": switch("--schedule zero-bubble", schedule="zero-bubble"),
-    "--dataloader-type": only(
-        {"single": "samples come in one order that every layout shares"},
-        "samples would come in another order than --sample-order has: leave it out",
-    ),
-    "--error-injection-rate": only(
-        {"0": "no error is injected"},
-        "errors are not injected: leave it out; --replay-interval finds those that happen",
-    ),
-    "--eval-only": ForeignFlag("--skip-train", ("skip_train",), _evaluates_only),
-    "--exit-signal": only(
-        {name: f"{name} always saves and ends the run" for name in ("SIGTERM", "SIGINT")},
-        "use SIGTERM or SIGINT, which always save and end the run",
-    ),
-    "--fim-data": ForeignFlag(
-        "--fim-rate, 0.5 where it is not given",
-        ("fim_rate",),
-        lambda flag, text, shape: Translation(implied={"fim_rate": 0.5}),
-        is_switch=True,
-    ),
-    "--finetune": ForeignFlag(
-        "--pretrained-checkpoint with the directory of --load", ("pretrained_checkpoint",), _finetune, is_switch=True
-    ),
-    "--fp16": switch("--precision fp16", precision="fp16"),
-    "--grad-reduce-in-bf16": switch("--grad-reduce-dtype bf16", grad_reduce_dtype="bf16"),
-    "--lr-decay-samples": _in_steps("lr_decay_iters", "--lr-decay-iters"),
-    **dict.fromkeys(
-        ("--lr-warmup-fraction", "--warmup"),  # its name in version 1
-        ForeignFlag(
-            "--lr-warmup-iters: its value times --lr-decay-iters, rounded to the nearest step",
-            ("lr_warmup_iters",),
-            _warmup,
-            is_last=True,
-        ),
-    ),
-    "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters", least=0),
-    "--lr-wsd-decay-samples": _in_steps("lr_wsd_decay_iters", "--lr-wsd-decay-iters"),
-    "--moe-expert-parallel-size": ForeignFlag(
-        "--ep", ("ep",), lambda flag, text, shape: Translation({"ep": whole_number(flag, text)})
-    ),
-    "--moe-layer-recompute": ForeignFlag(
-        "--recompute full, where nothing else is given",
-        ("recompute",),
-        lambda flag, text, shape: Translation(implied={"recompute": "full"}),
-        is_switch=True,
-        is_last=True,
-    ),
-    "--moe-router-dtype": only({"fp32": "the router computes in fp32"}, "the router computes in fp32: leave it out"),
-    "--multiple-validation-sets": ForeignFlag(
-        "--valid-sets 0=PREFIX 1=PREFIX ..., with the datasets of --valid-data-path",
-        ("valid_sets",),
-        _validation_sets,
-        is_switch=True,
-        is_last=True,
-    ),
-    "--muon-no-split-qkv": switch("--muon-split-qkv none", muon_split_qkv="none"),
-    "--muon-tp-mode": ForeignFlag(
-        "nothing: distributed, duplicated: matrices are orthogonalized as a whole; blockwise: so with --tp 1",
-        (),
-        _muon_blocks,
-        is_idle=True,
-    ),
-    "--num-layers-per-virtual-pipeline-stage": ForeignFlag(
-        "--schedule interleaved and --virtual-stages: --num-layers / --pp / its value",
-        ("virtual_stages", "schedule"),
-        _layers_of_virtual_stage,
-    ),
-    "--num-virtual-stages-per-pipeline-rank": ForeignFlag(
-        "--schedule interleaved and --virtual-stages of its value", ("virtual_stages", "schedule"), _virtual_stages
-    ),
-    "--optimizer-cpu-offload": switch("--offload-optimizer", offload_optimizer=True),
-    "--optimizer-offload-fraction": ForeignFlag(
-        "nothing: 1: --offload-optimizer offloads all of it", (), _offload_share, is_idle=True
-    ),
-    "--per-split-data-args-path": ForeignFlag(
-        "--train-data-path and --valid-data-path with the lists of the JSON file; no evaluation reads its test data",
-        ("train_data_path", "valid_data_path"),
-        _data_args_per_split,
-    ),
-    "--persistent-save-interval": ForeignFlag(
-        "--save-interval",
-        ("save_interval",),
-        lambda flag, text, shape: Translation({"save_interval": whole_number(flag, text)}),
-    ),
-    "--pipeline-model-parallel-layout": ForeignFlag(
-        "--pipeline-layout, with H for L; more stages than --pp are --virtual-stages",
-        ("pipeline_layout", "virtual_stages", "schedule"),
-        _layout,
-    ),
-    "--recompute-activations": ForeignFlag(
-        "--recompute selective",
-        ("recompute",),
-        lambda flag, text, shape: _recomputed(flag, "selective", shape),
-        is_switch=True,
-    ),
-    "--recompute-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),
-    "--recompute-method": ForeignFlag(
-        "--recompute-num-layers for block, whose blocks are the first of each stage; nothing for uniform, whose number "
-        "of layers changes memory only: all layers are recomputed",
-        ("recompute_num_layers",),
-        _recompute_method,
-    ),
-    "--recompute-modules": ForeignFlag(
-        "--recompute full where mlp, moe or shared_experts are among them; else nothing beside --recompute selective, "
-        "which changes memory only",
-        ("recompute",),
-        _modules,
-        is_list=True,
-        is_last=True,
-    ),
-    "--rerun-mode": only(
-        {
-            "disabled": "no step is repeated",
-            "validate_results": "a step that is not finite is always diagnosed; --replay-interval N compares more",
-        },
-        "use --replay-interval N, which repeats every Nth step and compares",
-    ),
-    "--sample-rate": only(dict.fromkeys(("1", "1.0"), "all samples are used"), "every sample is used: leave it out"),
-    "--save-retain-interval": ForeignFlag(
-        "--keep-every of its value, and --keep-last 1", ("keep_every", "keep_last"), _retained
-    ),
-    "--torch-fsdp2-no-reshard-after-forward": switch("--zero-stage 2", zero_stage=2),
-    "--train-samples": ForeignFlag(
-        "--train-iters: the number of steps that its value suffices for", ("train_iters",), _train_samples
-    ),
-    **dict.fromkeys(
-        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
-        ForeignFlag("--same-schedule", ("same_schedule",), _same_schedule, is_switch=True),
-    ),
-    "--use-distributed-optimizer": ForeignFlag(
-        "--zero-stage 1, where nothing else is given", ("zero_stage",), _distributed_optimizer, is_switch=True
-    ),
-    "--use-flash-attn": ForeignFlag(
-        "--attention sdpa, torch's fused operator, which runs a flash kernel where there is one",
-        ("attention",),
-        lambda flag, text, shape: Translation({"attention": "sdpa"}),
-        is_switch=True,
-    ),
-    "--use-flash-attn-builder": switch("--attention sdpa", attention="sdpa"),
-    "--use-torch-fsdp2": ForeignFlag(
-        "--zero-stage 3, where nothing else is given",
-        ("zero_stage",),
-        lambda flag, text, shape: Translation(implied={"zero_stage": 3}),
-        is_switch=True,
-    ),
+TRAINING: dict[str, Callable[[str, str, Shape], Translation]] = {
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(_virtual_stages, _layers_of_virtual_stage, _layout, _backend, _train_samples, _in_steps, _warmup),
+        *(_finetune, _of_dropped_tokens, _moment, _gradients, _data_args, _data_args_per_split, _validation_sets),
+        *(_recomputed_selectively, _granularity, _recompute_method, _recompute_method_of_version_2),
+        *(_layers_of_version_2, _modules, _offload_share, _retained, _sharding, _distributed_optimizer, _bucket),
+        *(_cp_comm, _muon_blocks, _evaluates_only, _same_schedule),
+    )
 }
-"""The flags that are accepted and translated."""
+"""The functions that rows of megatron.toml name."""

@@ -176,33 +176,3 @@ def fraction(flag: str, text: str) -> Fraction:
     if not 0 <= value < 1:
         raise ValueError(f"{flag} '{text}' is not a number of at least 0 and below 1: use, for example, 0.01")
     return value
-
-
-def switch(becomes: str, **values: Any) -> ForeignFlag:
-    """A switch that stands for values."""
-    return ForeignFlag(becomes, tuple(values), lambda flag, text, shape: Translation(values), is_switch=True)
-
-
-def only(accepted: Mapping[str, str], way_out: str, *, is_list: bool = False) -> ForeignFlag:
-    """A flag that changes nothing at some of its values.
-
-    Args:
-        accepted: those values, each with the reason.
-        way_out: what to do with another one.
-        is_list: it takes any number of values.
-    """
-
-    def check(flag: str, text: str, shape: Shape) -> Translation:
-        if text not in accepted:
-            raise ValueError(f"{flag} {text} has no counterpart: {way_out}")
-        return Translation()
-
-    becomes = "; ".join(f"{value}: {why}" for value, why in accepted.items())
-    return ForeignFlag(f"nothing: {becomes}", (), check, is_idle=True, is_list=is_list)
-
-
-def idle(why: str, *, is_switch: bool = False, is_list: bool = False) -> ForeignFlag:
-    """A flag that changes nothing here, and why."""
-    return ForeignFlag(
-        f"nothing: {why}", (), lambda flag, text, shape: Translation(), is_switch, is_list=is_list, is_idle=True
-    )

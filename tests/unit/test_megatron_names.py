@@ -10,9 +10,7 @@ import pytest
 from megacore.config.bert import BertConfig
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.flags import flags_by_name, read_flags
-from megacore.config.megatron_flags import FOREIGN, NOT_YET, REPLACED
-from megacore.config.megatron_model import LISTS
-from megacore.config.megatron_training import WITHOUT_FEATURE
+from megacore.config.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
 from megacore.config.megatron_values import Shape
 
 NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
@@ -57,7 +55,8 @@ def test_each_refusal_names_its_flag_and_another_way() -> None:
 
 # Flags that have no effect with some of their values only.
 READ = {"--dataloader-type", "--error-injection-rate", "--exit-signal", "--moe-router-dtype", "--muon-tp-mode"}
-READ |= {"--rerun-mode", "--rope-type", "--softmax-type", "--spec", *WITHOUT_FEATURE}
+READ |= {"--rerun-mode", "--rope-type", "--softmax-type", "--spec"}
+READ |= {name for name, flag in FOREIGN.items() if "any other value is refused" in flag.becomes}
 
 
 @pytest.mark.parametrize("words", VALUES)

@@ -1,0 +1,67 @@
+"""Prints what megacore makes of every flag of Megatron-LM that it translates, ignores or refuses, as Markdown.
+
+python tools/megatron_reference.py                                         # print it
+python tools/megatron_reference.py --write docs/guides/coming-from-megatron.md   # bring the document up to date
+python tools/megatron_reference.py --check docs/guides/coming-from-megatron.md   # exit status 1 if it is not
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megacore.config.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
+
+if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.generated_pages import written_reference
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints, writes or checks the tables; returns the exit status."""
+    marked = (
+        (f"<!-- {part}: begin (written by tools/megatron_reference.py) -->", f"<!-- {part}: end -->") for part in PARTS
+    )
+    what = "what becomes of Megatron-LM's flags"
+    return max(written_reference(argv, what, text, lines) for text, lines in zip(PARTS.values(), marked, strict=True))
+
+
+def translated() -> str:
+    """The flags that are translated."""
+    return _table({name: flag.becomes for name, flag in {**FOREIGN, **LISTS}.items() if not flag.is_idle}, "becomes")
+
+
+def idle() -> str:
+    """The flags that change nothing."""
+    idle = {name: flag.becomes.removeprefix("nothing: ") for name, flag in FOREIGN.items() if flag.is_idle}
+    return _table(idle, "why")
+
+
+def replaced() -> str:
+    """The flags that have another name, or are not needed."""
+    return _table(REPLACED, "instead")
+
+
+def not_yet() -> str:
+    """The flags of features that megacore does not have."""
+    return _table(NOT_YET, "without it, or instead")
+
+
+def _table(words: Mapping[str, str], title: str) -> str:
+    """Flags of which the same is said share a row."""
+    rows: dict[str, list[str]] = {}
+    for name in sorted(words, key=str.lower):
+        rows.setdefault(words[name].replace("|", r"\|"), []).append(f"`{name}`")
+    lines = (f"| {', '.join(names)} | {text} |" for text, names in rows.items())
+    return "\n".join([f"| Megatron-LM | {title} |", "|---|---|", *lines]) + "\n"
+
+
+PARTS = {"translated": translated, "idle": idle, "replaced": replaced, "not yet": not_yet}
+"""The tables of the document, by the name in their marker lines."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
