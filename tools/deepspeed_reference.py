@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.config.deepspeed_keys import KEYS
+from megacore.config.deepspeed_keys import all_keys
 
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,14 +44,21 @@ def reference() -> str:
 
 def _rows() -> Iterator[tuple[str, str]]:
     """Keys of a section that become the same share a row."""
-    by_section = sorted(KEYS, key=lambda path: ("." in path, path.rpartition(".")[0], KEYS[path].kind == "idle"))
+    by_section = sorted(all_keys(), key=_place)
     for (section, _, text), paths in groupby(by_section, key=lambda path: _described(path)):
         names = [path.removeprefix(f"{section}.") if section else path for path in paths]
         yield "`, `".join([f"{section}.{names[0]}" if section else names[0], *names[1:]]), text
 
 
+def _place(path: str) -> tuple[bool, str, bool, bool]:
+    """Sections follow one another; in each, the key that turns it on is first, and keys without effect are last."""
+    section, _, name = path.rpartition(".")
+    is_idle = all_keys()[path].kind == "idle"
+    return bool(section), section, is_idle, not is_idle and name not in ("enabled", "type")
+
+
 def _described(path: str) -> tuple[str, str, str]:
-    key = KEYS[path]
+    key = all_keys()[path]
     return path.rpartition(".")[0], key.kind, _KINDS[key.kind].format(key.becomes)
 
 

@@ -49,7 +49,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import given_values, parse_config
 from megacore.config.deepspeed import read_deepspeed
-from megacore.config.deepspeed_keys import ACCUMULATION, TOTAL
+from megacore.config.deepspeed_batches import ACCUMULATION, TOTAL
 from megacore.config.dry_run_flags import DRY_RUN, DRY_RUN_FLAGS
 from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import Given, read_flags, without_fields

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacore.config.deepspeed_keys import ALIASES, KEYS, SWITCHED
+from megacore.config.deepspeed_keys import all_keys, tables
 from megacore.config.deepspeed_values import Document, Key, Value, shown, value_at
 from megacore.config.megatron_values import ForeignSetting, Shape, Translation
 from megacore.config.messages import did_you_mean, nearest_name
@@ -53,7 +53,7 @@ def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -
     """
     if isinstance(source, Mapping):
         return _read(source, "config", is_planned=is_planned)
-    every = {name for key in KEYS.values() for name in key.fields}
+    every = {name for key in all_keys().values() for name in key.fields}
     try:
         if problem := unreadable(source):
             return DeepSpeedKeys(problems=[f"{_FLAG} {source} {problem}: use an existing JSON file"], unread=every)
@@ -77,7 +77,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
-    document = {ALIASES.get(key, key): value for key, value in document.items()}
+    document = {tables()["aliases"].get(key, key): value for key, value in document.items()}
     if isinstance(stage := document.get("zero_optimization"), bool):  # the form of DeepSpeed's first versions
         document["zero_optimization"] = {"stage": int(stage)}
     read = DeepSpeedKeys(document=document)
@@ -106,16 +106,16 @@ def _leaves(
     """
     for word, value in document.items():
         path = f"{prefix}{word}"
-        if isinstance(value, Mapping) and path in SWITCHED:
-            switch, default = SWITCHED[path]
+        if isinstance(value, Mapping) and path in tables()["switched"]:
+            switch, default = tables()["switched"][path]
             if value.get(switch, default) is False:
                 if switch not in value and value:
                     off.append(f"{path} (needs {path}.{switch} true)")
                     deque(_leaves(value, problems, off, name, f"{path}."), maxlen=0)  # for the problems alone
                 continue
-        if path in KEYS:
+        if path in all_keys():
             yield path, value
-        elif not any(known.startswith(f"{path}.") for known in KEYS) or path.count(".") > _DEEPEST:
+        elif not any(known.startswith(f"{path}.") for known in all_keys()) or path.count(".") > _DEEPEST:
             near = _did_you_mean(path, prefix)
             problems.append(f"{name}: {shown(path)} is not a key of DeepSpeed 0.19{near}: leave it out; {_REFERENCE}")
         elif not isinstance(value, Mapping):
@@ -127,13 +127,13 @@ def _leaves(
 
 def _did_you_mean(path: str, prefix: str) -> str:
     """A near key of the same section, else of any."""
-    siblings = (key.removeprefix(prefix) for key in KEYS if key.startswith(prefix))
+    siblings = (key.removeprefix(prefix) for key in all_keys() if key.startswith(prefix))
     near = nearest_name(path.removeprefix(prefix), siblings)
-    return f" (did you mean {prefix}{near}?)" if near else did_you_mean(path, KEYS)
+    return f" (did you mean {prefix}{near}?)" if near else did_you_mean(path, all_keys())
 
 
 def _setting(path: str, value: Any, document: Document, name: str) -> ForeignSetting:
-    key = KEYS[path]
+    key = all_keys()[path]
     return ForeignSetting(
         origin=name,
         source=f"{path} {shown(value)}",

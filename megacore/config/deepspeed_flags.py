@@ -1,7 +1,7 @@
 """Flags of DeepSpeed's launcher and of Megatron-DeepSpeed that mean the same in another form, or change nothing here.
 
-The mechanism is that of Megatron-LM's flags (megatron_values.py). The keys of a DeepSpeed configuration file are in
-deepspeed_keys.py.
+deepspeed_flags.toml lists them, as megatron.toml those of Megatron-LM. deepspeed_keys.py has the keys of a DeepSpeed
+configuration file.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed_values import of_saved_inputs
+from megacore.config.foreign_flags import accepted_flags, by_name, read_tables
 from megacore.config.megatron_values import ForeignFlag, MissingField, Shape, Translation, nearest, whole_number
 from megacore.config.rampup import BatchSizes
 
@@ -23,16 +23,6 @@ BYTES_OF_GRADIENT = 4
 def bucket_mib(elements: float) -> float:
     """The value of --bucket-size-mb for a bucket of so many gradients, which are 4 bytes each."""
     return float(f"{elements * BYTES_OF_GRADIENT / MIB:.6g}")
-
-
-def _switch(becomes: str, **values: Any) -> ForeignFlag:
-    return ForeignFlag(becomes, tuple(values), lambda flag, text, shape: Translation(values), is_switch=True)
-
-
-def _idle(why: str, *, takes_value: bool = False) -> ForeignFlag:
-    return ForeignFlag(
-        f"nothing: {why}", (), lambda flag, text, shape: Translation(), is_switch=not takes_value, is_idle=True
-    )
 
 
 def _remote_device(flag: str, text: str, shape: Shape) -> Translation:
@@ -56,24 +46,20 @@ def _buckets(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"bucket_size_mb": bucket_mib(elements)})
 
 
-def _saved(becomes: str, field: str) -> ForeignFlag:
-    """A switch about the inputs that full recomputation keeps, and without effect where there is none."""
-
-    def translate(flag: str, text: str, shape: Shape) -> Translation:
-        return Translation(of_saved_inputs(field, shape))
-
-    return ForeignFlag(becomes, (field,), translate, is_switch=True, is_last=True)
+def _partition_activations(flag: str, text: str, shape: Shape) -> Translation:
+    return Translation(of_saved_inputs("distribute_saved_activations", shape))
 
 
-def _in_steps(name: str, ours: str) -> ForeignFlag:
-    """A flag that counts tokens where megacore counts steps."""
+def _checkpoint_in_cpu(flag: str, text: str, shape: Shape) -> Translation:
+    return Translation(of_saved_inputs("offload_activations", shape))
 
-    def steps(flag: str, text: str, shape: Shape) -> Translation:
-        batch, samples = _batch_and_samples(flag, text, shape)
-        return Translation({name: max(1, nearest(samples / batch))})
 
-    becomes = f"{ours}: its value / (--global-batch-size x --seq-length), rounded to the nearest step"
-    return ForeignFlag(becomes, (name,), steps, is_last=True)
+def _in_steps(flag: str, text: str, shape: Shape) -> Translation:
+    """A number of tokens where megacore counts steps: --lr-decay-tokens is --lr-decay-iters."""
+    batch, samples = _batch_and_samples(flag, text, shape)
+    return Translation(
+        {flag.removeprefix("--").replace("-", "_").replace("tokens", "iters"): max(1, nearest(samples / batch))}
+    )
 
 
 def _batch_and_samples(flag: str, text: str, shape: Shape) -> tuple[int, Fraction]:
@@ -105,80 +91,20 @@ def _end(flag: str, text: str, shape: Shape) -> Translation:
     )
 
 
-def _without_pipeline(flag: str, shape: Shape) -> Translation:
+def _without_pipeline(flag: str, text: str, shape: Shape) -> Translation:
     if (shape.pp or 1) > 1:
         raise ValueError(f"{flag} contradicts --pp {shape.pp}: leave one of them out")
     return Translation()
 
 
-_FILE = "--deepspeed-config FILE.json is what counts"
-_ORDER = "megacore chooses the implementation of each operation, and reports it"
-
-DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = {
-    "--deepspeed": _idle(_FILE),
-    "--deepscale": _idle(_FILE),
-    "--local-rank": _idle("the launcher's LOCAL_RANK says it", takes_value=True),
-    "--deepspeed-mpi": _idle("start the ranks through torchrun"),
-    "--ds-sequence-parallel-size": ForeignFlag(
-        "--cp of its value, with --cp-comm ulysses", ("cp", "cp_comm"), _ulysses
+DEEPSPEED_FLAGS: Mapping[str, ForeignFlag] = accepted_flags(
+    read_tables("deepspeed_flags.toml"),
+    by_name(
+        *(_remote_device, _ulysses, _buckets, _partition_activations, _checkpoint_in_cpu, _in_steps, _end),
+        _without_pipeline,
     ),
-    "--deepspeed-activation-checkpointing": _switch("--recompute full", recompute="full"),
-    "--partition-activations": _saved(
-        "--distribute-saved-activations, beside --recompute full and --tp above 1", "distribute_saved_activations"
-    ),
-    "--checkpoint-in-cpu": _saved("--offload-activations, beside --recompute full", "offload_activations"),
-    "--contigious-checkpointing": _idle("the allocator keeps its memory"),
-    "--synchronize-each-layer": _idle("use --trace or --profile-steps to measure times"),
-    "--profile-backward": _idle("use --trace or --profile-steps to measure times"),
-    "--no-pipeline-parallel": ForeignFlag(
-        "nothing with --pp 1, and is refused with a pipeline",
-        (),
-        lambda flag, text, shape: _without_pipeline(flag, shape),
-        is_switch=True,
-        is_idle=True,
-        is_last=True,
-    ),
-    "--train-tokens": ForeignFlag(
-        "--train-iters: its value / (--global-batch-size x --seq-length), rounded up; of it and given steps the "
-        "smaller number, and the given one stays --lr-decay-iters",
-        ("train_iters", "lr_decay_iters"),
-        _end,
-        is_last=True,
-    ),
-    "--lr-decay-tokens": _in_steps("lr_decay_iters", "--lr-decay-iters"),
-    "--lr-warmup-tokens": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
-    "--cpu-optimizer": _switch("--offload-optimizer", offload_optimizer=True),
-    "--cpu-torch-adam": _idle(_ORDER),
-    "--zero-contigious-gradients": _idle("gradients are always gathered in buckets"),
-    "--zero-reduce-scatter": _idle("gradients are always reduced to the rank that updates with them"),
-    "--zero-reduce-bucket-size": ForeignFlag(
-        "--bucket-size-mb: its value x 4 bytes, in MiB", ("bucket_size_mb",), _buckets
-    ),
-    "--zero-allgather-bucket-size": _idle("--bucket-size-mb holds for both directions", takes_value=True),
-    "--remote-device": ForeignFlag(
-        "--offload-params with cpu, and --offload-optimizer; nvme is refused",
-        ("offload_params", "offload_optimizer"),
-        _remote_device,
-    ),
-    "--use-pin-memory": _idle("what is copied to or from a device is always pinned"),
-    "--scattered-embeddings": _idle("the embedding is always divided over --tp ranks"),
-    "--split-transformers": _idle("the layers of a stage always exchange gradients one by one"),
-    "--memory-centric-tiled-linear": _idle("--zero-stage 3 gathers a layer at a time"),
-    "--tile-factor": _idle("--zero-stage 3 gathers a layer at a time", takes_value=True),
-    "--universal-checkpoint": _idle("every checkpoint is loaded on any layout"),
-    "--create-moe-param-group": _idle("experts always have groups of ranks of their own"),
-    "--force-ds-sequence-parallel": _idle("--cp decides"),
-    "--use-flash-attn-v1": _switch("--attention sdpa", attention="sdpa"),
-    "--use-flash-attn-v2": _switch("--attention sdpa", attention="sdpa"),
-    "--use-flash-attn-triton": _switch("--attention sdpa", attention="sdpa"),
-    "--log-optimizer-states-to-tensorboard": _idle("metrics.jsonl has the metrics of each --log-interval"),
-    "--repeated-dataloader": _idle("the data are read for as many epochs as --train-iters needs"),
-    "--checkpoint-writer-decoupled": _switch("--async-save", async_save=True),
-    "--checkpoint-io-buffer-size": _idle("files are written as the disk takes them", takes_value=True),
-    "--checkpoint-data-parallel": _idle("every rank writes what it holds", takes_value=True),
-    "--aio-intra-op-parallelism": _idle("there is no offload to NVMe", takes_value=True),
-}
-"""The flags that are accepted and translated. `--zero-stage` is megacore's own name."""
+)
+"""The flags that are accepted and translated."""
 
 LAUNCHER = frozenset({"--deepspeed", "--deepscale", "--local-rank", "--deepspeed-mpi"})
 """Those that say nothing about the script that is run."""

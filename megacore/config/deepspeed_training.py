@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from megacore.config.deepspeed_values import (
-    Key,
-    Value,
-    checked,
-    custom,
-    idle,
-    if_true,
-    real,
-    sets,
-    some,
-    switch,
-    value_at,
-    whole,
-)
+from megacore.config.deepspeed_values import Translate, Value, real, value_at, whole
 from megacore.config.fields import LARGEST_INT
+from megacore.config.foreign_flags import by_name
 from megacore.config.megatron_values import Translation
 from megacore.config.messages import number, one_of
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 _ADAM = ("adam", "adamw", "torchadam", "fusedadam", "deepspeedcpuadam")
-_MATRICES = "as megacore's, it applies to matrices and not to biases and norms"
 _WITHOUT_BETAS = ("sgd", "muon")
 _KINDS = ("AdamW", "Adam", "SGD", "Lion", "Lamb", "OneBitAdam", "OneBitLamb", "Muon")
 _ADAMS = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0}
@@ -40,13 +27,14 @@ _FURTHER: dict[str, dict[str, Any]] = {
 """DeepSpeed's defaults."""
 
 
-def _of_type(value: Value) -> str:
+def optimizer_type(value: Value) -> str:
+    """The type of the file's optimizer, in small letters."""
     kind = value.other("optimizer.type", "")
     return kind.lower() if isinstance(kind, str) else ""
 
 
 def _optimizer(value: Value) -> Translation:
-    kind = _of_type(value)
+    kind = optimizer_type(value)
     if kind in _ADAM:
         adam_w = kind != "adam" or value.other("optimizer.params.adam_w_mode", True) is not False
         torch_default = 0.01 if value.other("optimizer.params.torch_adam") and adam_w else 0.0
@@ -102,34 +90,23 @@ def _sets_lr(value: Value) -> bool:
 
 def _lr(value: Value) -> Translation:
     given = real(value)
-    return Translation({} if _sets_lr(value) or _of_type(value) == "muon" else {"lr": given})
+    return Translation({} if _sets_lr(value) or optimizer_type(value) == "muon" else {"lr": given})
 
 
 def _momentum(value: Value) -> Translation:
-    return Translation({"muon_momentum" if _of_type(value) == "muon" else "sgd_momentum": real(value)})
-
-
-def _of(name: str, *kinds: str, read: Callable[[Value], float] = real) -> Key:
-    """A key of some types of optimizers only."""
-
-    def translate(value: Value) -> Translation:
-        if _of_type(value) not in [kind.lower() for kind in kinds]:
-            raise ValueError(f"{value} is of {one_of(kinds)}: leave it out")
-        return Translation({name: read(value)})
-
-    return custom(f"--{name.replace('_', '-')}", (name,), translate)
+    return Translation({"muon_momentum" if optimizer_type(value) == "muon" else "sgd_momentum": real(value)})
 
 
 def _betas(value: Value) -> Translation:
     betas = value.value
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise ValueError(f"{value} must be two numbers: use [0.9, 0.999]")
-    if _of_type(value) == "sgd":
+    if optimizer_type(value) == "sgd":
         raise ValueError(f"{value} has no effect with SGD: leave it out")
     if _cycles_momentum(value):
         return Translation()  # the scheduler sets them
     first, second = (real(Value(value.path, beta, value.document, value.shape)) for beta in betas)
-    name = "lion" if _of_type(value) == "lion" else "adam"
+    name = "lion" if optimizer_type(value) == "lion" else "adam"
     return Translation({f"{name}_beta1": first, f"{name}_beta2": second})
 
 
@@ -171,7 +148,11 @@ def _scheduler(value: Value) -> Translation:
 def _cycles_momentum(value: Value) -> bool:
     """Whether OneCycle changes the momentum: it does of the optimizers that have betas."""
     cycles = value.other("scheduler.params.cycle_momentum", True)
-    return value.other("scheduler.type") == "OneCycle" and cycles is not False and _of_type(value) not in _WITHOUT_BETAS
+    return (
+        value.other("scheduler.type") == "OneCycle"
+        and cycles is not False
+        and optimizer_type(value) not in _WITHOUT_BETAS
+    )
 
 
 def _one_cycle(value: Value) -> Translation:
@@ -197,7 +178,7 @@ def _one_cycle(value: Value) -> Translation:
     if not _cycles_momentum(value):
         return Translation(values | {"lr_cycle_momentum": _usual_momentum(value)})
     betas = (read("cycle_max_mom", 0.9), 0.99)  # DeepSpeed sets the second one too
-    prefix = "lion" if _of_type(value) == "lion" else "adam"
+    prefix = "lion" if optimizer_type(value) == "lion" else "adam"
     of_momentum = {f"{prefix}_beta{which}": beta for which, beta in enumerate(betas, start=1)}
     return Translation(values | {"lr_cycle_momentum": read("cycle_min_mom", 0.8), **of_momentum})
 
@@ -205,7 +186,7 @@ def _one_cycle(value: Value) -> Translation:
 def _usual_momentum(value: Value) -> float:
     """The momentum that stays as it is."""
     names = {"sgd": ("momentum", 0.0), "muon": ("momentum", 0.95)}
-    if (kind := _of_type(value)) in names:
+    if (kind := optimizer_type(value)) in names:
         name, default = names[kind]
         return real(other(value, f"optimizer.params.{name}", default))
     betas = value.other("optimizer.params.betas")
@@ -245,110 +226,7 @@ def _warmup_type(value: Value) -> Translation:
     return Translation()
 
 
-_PART_OF_SCHEDULER = "part of scheduler.type"
-
-
-# ---- the keys --------------------------------------------------------------------------------------------------------
-
-_CHOSEN = "megacore chooses the implementation of each operation, and reports it"
-OPTIMIZER_KEYS: dict[str, Key] = {
-    "optimizer.type": custom(
-        f"--optimizer: {one_of(_KINDS)}, with DeepSpeed's defaults for what params leaves out; without a scheduler "
-        "--lr-decay-style constant",
-        (
-            *("optimizer", "lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "sgd_momentum"),
-            *("lion_beta1", "lion_beta2", "lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_nesterov"),
-            *("onebit_freeze_step", "muon_scale_mode", "muon_split_qkv", "muon_extra_scale_factor", "lr_decay_style"),
-        ),
-        _optimizer,
-    ),
-    "optimizer.legacy_fusion": idle(_CHOSEN),
-    "optimizer.params.lr": custom("--lr, unless the scheduler sets it", ("lr",), _lr),
-    "optimizer.params.betas": custom(
-        "--adam-beta1 and --adam-beta2, with Lion --lion-beta1 and --lion-beta2",
-        ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"),
-        _betas,
-    ),
-    "optimizer.params.eps": sets("adam_eps", real),
-    "optimizer.params.weight_decay": sets("weight_decay", real, f"--weight-decay; {_MATRICES}"),
-    "optimizer.params.momentum": custom(
-        "--sgd-momentum, with Muon --muon-momentum", ("sgd_momentum", "muon_momentum"), _momentum
-    ),
-    "optimizer.params.muon_lr": checked("--muon-extra-scale-factor: its value / adam_lr", real),
-    "optimizer.params.adam_lr": checked("--lr, with Muon, unless the scheduler sets it", real),
-    "optimizer.params.ns_method": some(
-        ("gram", "standard"), "both compute the same Newton-Schulz steps", "use one of them"
-    ),
-    "optimizer.params.max_coeff": _of("lamb_max_coeff", "Lamb", "OneBitLamb"),
-    "optimizer.params.min_coeff": _of("lamb_min_coeff", "Lamb", "OneBitLamb"),
-    "optimizer.params.freeze_step": _of(
-        "onebit_freeze_step", "OneBitAdam", "OneBitLamb", read=lambda value: whole(value, low=1)
-    ),
-    **{
-        f"optimizer.params.{name}": _of(f"onebit_{name}", "OneBitLamb")
-        for name in ("coeff_beta", "factor_min", "factor_max", "factor_threshold")
-    },
-    **{
-        f"optimizer.params.{name}": idle("torch.distributed sends the bits")
-        for name in ("cuda_aware", "comm_backend_name")
-    },
-    "optimizer.params.eps_inside_sqrt": some((False,), "epsilon is added to the root", "leave it out"),
-    "optimizer.params.bias_correction": some((True,), "the bias of moments is corrected", "leave it out"),
-    "optimizer.params.adam_w_mode": checked("--optimizer adam for false with weight decay, else adamw", switch),
-    "optimizer.params.torch_adam": checked("nothing but the default of weight_decay, 0.01 with AdamW", switch),
-    "optimizer.params.amsgrad": some((False,), "AdamW has no maximum of moments", "leave it out"),
-    "optimizer.params.fp32_optimizer_states": some((True,), "moments are fp32", "leave it out"),
-    "optimizer.params.dampening": some((0, 0.0), "SGD's momentum has no dampening", "leave it out"),
-    "optimizer.params.nesterov": if_true("--sgd-nesterov", sgd_nesterov=True),
-    "optimizer.params.max_grad_norm": some((0, 0.0), "DeepSpeed refuses it too", "use gradient_clipping"),
-    **{f"optimizer.params.{name}": idle(_CHOSEN) for name in ("foreach", "fused", "capturable", "set_grad_none")},
-}
-SCHEDULER_KEYS: dict[str, Key] = {
-    "scheduler.type": custom(
-        "WarmupLR is --lr-decay-style constant, WarmupDecayLR linear to 0, WarmupCosineLR cosine; OneCycle is 1cycle "
-        "with --lr-cycle-style linear, and LRRangeTest the rise of one over the run; others are refused",
-        (
-            *("lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_style", "lr_warmup_init"),
-            *("min_lr", "lr_cycle_style", "lr_cycle_momentum", "adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"),
-        ),
-        _scheduler,
-        is_last=True,
-    ),
-    "scheduler.params.warmup_min_lr": custom("--lr-warmup-init", ("lr_warmup_init",), _first_lr),
-    "scheduler.params.warmup_min_ratio": some((0, 0.0), "the warm-up starts at 0", "use 0"),
-    "scheduler.params.warmup_max_lr": checked(
-        f"--lr; {_PART_OF_SCHEDULER}. Left out, it is optimizer.params.lr with WarmupLR, and 0.001 with WarmupDecayLR",
-        real,
-    ),
-    "scheduler.params.warmup_num_steps": checked(
-        f"--lr-warmup-iters; {_PART_OF_SCHEDULER}", lambda value: whole(value, low=1)
-    ),
-    "scheduler.params.warmup_type": custom("--lr-warmup-style, log where it is left out", (), _warmup_type),
-    "scheduler.params.total_num_steps": checked(
-        f"--lr-decay-iters; {_PART_OF_SCHEDULER}", lambda value: whole(value, low=1)
-    ),
-    "scheduler.params.cos_min_ratio": checked("--min-lr: its value x --lr, of WarmupCosineLR", real),
-    "scheduler.params.last_batch_iteration": some((-1,), "a resumed run continues its schedule", "leave it out"),
-    "scheduler.params.cycle_min_lr": checked("--min-lr and --lr-warmup-init, of OneCycle", real),
-    "scheduler.params.cycle_max_lr": checked("--lr, of OneCycle", real),
-    "scheduler.params.cycle_first_step_size": checked(
-        "--lr-warmup-iters: its value + 1, of OneCycle", lambda value: whole(value, low=1)
-    ),
-    "scheduler.params.cycle_second_step_size": checked(
-        "--lr-decay-iters: both sizes + 1, of OneCycle", lambda value: value.value is None or whole(value, low=1)
-    ),
-    "scheduler.params.cycle_first_stair_count": some((0,), "the rate changes from step to step", "use 0"),
-    "scheduler.params.cycle_second_stair_count": some((0, None), "the rate changes from step to step", "use 0"),
-    "scheduler.params.decay_step_size": some((0,), "after its cycle the rate stays at the least", "use 0"),
-    "scheduler.params.decay_lr_rate": some((0, 0.0), "after its cycle the rate stays at the least", "use 0"),
-    "scheduler.params.decay_mom_rate": some((0, 0.0), "after its cycle the momentum stays at the largest", "use 0"),
-    "scheduler.params.cycle_momentum": checked("--lr-cycle-momentum; the momentum stays as it is with false", switch),
-    "scheduler.params.cycle_min_mom": checked("--lr-cycle-momentum, of OneCycle", real),
-    "scheduler.params.cycle_max_mom": checked("--adam-beta1 (--lion-beta1), of OneCycle", real),
-    "scheduler.params.lr_range_test_min_lr": checked("--lr-warmup-init, of LRRangeTest", real),
-    "scheduler.params.lr_range_test_step_size": checked(
-        "--lr: min_lr x (1 + step_rate x (--train-iters - 1) / step_size)", lambda value: whole(value, low=1)
-    ),
-    "scheduler.params.lr_range_test_step_rate": checked("see lr_range_test_step_size", real),
-    "scheduler.params.lr_range_test_staircase": some((False,), "the rate rises from step to step", "leave it out"),
-}
+OPTIMIZER: Mapping[str, Translate] = by_name(
+    *(_optimizer, _lr, _betas, _momentum, _scheduler, _first_lr, _warmup_type),
+)
+"""The functions that rows of deepspeed_keys.toml name."""

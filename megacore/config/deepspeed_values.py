@@ -1,6 +1,6 @@
-"""The language of the tables of DeepSpeed's keys: a key's value in a file, what a key becomes, and how values are read.
+"""A key's value in a DeepSpeed configuration, what a key becomes, and how values are read.
 
-deepspeed_keys.py has the table of all keys.
+deepspeed_keys.toml has the table of all keys.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megacore.config.megatron_values import Shape, Translation
-from megacore.config.messages import number, one_of
+from megacore.config.messages import number
 
 Document = Mapping[str, Any]
-
-# Reasons why keys change nothing, in several tables.
-WHOLE_BUCKETS = "gradients and parameters are exchanged in buckets of --bucket-size-mb"
-NO_NVME = "only offload to NVMe uses it, which is refused"
-CHOSEN = "megacore chooses the implementation of each operation, and reports it"
+Translate = Callable[["Value"], Translation]
 
 
 @dataclass(frozen=True)
@@ -141,61 +137,3 @@ def a_text(value: Value) -> str:
     if not isinstance(value.value, str) or not value.value.strip():
         raise ValueError(f"{value} is not a text: leave it out, or use a name")
     return value.value
-
-
-# ---- what a key becomes ----------------------------------------------------------------------------------------------
-
-
-def sets(
-    name: str, read: Callable[[Value], Any], becomes: str | None = None, *, convert: Callable[[Any], Any] | None = None
-) -> Key:
-    """A key that sets one field to its value."""
-
-    def translate(value: Value) -> Translation:
-        given = read(value)
-        return Translation({name: given if convert is None else convert(given)})
-
-    return Key(kind="sets", becomes=becomes or f"--{name.replace('_', '-')}", fields=(name,), translate=translate)
-
-
-def if_true(becomes: str, **values: Any) -> Key:
-    """A switch that sets fields where it is on, and nothing where it is off."""
-
-    def translate(value: Value) -> Translation:
-        return Translation(values if switch(value) else {})
-
-    return Key(kind="sets", becomes=becomes, fields=tuple(values), translate=translate)
-
-
-def custom(
-    becomes: str, fields: tuple[str, ...], translate: Callable[[Value], Translation], *, is_last: bool = False
-) -> Key:
-    """A key that sets fields in its own way."""
-    return Key(kind="sets", becomes=becomes, fields=fields, translate=translate, is_last=is_last)
-
-
-def idle(why: str) -> Key:
-    """A key that changes nothing."""
-    return Key(kind="idle", becomes=why)
-
-
-def some(accepted: tuple[Any, ...], why: str, instead: str) -> Key:
-    """A key that is refused with any value that is not accepted."""
-
-    def translate(value: Value) -> Translation:
-        if not any(value.value == one and isinstance(value.value, bool) == isinstance(one, bool) for one in accepted):
-            raise ValueError(f"{value}: {why}: {instead}")
-        return Translation()
-
-    values = one_of(list(dict.fromkeys(shown(one) for one in accepted)))  # 0 and 0.0 are shown alike
-    return Key(kind="some", becomes=f"{values}; {why}: {instead}", translate=translate)
-
-
-def checked(becomes: str, read: Callable[[Value], object]) -> Key:
-    """A key whose value another key uses."""
-
-    def translate(value: Value) -> Translation:
-        read(value)
-        return Translation()
-
-    return Key(kind="sets", becomes=becomes, translate=translate)

@@ -10,17 +10,23 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.config.megatron_values import ForeignFlag, Shape, Translation, is_number, whole_number
 
 Translate = Callable[[str, str, Shape], Translation]
 Flags = dict[str, ForeignFlag]
+Function = TypeVar("Function", bound=Callable[..., Translation])
 
 
 def read_tables(name: str) -> Mapping[str, Any]:
     """The tables of a file of this folder."""
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def by_name(*functions: Function) -> dict[str, Function]:
+    """Functions by what rows call them: their names without the underscore."""
+    return {function.__name__.removeprefix("_"): function for function in functions}
 
 
 def accepted_flags(tables: Mapping[str, Any], functions: Mapping[str, Translate]) -> Flags:
@@ -78,7 +84,7 @@ def _nothing(flag: str, text: str, shape: Shape) -> Translation:
     return Translation()
 
 
-def _setting(ours: str) -> tuple[str, Any]:
+def setting(ours: str) -> tuple[str, Any]:
     """The field and the value of a flag of megacore, such as --zero-stage 2 or --deterministic."""
     name, _, text = ours.removeprefix("--").partition(" ")
     value: Any = text or True
@@ -89,7 +95,7 @@ def _setting(ours: str) -> tuple[str, Any]:
 
 def _same(usage: str, row: str | Mapping[str, str]) -> Flags:
     row = {"ours": row} if isinstance(row, str) else row
-    name, value = _setting(row["ours"])
+    name, value = setting(row["ours"])
 
     def translate(flag: str, text: str, shape: Shape) -> Translation:
         return Translation({name: whole_number(flag, text) if value == "N" else value})
@@ -99,7 +105,7 @@ def _same(usage: str, row: str | Mapping[str, str]) -> Flags:
 
 def _implied(usage: str, row: str | Mapping[str, Any]) -> Flags:
     row = {"ours": row} if isinstance(row, str) else row
-    name, value = _setting(row["ours"])
+    name, value = setting(row["ours"])
 
     def translate(flag: str, text: str, shape: Shape) -> Translation:
         return Translation(implied={name: value})

@@ -16,7 +16,7 @@ from megacore.config.megatron_values import ForeignFlag
 
 TABLES = read_tables("megatron.toml")
 """The file itself."""
-FOREIGN: Mapping[str, ForeignFlag] = accepted_flags(TABLES, MODEL | TRAINING)
+FOREIGN: Mapping[str, ForeignFlag] = accepted_flags(TABLES, {**MODEL, **TRAINING})
 """The flags that are accepted and translated."""
 LISTS: Mapping[str, ForeignFlag] = computed_flags(TABLES["computed_lists"], MODEL)
 """Flags of megacore that Megatron-LM also gives a list in brackets, which is translated."""

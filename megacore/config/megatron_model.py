@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megacore.config.foreign_flags import Translate, by_name
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of
 from megacore.config.megatron_values import Shape, Translation, whole_number
 from megacore.config.messages import one_of
@@ -182,13 +183,10 @@ def _llama3(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"rope_scaling": "llama3"}, {"rope_original_max_positions": 8192})
 
 
-MODEL: dict[str, Callable[[str, str, Shape], Translation]] = {
-    function.__name__.removeprefix("_"): function
-    for function in (
-        *(_swiglu, _glu, _stretched, _yarn, _theta, _llama3, _rope_type),
-        *(_windows, _without_positions, _expert_blocks),
-    )
-}
+MODEL: Mapping[str, Translate] = by_name(
+    *(_swiglu, _glu, _stretched, _yarn, _theta, _llama3, _rope_type),
+    *(_windows, _without_positions, _expert_blocks),
+)
 """The functions that rows of megatron.toml name."""
 
 NOTATIONS: Mapping[str, Callable[[str, str], Any]] = {"window_size": _window}

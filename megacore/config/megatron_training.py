@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from fractions import Fraction
 
+from megacore.config.foreign_flags import Translate, by_name
 from megacore.config.megatron_values import (
     MissingField,
     Shape,
@@ -356,14 +357,11 @@ def _same_schedule(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"same_schedule": True})
 
 
-TRAINING: dict[str, Callable[[str, str, Shape], Translation]] = {
-    function.__name__.removeprefix("_"): function
-    for function in (
-        *(_virtual_stages, _layers_of_virtual_stage, _layout, _backend, _train_samples, _in_steps, _warmup),
-        *(_finetune, _of_dropped_tokens, _moment, _gradients, _data_args, _data_args_per_split, _validation_sets),
-        *(_recomputed_selectively, _granularity, _recompute_method, _recompute_method_of_version_2),
-        *(_layers_of_version_2, _modules, _offload_share, _retained, _sharding, _distributed_optimizer, _bucket),
-        *(_cp_comm, _muon_blocks, _evaluates_only, _same_schedule),
-    )
-}
+TRAINING: Mapping[str, Translate] = by_name(
+    *(_virtual_stages, _layers_of_virtual_stage, _layout, _backend, _train_samples, _in_steps, _warmup),
+    *(_finetune, _of_dropped_tokens, _moment, _gradients, _data_args, _data_args_per_split, _validation_sets),
+    *(_recomputed_selectively, _granularity, _recompute_method, _recompute_method_of_version_2),
+    *(_layers_of_version_2, _modules, _offload_share, _retained, _sharding, _distributed_optimizer, _bucket),
+    *(_cp_comm, _muon_blocks, _evaluates_only, _same_schedule),
+)
 """The functions that rows of megatron.toml name."""
