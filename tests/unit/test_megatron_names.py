@@ -10,7 +10,9 @@ import pytest
 from megacore.config.bert import BertConfig
 from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.flags import flags_by_name, read_flags
-from megacore.config.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
+from megacore.config.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED, TABLES
+from megacore.config.megatron_model import MODEL
+from megacore.config.megatron_training import TRAINING
 from megacore.config.megatron_values import Shape
 
 NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
@@ -29,9 +31,23 @@ def test_each_of_their_names_is_known_once() -> None:
     assert not [name for name in THEIRS if sum(name in table for table in tables) > 1]
 
 
+def test_the_file_has_each_flag_once() -> None:
+    accepted = [name for kind in ("becomes", "implies", "computed", "idle_at", "off_at") for name in TABLES[kind]]
+    usages = "\n".join([*accepted, *TABLES["idle"].values()]).replace(", ", "\n").split("\n")
+    assert len([usage for usage in usages if usage]) == len(FOREIGN)
+    refused = [flags.split() for kind in ("replaced", "not_yet") for flags in TABLES[kind].values()]
+    assert sum(map(len, refused)) == len(REPLACED) + len(NOT_YET)
+
+
 def test_no_table_has_a_name_that_is_not_theirs() -> None:
     assert not (ACCEPTED.keys() | REPLACED.keys() | NOT_YET.keys()) - THEIRS.keys()
     assert LISTS.keys() <= OURS.keys() & THEIRS.keys()
+
+
+def test_a_row_names_every_function() -> None:
+    rows = [*TABLES["computed"].values(), *TABLES["computed_lists"].values()]
+    assert {row["by"] for row in rows} == MODEL.keys() | TRAINING.keys()
+    assert not MODEL.keys() & TRAINING.keys()
 
 
 def test_a_flag_takes_as_many_values_as_there() -> None:
