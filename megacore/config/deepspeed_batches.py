@@ -98,7 +98,7 @@ _SUMS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 def _sum_format(value: Value) -> Translation:
     if value.value is None:
         return Translation()
-    if value.value not in _SUMS:
+    if value.value not in list(_SUMS):  # a list, as the value may have no hash
         raise ValueError(f"{value}: gradients are accumulated and reduced in fp32 or bf16: use one of them")
     return Translation({"grad_reduce_dtype": _SUMS[value.value]})
 

@@ -22,7 +22,7 @@ def _interval(value: Value) -> Translation:
 
 def _partition(value: Value) -> Translation:
     balances = {"best": {}, "uniform": "uniform", "parameters": "parameters"}
-    if value.value not in balances:
+    if value.value not in list(balances):  # a list, as the value may have no hash
         raise ValueError(f"{value}: stages are not balanced by types of layers: use best, uniform or parameters")
     chosen = balances[value.value]
     return Translation({"pipeline_balance": chosen} if chosen else {})
