@@ -275,12 +275,18 @@ def _with_fit(args: argparse.Namespace) -> Reads:
             return _read(parser.parse_args([entry, *planner, *flags]), exits=False)[0]
 
     rows = measured_rows(args, _kind(args), None if args.cluster is None else resolved)
-    _, shipped = _read(args)
+    software = args.software
+    config, shipped = _read(args)
+    if shipped.kinds:
+        raise ConfigError([f"--fit needs one kind of device, and --cluster {args.cluster} has several: name one"])
     fitted = fitted_cluster(args, rows, shipped)
+    args.software = software  # as given: a layout may have a cluster of its own
 
-    def read(args: argparse.Namespace) -> tuple[ResolvedConfig, Cluster]:
-        config, cluster = _read(args)
-        return config, fitted if cluster == shipped else cluster
+    def read(other: argparse.Namespace) -> tuple[ResolvedConfig, Cluster]:
+        if other is args:
+            return config, fitted
+        own, cluster = _read(other)
+        return own, fitted if cluster == shipped else cluster
 
     return read
 

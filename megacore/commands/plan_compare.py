@@ -16,10 +16,12 @@ from megacore.config.dimensions import degree_fields
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.toml import read_toml
 from megacore.errors import ConfigError
+from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.compare import comparison_json, comparison_table
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import Plan, make_plan, scheduled
+from megacore.plan.state import whole_parameters
 from megacore.tracer.memory import traced_memory
 
 Reads = Callable[[argparse.Namespace], tuple[ResolvedConfig, Cluster]]
@@ -115,5 +117,9 @@ def _require_same_work(configs: list[ResolvedConfig]) -> None:
     lengths = [config.data.seq_length for config in configs]
     if len(set(lengths)) > 1:
         problems.append(f"--compare: sequences have {', '.join(map(str, lengths))} tokens: use one --seq-length")
+    sizes = [whole_parameters(config, outline(config)) for config in configs]
+    if len(set(sizes)) > 1:
+        models = ", ".join(f"{size / 1e9:,.3g}B" for size in sizes)
+        problems.append(f"--compare: the models have {models} parameters: give one --preset, outside of the quotes")
     if problems:
         raise ConfigError(problems)

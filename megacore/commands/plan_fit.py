@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacore.config import Config, ResolvedConfig
-from megacore.config.flags import without_fields
+from megacore.config.dry_run_flags import DRY_RUN
+from megacore.config.flags import read_flags, without_fields
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
 from megacore.files import replace_bytes, why_unwritable
@@ -41,7 +42,7 @@ def measured_rows(
         if resolved is None:
             break
         not_of_run = [
-            flag for word in row.flags if (flag := word.split("=")[0]) in {*args.own_flags} - {"--world-size"}
+            flag for word in row.flags if (flag := word.split("=")[0]) in {*args.own_flags, DRY_RUN} - {"--world-size"}
         ]
         if not_of_run:
             wrong.setdefault(f"{not_of_run[0]} is no flag of a run: leave it out", []).append(row.line)
@@ -68,7 +69,9 @@ def measured_rows(
 
 def _flags(args: argparse.Namespace, row: FileRow, kind: type[Config]) -> list[str]:
     """Those of the command, with the row's in their place: its number of ranks decides that of replicas."""
-    fields = {*row.fields, *(_REPLICAS if row.fields & _REPLICAS else ())}
+    fields = {*row.fields, *read_flags(row.flags, kind).values}
+    fields |= {"world_size"} if "--world-size" in row.flags else set()
+    fields |= _REPLICAS if fields & _REPLICAS else set()
     world = [] if args.world_size is None or fields & _REPLICAS else ["--world-size", str(args.world_size)]
     return [*without_fields(args.flags, sorted(fields), kind), *world, *row.flags]
 

@@ -95,6 +95,8 @@ class PlanParser(ToolParser):
         action = self._option_string_actions[flag]
         if why.startswith("expected "):  # one argument, or at least one
             said = f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
+            if action.nargs == "+":
+                said += f', in quotes; flags of one word after a space, as in {flag} " --compile"'
             return _Refused(flag, said, _place_without_value(words, flag), 1)
         joined = {place: word.partition("=")[2] for place, word in enumerate(words) if word.startswith(f"{flag}=")}
         if why.startswith("ignored explicit argument"):

@@ -6,7 +6,7 @@ deepspeed_keys.toml has the table of all keys.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from megacore.config.messages import number
 
 Document = Mapping[str, Any]
 Translate = Callable[["Value"], Translation]
+_MOST = 2**63
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,17 @@ def whole(value: Value, *, low: int = 0) -> int:
     if isinstance(given, bool) or not isinstance(given, int | float) or given != given // 1 or given < low:
         example = _without_marks(value, number(max(low, 1)))
         raise ValueError(f"{_quoted(value)} is not a whole number of {low} or more: {example}")
+    if given > _MOST:
+        raise ValueError(
+            f"{value.path} has {len(str(int(given)))} digits: {_without_marks(value, number(max(low, 1)))}"
+        )
     return int(given)
 
 
 def real(value: Value, *, example: float = 0.1) -> float:
     """A value that is a finite number."""
     given = value.value
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+    if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= sys.float_info.max:
         raise ValueError(f"{_quoted(value)} is not a number: {_without_marks(value, number(example))}")
     return float(given)
 

@@ -62,7 +62,8 @@ def take_long_turns() -> None:
 def end_with_parent() -> None:
     """Let this process of `multiprocessing` end with the thread that started it, however that ends. Only Linux can."""
     parent = multiprocessing.parent_process()
-    if sys.platform == "linux" and parent is not None:
+    of_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"  # which ends with it
+    if sys.platform == "linux" and parent is not None and not of_server:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent.pid:  # it has ended before
             os.kill(os.getpid(), signal.SIGKILL)

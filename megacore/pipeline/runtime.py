@@ -307,6 +307,8 @@ class _Run:
             y = stage(x, task.last_inputs(microbatch) if action.stage == runtime.last_stage else ())
             if action.stage == runtime.last_stage:
                 y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
+                if self.loss_weight is not None and y.shape != task.loss_shape:  # that of the gradient
+                    raise ValueError(f"the loss has the shape {tuple(y.shape)}, and its task says {task.loss_shape}")
                 if self.on_loss is not None:
                     self.on_loss(action.microbatch, y.detach())
                 # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.

@@ -57,7 +57,7 @@ def is_small(config: ResolvedConfig, cluster: Cluster) -> bool:
 
 def errors_of(config: ResolvedConfig, cluster: Cluster) -> Errors | None:
     """Errors of published steps like this one, the largest on as many devices or more; None: there is none, or the
-    cluster is fitted to a run, whose spread is its range."""
+    cluster is fitted to measured steps, whose spread is its range."""
     found = (
         None if cluster.is_fitted else PUBLISHED.get((cluster.chip, cluster.software.name, kind_of(config, cluster)))
     )
@@ -86,7 +86,7 @@ def range_of(fast: float, seconds: float, slow: float, config: ResolvedConfig, c
 def checked_line(config: ResolvedConfig, cluster: Cluster) -> str:
     """What is known of the error of a step, for a report."""
     if cluster.is_fitted:
-        return "checked: the cluster is fitted to a run"
+        return "checked: the cluster is fitted to measured steps"
     found, chip = errors_of(config, cluster), cluster.chip or cluster.name
     what = f"of {kind_of(config, cluster)} with {cluster.software.name}"
     if found is None:

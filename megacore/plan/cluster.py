@@ -102,8 +102,11 @@ class Cluster:
             if left > 0:
                 used.append((kind, min(nodes, math.ceil(left / kind.device.node_ranks))))
                 left -= nodes * kind.device.node_ranks
-        slowest = _slowest(self.name, used) if used else self
-        return dataclasses.replace(slowest, software=self.software, price_per_hour=self.price_per_hour)
+        if not used:
+            return self
+        slowest = dataclasses.replace(_slowest(self.name, used), software=self.software)
+        is_of_kinds = self.price_per_hour == _slowest(self.name, self.kinds).price_per_hour
+        return slowest if is_of_kinds else dataclasses.replace(slowest, price_per_hour=self.price_per_hour)
 
     def cost(self, tokens: float, *, tokens_per_second: float, goodput: float, ranks: int) -> tuple[float, float]:
         """Days and USD of training on this number of tokens.
@@ -271,7 +274,10 @@ def _of_kinds(table: Mapping[str, Any], path: Path, problems: list[str]) -> Clus
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= 1e5:
             said = f"nodes = {_shown(nodes)}" if "nodes" in kind else "nodes is missing: it"
             problems.append(f"{where}: {said} must be a whole number from 1 to 100,000")
-        fields = {"name": kind.get("based_on", f"kind {place}"), **kind}
+        if of_all := " and ".join(f"[kinds.{table}]" for table in ("software", "layouts") if table in kind):
+            problems.append(f"{where}: {of_all} cannot differ between kinds: leave it out, and use --software")
+        base = kind.get("based_on")
+        fields = {"name": base if isinstance(base, str) else f"kind {place}", **kind}
         fields.pop("nodes", None)
         if (cluster := _of_table(fields, where, problems)) is not None:
             kinds.append((cluster, nodes))
@@ -291,7 +297,16 @@ def _slowest(name: str, kinds: Sequence[tuple[Cluster, int]]) -> Cluster:
     of a device. The price is that of the mean device."""
     clusters = [kind for kind, _ in kinds]
     forms = [form for form in clusters[0].peaks if all(form in kind.peaks for kind in clusters)]
-    computing = min(clusters, key=lambda one: one.peaks[forms[0]] * one.device.product_efficiency.expected)
+
+    def products(kind: Cluster, form: Format) -> float:
+        return kind.peaks[form] * kind.device.product_efficiency.expected
+
+    def slowest_in(form: Format) -> Cluster:
+        return min(clusters, key=lambda kind: products(kind, form))
+
+    # Chips differ in what they are slow in: each format has the slowest one's products, at the share of one of them.
+    computing = slowest_in("bf16" if "bf16" in forms else forms[0])
+    share = computing.device.product_efficiency.expected
     fields: dict[str, Any] = {"name": name}
     for together, speed in _SLOWEST.items():
         slowest = min((kind.device for kind in clusters), key=speed)
@@ -299,7 +314,10 @@ def _slowest(name: str, kinds: Sequence[tuple[Cluster, int]]) -> Cluster:
     counts = ", ".join(f"{nodes * kind.device.node_ranks} x {kind.name}" for kind, nodes in kinds)
     return Cluster(
         device=dataclasses.replace(computing.device, **fields),
-        peaks={form: computing.peaks[form] for form in forms},
+        peaks={
+            form: (kind := slowest_in(form)).peaks[form] * (kind.device.product_efficiency.expected / share)
+            for form in forms
+        },
         price_per_hour=sum(kind.price_per_hour * nodes for kind, nodes in kinds) / sum(nodes for _, nodes in kinds),
         source=f"of each part of a step the slowest of {counts}, and the least memory",
         notes=tuple(note for kind in clusters for note in kind.notes),

@@ -10,6 +10,7 @@ from megacore.plan.checked import APART, checked_line
 from megacore.plan.plan_report import PARTS, as_json, four_digits, layout_lines, throughput
 from megacore.plan.planner import Plan, peak_figure
 from megacore.plan.size_unit import memory_unit, size_unit
+from megacore.plan.software import MEGACORE
 from megacore.plan.step_time import StepTime
 
 _TOLD = 0.2  # of the largest difference of a part; smaller ones are left out of the reason
@@ -43,7 +44,7 @@ def verdict(one: Compared, other: Compared) -> str:
         f"{1 - fast.time.seconds / slow.time.seconds:.1%} of the time of {slow.name} ({parts or 'no part differs'})"
     )
     if not fast.fits:
-        return f"{fast.name} would save {reason}, but does not fit"
+        return f"{fast.name} would save {reason}, but {'does not fit' if slow.fits else 'neither fits'}"
     if slow.time.seconds < (1 + APART) * fast.time.seconds:
         text = f"{fast.name} and {slow.name} are equal within the error of {APART:.0%}: {fast.name} saves {reason}"
     else:
@@ -117,7 +118,8 @@ def comparison_table(
     ]
     for name, flags, plan in zip(names, given, plans, strict=True):
         layout = next(layout_lines(plan.config)).removeprefix("- layout: ")
-        lines.append(f"- {name}: {f'`{flags}`' if flags else 'as given'}: {layout}, on {plan.cluster.name}")
+        software = "" if plan.cluster.software == MEGACORE else f" with {plan.cluster.software.name}"
+        lines.append(f"- {name}: {f'`{flags}`' if flags else 'as given'}: {layout}, on {plan.cluster.name}{software}")
     lines += dict.fromkeys(f"- {checked_line(plan.config, plan.cluster)}" for plan in plans)
     lines += ["", f"| | {' | '.join(names)} |", "|---" * (len(plans) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacore.config import ResolvedParallel
 from megacore.models.spec import LayerSpec
-from megacore.parallel.mesh import build_mesh
+from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
@@ -134,3 +134,16 @@ def test_no_case_hangs_or_miscounts(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_none_of_a_hundred_cases_hangs(ranks: int) -> None:
     run_distributed(run_cases, ranks, random_cases(ranks, 100), timeout=900)
+
+
+def test_a_loss_of_another_shape_is_refused() -> None:
+    """Autograd's engine would sum a gradient of the task's shape."""
+    mesh, task = Mesh(device=torch.device("cpu")), Summed(4, torch.device("cpu"))
+    task.loss_shape = (2,)  # type: ignore[assignment]
+    stage = Stage([LayerSpec(name="layer0", build=lambda: Scale(0), parameters=1, is_block=True)])
+    transport = Transport(mesh.pipeline, mesh.device)
+    runtime = PipelineRuntime(
+        [stage], mesh.pipeline, transport=transport, parallel=ResolvedParallel(pp=1, dp=1), task=task
+    )
+    with pytest.raises(ValueError, match=r"the loss has the shape \(\), and its task says \(2,\)"):
+        runtime.train_step([Microbatch(0, torch.ones(4))], One(), Nobody())

@@ -266,13 +266,31 @@ def test_the_slowest_and_the_smallest_of_two_kinds(
     assert used.device.memory_bandwidth == pytest.approx(slow.device.memory_bandwidth)
     assert used.peaks["bf16"] == slow.peaks["bf16"]
     assert used.device.product_efficiency == slow.device.product_efficiency
-    assert used.price_per_hour == pytest.approx((2 * 1.8 + CLUSTERS[other].price_per_hour) / 3)
+    price = 1.8 if ranks == 16 else (2 * 1.8 + CLUSTERS[other].price_per_hour) / 3
+    assert used.price_per_hour == pytest.approx(price)
     assert used.chip == ("" if other == "h100" and ranks > 16 else "a100")
+
+
+def test_each_format_has_the_slowest_products(tmp_path: Path) -> None:
+    """An H100 is slower than an RTX 4090 in fp32, and faster in bf16."""
+    path = tmp_path / "mixed.toml"
+    path.write_text(MIXED.replace("a100-80g", "h100").format("rtx4090"), encoding="utf-8")
+    used = load_cluster(path).used_by(24)
+    for form, slowest in (("fp32", "h100"), ("bf16", "rtx4090")):
+        mixed, alone = (
+            (cluster.peak(form) or 0) * cluster.device.product_efficiency.expected
+            for cluster in (used, CLUSTERS[slowest])
+        )
+        assert mixed == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (
+            MIXED.format("h100") + "software.name = 'megatron-lm'\n",
+            "own.toml, kind 2: [kinds.software] cannot differ between kinds: leave it out, and use --software",
+        ),
         (
             MIXED.format("a100-40g"),
             "--cluster own has 24 devices, fewer than the 48 ranks of the run: use --world-size 24",

@@ -48,6 +48,7 @@ def test_the_parts_explain_the_difference(capsys: pytest.CaptureFixture[str]) ->
     [
         ("--dp 8 --zero-stage 3", ["--micro-batch-size 1"], "A and B are equal within the error of 10%"),
         ("--dp 4 --tp 2", ["--tp 8"], "but does not fit"),  # the run as given is A
+        ("--dp 8 --micro-batch-size 4", ["--dp 8 --micro-batch-size 8"], "but neither fits"),
         (
             "--dp 4 --tp 2",
             ["--tp 4 --schedule 1f1b"],
@@ -89,6 +90,7 @@ def test_a_run_is_compared_by_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("--tp 2", ["--tp 8", "--tp 16"], "the layouts have 8, 16 ranks: add --world-size 16"),
         ("--tp 2", ["--global-batch-size 32"], "a step trains 64, 32 sequences: add --global-batch-size 64"),
         ("--tp 2", ["--seq-length 4096"], "sequences have 8192, 4096 tokens: use one --seq-length"),
+        ("--tp 2", ["--preset llama-3.2-1b --seq-length 8192"], "the models have 8.03B, 1.24B parameters: give one"),
         ("--tp 2", [], "--compare needs a value: --compare FLAGS"),
         ("--world-size 8 --search", ["--tp 8"], "--search has no effect with --compare: leave one of them out"),
     ],
