@@ -33,7 +33,7 @@ POINTS = {
     "build": ("megacore.train.step", "parallelize"),
     "data": ("megacore.data.loading.loader", "_RankView.__getitem__"),
     "forward": ("megacore.pipeline.stage", "Stage.forward"),
-    "backward": ("torch.autograd", "backward"),
+    "backward": ("megacore.pipeline.runtime", "accumulate_gradients"),
     "step": ("megacore.optim.update", "WeightUpdate.apply"),
     "sink": ("megacore.train.sinks", "Report.on_log"),
     "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),

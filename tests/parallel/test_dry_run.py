@@ -284,7 +284,7 @@ def test_the_flags_are_those_of_what_ran(cluster: str, splits: bool) -> None:
     flags = f"{TINY} {SHORT} --tp 2 --dp 1 --cluster {cluster}"
     status, out, err = run_distributed(command, 1, "pretrain_gpt", flags, init=False)[0]
     assert (status, err) == (0, "")
-    assert ("sequence parallel" in out) is splits
+    assert ("--sequence-parallel" in out) is splits
     found = json.loads(run_distributed(command, 1, "pretrain_gpt", f"{flags} --json", init=False)[0][1])
     assert found["layout"]["sequence_parallel"] is splits
     assert ("--no-sequence-parallel" in found["flags"].split()) is not splits
