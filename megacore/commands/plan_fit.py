@@ -37,7 +37,6 @@ def measured_rows(
     """
     file = RowFile(args.fit, kind, args.cluster)
     rows: list[MeasuredRow] = []
-    wrong: dict[str, list[int]] = {}
     for row in file.rows:
         if resolved is None:
             break
@@ -45,16 +44,16 @@ def measured_rows(
             flag for word in row.flags if (flag := word.split("=")[0]) in {*args.own_flags, DRY_RUN} - {"--world-size"}
         ]
         if not_of_run:
-            wrong.setdefault(f"{not_of_run[0]} is no flag of a run: leave it out", []).append(row.line)
+            file.refuse(f"{not_of_run[0]} is no flag of a run: leave it out", row.line)
             continue
         try:
             config = resolved(_flags(args, row, kind))
         except ConfigError as error:
             for problem in error.problems:
-                wrong.setdefault(problem, []).append(row.line)
+                file.refuse(problem, row.line)
             continue
         rows.append(MeasuredRow(line=row.line, config=config, seconds=_seconds(row, config)))
-    problems = [*file.problems, *(_of_lines(args.fit, lines, said) for said, lines in wrong.items())]
+    problems = file.problems
     if not problems and len(file.rows) < LEAST_ROWS:
         found = counted(len(file.rows), "measured step")
         problems.append(f"--fit {args.fit} has {found}: give at least {LEAST_ROWS}, better 20")
@@ -74,11 +73,6 @@ def _flags(args: argparse.Namespace, row: FileRow, kind: type[Config]) -> list[s
     fields |= _REPLICAS if fields & _REPLICAS else set()
     world = [] if args.world_size is None or fields & _REPLICAS else ["--world-size", str(args.world_size)]
     return [*without_fields(args.flags, sorted(fields), kind), *world, *row.flags]
-
-
-def _of_lines(path: Path, lines: Sequence[int], said: str) -> str:
-    more = f" and {counted(len(lines) - 3, 'other')}" if len(lines) > 3 else ""
-    return f"--fit {path}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:3]))}{more}: {said}"
 
 
 def _seconds(row: FileRow, config: ResolvedConfig) -> float:

@@ -20,7 +20,6 @@ from megacore.config import Config
 from megacore.config.fields import FieldInfo, flag_and_value
 from megacore.config.flags import all_fields
 from megacore.config.messages import counted, did_you_mean, one_of
-from megacore.errors import ConfigError
 from megacore.files import read_bounded
 
 # Units of what is measured, by column. A row has one of them.
@@ -90,43 +89,60 @@ class RowFile:
 
     Attributes:
         rows: those that could be read.
-        problems: everything else.
     """
 
     def __init__(self, path: Path, kind: type[Config], cluster: str | None) -> None:
-        self.path, self.rows, self.problems = path, list[FileRow](), list[str]()
+        self.path, self.rows = path, list[FileRow]()
+        self._wrong, self._count = dict[str, list[int]](), 0
         self._fields, self._cluster = all_fields(kind), cluster
         try:
             text = read_bounded(path, _MOST_BYTES).decode("utf-8-sig")
         except FileNotFoundError:
-            self._refuse("there is no such file: write one with a header, as in tp,pp,dp,seconds")
+            self.refuse("there is no such file: write one with a header, as in tp,pp,dp,seconds")
         except OSError as error:
-            self._refuse(f"{(error.strerror or '').lower()}: give a CSV file, as in tp,pp,dp,seconds")
+            self.refuse(f"{(error.strerror or '').lower()}: give a CSV file, as in tp,pp,dp,seconds")
         except UnicodeDecodeError:
-            self._refuse("is not text in UTF-8: give a CSV file, as in tp,pp,dp,seconds")
+            self.refuse("is not text in UTF-8: give a CSV file, as in tp,pp,dp,seconds")
         else:
             self._read(text)
 
-    def _refuse(self, why: str, *lines: int) -> None:
-        place = "" if not lines else f", line {lines[0]}" if len(lines) == 1 else f", lines {_listed(lines)}"
-        self.problems.append(f"--fit {self.path}{place}: {why}")
+    def refuse(self, why: str, *lines: int) -> None:
+        """Note what is wrong with the file, or with lines of it; lines of one message are told together."""
+        self._wrong.setdefault(why, []).extend(lines)
+        self._count += 1
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong."""
+        places = {
+            why: "" if not lines else f", line {lines[0]}" if len(lines) == 1 else f", lines {_listed(lines)}"
+            for why, lines in self._wrong.items()
+        }
+        return [f"--fit {self.path}{place}: {why}" for why, place in places.items()]
 
     def _read(self, text: str) -> None:
-        lines = [(line, cells) for line, cells in _lines(text) if any(cell.strip() for cell in cells)]
+        try:
+            lines = [(line, cells) for line, cells in _lines(text) if any(cell.strip() for cell in cells)]
+        except csv.Error as error:
+            self.refuse(f"{error}: give a CSV file, as in tp,pp,dp,seconds")
+            return
         header = next((place for place, (_, cells) in enumerate(lines) if not self._is_comment(cells)), None)
         if header is None:
-            self._refuse("has no rows: write a header and a row for each measured step, as in tp,pp,dp,seconds")
+            self.refuse("has no rows: write a header and a row for each measured step, as in tp,pp,dp,seconds")
+            return
+        if len(lines[header][1]) == 1 and ";" in lines[header][1][0]:
+            self.refuse("columns are separated by semicolons: use commas", lines[header][0])
             return
         columns = [self._column(cell) for cell in lines[header][1]]
         body = [(line, cells) for line, cells in lines[header + 1 :] if not cells[0].lstrip().startswith("#")]
         accepted = self._accepts(columns, line=lines[header][0])
         if len(body) > _MOST_ROWS:
-            self._refuse(f"has {len(body):,} rows: leave at most {_MOST_ROWS:,}, as every twentieth one")
+            self.refuse(f"has {len(body):,} rows: leave at most {_MOST_ROWS:,}, as every twentieth one")
             return
         self._one_cluster(columns, body)
         for line, cells in body:
             if len(cells) != len(columns):
-                self._refuse(f"{counted(len(cells), 'cell')}: give {len(columns)}, as the header has", line)
+                self.refuse(f"{counted(len(cells), 'cell')}: give {len(columns)}, as the header has", line)
             elif (
                 row := self._row(line, dict(zip(columns, map(str.strip, cells), strict=True)))
             ) is not None and accepted:
@@ -146,21 +162,21 @@ class RowFile:
         return column in {*self._fields, *MEASURES, *_LABELS, *_CLUSTERS, "flags", "world_size"}
 
     def _accepts(self, columns: Sequence[str], *, line: int) -> bool:
-        before = len(self.problems)
+        before = self._count
         for name in columns:
             if not self._is_known(name):
                 near = did_you_mean(name, [*self._fields, *MEASURES, *_LABELS])
-                self._refuse(
+                self.refuse(
                     f"column {name} is no flag and no measure{near}: rename it, as in tp, or leave it out", line
                 )
         for name, count in Counter(columns).items():
             if count > 1:
-                self._refuse(f"{counted(count, 'column')} are {name}: keep one of them", line)
+                self.refuse(f"{counted(count, 'column')} are {name}: keep one of them", line)
         measures = [name for name in columns if name in MEASURES]
         if len(measures) != 1:
             said = f"{one_of(measures)} are all measured: keep one of them" if measures else "no column is measured"
-            self._refuse(said + ("" if measures else f": add one of {', '.join(MEASURES)}, as in seconds"), line)
-        return len(self.problems) == before
+            self.refuse(said + ("" if measures else f": add one of {', '.join(MEASURES)}, as in seconds"), line)
+        return self._count == before
 
     def _one_cluster(self, columns: Sequence[str], body: Sequence[tuple[int, Sequence[str]]]) -> None:
         """That all rows are of the GPUs of --cluster."""
@@ -173,10 +189,10 @@ class RowFile:
             usual = self._cluster or max(named, key=lambda gpu: len(named[gpu]), default="")
             for gpu, lines in named.items():
                 if gpu not in ("", usual):
-                    self._refuse(f"{name} {gpu} is not --cluster {usual}: fit it from a file of its own", *lines)
+                    self.refuse(f"{name} {gpu} is not --cluster {usual}: fit it from a file of its own", *lines)
 
     def _row(self, line: int, cells: Mapping[str, str]) -> FileRow | None:
-        before = len(self.problems)
+        before = self._count
         words, fields = list[str](), set[str]()
         measure, value = "", math.nan
         for name, text in cells.items():
@@ -184,16 +200,16 @@ class RowFile:
                 measure, value = name, _number(text)
                 if not _LEAST_MEASURED <= value <= _MOST_MEASURED:
                     wrong = f"{name} {text} must be a positive number" if text else f"{name} is missing"
-                    self._refuse(f"{wrong}: give {MEASURES[name]}, as in 4.2, or leave the row out", line)
+                    self.refuse(f"{wrong}: give {MEASURES[name]}, as in 4.2, or leave the row out", line)
             elif name == "flags":
                 try:
                     words += shlex.split(text)
                 except ValueError as error:
-                    self._refuse(f"flags {text}: {str(error).lower()}: write them as on a command line", line)
+                    self.refuse(f"flags {text}: {str(error).lower()}: write them as on a command line", line)
             elif text and self._is_known(name) and name not in _LABELS | _CLUSTERS:
                 fields.add(name)
                 words += self._words(line, name, text)
-        if len(self.problems) > before:
+        if self._count > before:
             return None
         return FileRow(line=line, fields=frozenset(fields), flags=tuple(words), measure=measure, value=value)
 
@@ -202,19 +218,16 @@ class RowFile:
         if info is None or info.kind is not bool:
             return [f"--{name.replace('_', '-')}", *text.split()]
         if text.lower() not in _SWITCHES:
-            self._refuse(f"{name} {text} must be true or false: use {name} true", line)
+            self.refuse(f"{name} {text} must be true or false: use {name} true", line)
             return []
         return [flag_and_value(name, _SWITCHES[text.lower()])]
 
 
 def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
     reader = csv.reader(io.StringIO(text, newline=""))
-    try:
-        for cells in reader:
-            if cells:
-                yield reader.line_num, cells
-    except csv.Error as error:
-        raise ConfigError([f"--fit, line {reader.line_num}: {error}: give a CSV file"]) from None
+    for cells in reader:
+        if cells:
+            yield reader.line_num, cells
 
 
 def _number(text: str) -> float:
