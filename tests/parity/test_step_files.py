@@ -28,7 +28,7 @@ models/gpt
 ops/activation ops/attention ops/dispatch ops/loss ops/norm
 optim/adamw optim/fused_adam optim/lr_schedules optim/optimizer optim/spikes optim/update
 parallel/canonical parallel/products parallel/sequence parallel/tensor
-pipeline/runtime pipeline/stage
+pipeline/backward pipeline/runtime pipeline/stage
 train/callbacks train/clock train/gpt_task train/history train/sinks train/step train/stopping train/trainer
 train/watching watch/marks
 zero/bucket zero/data_parallel zero/local_segments

@@ -68,5 +68,5 @@ def test_a_plan_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     flags = f"--preset gpt2-small --pp 2 --global-batch-size 2 --micro-batch-size 1 --schedule-csv {file}"
     assert main(["pretrain_gpt.py", *flags.split(), "--cluster", "h100"]) == 0
     report = capsys.readouterr().out
-    assert f"schedule {file}" in report
+    assert f"--schedule-csv {file}" in report
     assert "schedule auto" not in report
