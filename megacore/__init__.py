@@ -11,11 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megacore.arrive.deepspeed_engine import initialize
     from megacore.commands.from_python import pretrain_gpt
     from megacore.config import OptimizerConfig, ParallelConfig
     from megacore.optim.optimizers import register_optimizer
     from megacore.parallel.mesh import build_mesh
-    from megacore.train.deepspeed_engine import initialize
     from megacore.train.engine import Layer, PipelineEngine
     from megacore.train.trainer import Trainer
 
@@ -39,7 +39,7 @@ _MODULES = {
     "PipelineEngine": "megacore.train.engine",
     "Trainer": "megacore.train.trainer",
     "build_mesh": "megacore.parallel.mesh",
-    "initialize": "megacore.train.deepspeed_engine",
+    "initialize": "megacore.arrive.deepspeed_engine",
     "pretrain_gpt": "megacore.commands.from_python",
     "register_optimizer": "megacore.optim.optimizers",
 }

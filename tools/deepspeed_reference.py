@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.config.deepspeed_keys import all_keys
+from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.arrive.deepspeed_keys import all_keys
 
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -27,8 +27,10 @@ from megacore.commands.tool import ToolParser, run_tool, with_config
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
 from megacore.config.duration_rules import schedule_problems
 from megacore.config.fields import Section, field_infos
-from megacore.config.flags import Given, read_flags, translate_foreign
+from megacore.config.flags import read_flags
+from megacore.config.given import Given
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.other_trainers import other_trainers
 from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
 from megacore.config.toml import read_toml
 from megacore.drawing.canvas import require_writable, save
@@ -136,7 +138,7 @@ def _translate(given: Given, values: Mapping[str, Any]) -> None:
     drawn = {"train_iters", *field_infos(OptimizerConfig)}
     given.foreign = [setting for setting in given.foreign if drawn & set(setting.fields)]
     values = {**values, **given.values}
-    translate_foreign(given, values, _built({"train_iters": None, **values}), world_size=1)
+    other_trainers().translate_settings(given, values, _built({"train_iters": None, **values}), world_size=1)
 
 
 def _built(values: Mapping[str, Any]) -> Config:

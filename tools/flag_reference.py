@@ -17,7 +17,7 @@ from pathlib import Path
 from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.fields import FieldInfo, field_infos, flag
-from megacore.config.flags import FILES
+from megacore.config.flags import setting_files
 from megacore.config.help import HelpText, help_text_of
 from megacore.config.presets import PRESETS
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 def reference() -> str:
     """All flags by section, then all presets."""
     lines = []
-    for info, _ in FILES.values():
+    for info, _ in setting_files().values():
         lines += [f"`{info.flag} {info.metavar}`: {help_text_of(info, Config).meaning}", ""]
     for name, section in sections_of(BertConfig).items():
         only = "" if name in SECTIONS else ", only pretrain_bert.py"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megacore.config.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
+from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
 
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -48,12 +48,12 @@ from megacore.commands.tool import positive, run_tool, with_config
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import given_values, parse_config
-from megacore.config.deepspeed import read_deepspeed
-from megacore.config.deepspeed_batches import ACCUMULATION, TOTAL
 from megacore.config.dry_run_flags import DRY_RUN, DRY_RUN_FLAGS
 from megacore.config.fields import LARGEST_INT
-from megacore.config.flags import Given, read_flags, without_fields
+from megacore.config.flags import read_flags, without_fields
+from megacore.config.given import Given
 from megacore.config.messages import did_you_mean, one_of
+from megacore.config.other_trainers import other_trainers
 from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
 from megacore.drawing.canvas import require_writable
@@ -461,13 +461,8 @@ def _take_foreign(args: argparse.Namespace, reading: Given, kind: type[Config]) 
 def _take_deepspeed(args: argparse.Namespace, path: str) -> Iterator[str]:
     """Take what a DeepSpeed configuration says of a layout for given, as no flag may say otherwise; what it says of one
     layout only is refused."""
-    settings = read_deepspeed(path, is_planned=True).settings
-    for setting in settings:
-        if setting.source.startswith(ACCUMULATION):
-            yield (
-                f"{setting.where}{setting.source} is for one layout, as --search divides the same batch in all ways: "
-                f'leave it out, or set it to "auto", and give {TOTAL} or --global-batch-size'
-            )
+    settings, problems = other_trainers().settings_of_search(path)
+    yield from problems
     # What follows from the batch alone is no value that the search must keep.
     args.foreign |= {name for setting in settings if not setting.is_last for name in setting.fields}
     args.foreign |= {"global_batch_size"} & {name for setting in settings for name in setting.fields}

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
-from megacore.config import megatron_script
-from megacore.config.deepspeed import read_deepspeed
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos
-from megacore.config.flags import FILES, Given, all_fields, flag_names, read_flags, translate_foreign
+from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_flags
+from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.launch_notes import (
-    defaults_of_megatron,
+    defaults_of_another_trainer,
     kept_although_derived,
     kept_from_checkpoint,
     naming_defaults,
@@ -41,6 +40,7 @@ from megacore.config.no_effect import without_effect
 from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.search_start import Searched
@@ -283,36 +283,23 @@ def _read(
     flags = read_flags(argv, kind)
     typed = dict(flags.values)
     _save_in_directory(flags)
-    notes = megatron_script.adjust(flags)
-    path, deepspeed = (flags.values.pop(name, None) for name in FILES)
-    if deepspeed is not None:
-        keys = read_deepspeed(deepspeed, is_planned=is_planned)
-        flags.problems += keys.problems
-        flags.foreign += keys.settings
-        flags.unread |= keys.unread
-        notes += keys.notes
+    others = other_trainers()
+    notes = others.adjust(flags, is_planned=is_planned)
+    path = flags.values.pop(CONFIG_INFO.name, None)
     file = Given() if path is None else read_toml(path, kind)
     _save_in_directory(file)
     given = {**file.values, **flags.values}
     shape_values, shape_problems = _shape_values(shape, given)
-    megatron = megatron_script.defaults(flags, given)
+    theirs = others.defaults(flags, given)
     former = {} if continued is None else {k: v for k, v in continued(given).items() if k not in shape_values}
 
     def build(given: Mapping[str, Any]) -> C:
-        return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
+        return _build(kind, _with_defaults(kind, {**shape_values, **given}, theirs=theirs, continued=former))
 
     def build_alone(values: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, values))
 
-    config = build(given)
-    if megatron_script.names_of(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
-        del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
-        flags.idle.setdefault("Megatron-LM", []).append("--sequence-parallel (with --tp 1)")
-        given = {**file.values, **flags.values}
-    if flags.foreign:
-        translate_foreign(flags, given, config, process.world_size)
-        config = build({**file.values, **flags.values})
-    megatron_script.leave_out_unread(flags, config)
+    others.translate(flags, file.values, build, process.world_size)
     given = {**file.values, **flags.values}
     config = build(given)
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
@@ -331,8 +318,8 @@ def _read(
         ).of_start()
         config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
         found = validation.messages()
-        of_megatron = {name: value for name, value in megatron.items() if name not in {**given, **former}}
-        problems = problems + [naming_defaults(one, of_megatron) for one in found]
+        by_default = {name: value for name, value in theirs.items() if name not in {**given, **former}}
+        problems = problems + [naming_defaults(one, by_default) for one in found]
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
     meeting = _unknown_address(process)
@@ -347,7 +334,7 @@ def _read(
         notes += kept_although_derived(build_alone, flags, file, path)
         usual = build_alone({**shape_values, **given})
         notes += flags.notes + flags.translation_notes()
-        notes += defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
+        notes += defaults_of_another_trainer(flags, theirs.keys() - former.keys(), config, usual)
         notes += kept_from_checkpoint(former, config, usual)
     source = None if path is None or file.unread.issuperset(all_fields(kind)) else path
     return _Reading(config, process.world_size, problems, local_problems, notes, source, flags.translated, given, typed)
@@ -365,7 +352,7 @@ def _with_defaults(
     kind: type[Config],
     given: Mapping[str, Any],
     *,
-    megatron: Mapping[str, Any] | None = None,
+    theirs: Mapping[str, Any] | None = None,
     continued: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The given values over those of a checkpoint that is continued, the preset, and the entry point's defaults.
@@ -376,13 +363,13 @@ def _with_defaults(
     Args:
         kind: the entry point's kind of configuration.
         given: values by field, from flags and file.
-        megatron: the defaults of Megatron-LM for one of its scripts.
+        theirs: the defaults of another trainer for one of its scripts.
         continued: settings of the run that is continued.
     """
     preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
         preset.pop("vocab_size", None)
-    defaults = {**kind.defaults({**preset, **given}), **(megatron or {}), **preset, **(continued or {})}
+    defaults = {**kind.defaults({**preset, **given}), **(theirs or {}), **preset, **(continued or {})}
     values = {**defaults, **given}
     idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
     chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)

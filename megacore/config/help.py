@@ -14,14 +14,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megacore.config import megatron_flags
-from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.fields import FieldInfo, field_docs, field_infos
-from megacore.config.flags import FILES, all_fields, flags_by_name
-from megacore.config.megatron_flags import FOREIGN
+from megacore.config.flags import all_fields, flags_by_name, setting_files
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, sections_of
 from megacore.errors import UserError
 
@@ -94,8 +92,8 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
 
 def help_text_of(info: FieldInfo, kind: type[Config]) -> HelpText:
     """The help text of a field, as the entry point means it."""
-    if info.name in FILES:
-        doc = FILES[info.name][1]
+    if info.name in (files := setting_files()):
+        doc = files[info.name][1]
     else:
         section = sections_of(kind)[_section_of(info.name, kind)]
         doc = kind.help_texts.get(info.name, field_docs(section).get(info.name, ""))
@@ -141,17 +139,8 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
         return info
     if info is not None:
         raise UserError(f"{info.flag} {kind.unsupported[info.name]}")
-    if name in FOREIGN:
-        raise UserError(
-            f"{name} is a Megatron-LM flag, and becomes {FOREIGN[name].becomes} (docs/guides/coming-from-megatron.md)"
-        )
-    if name in DEEPSPEED_FLAGS:
-        becomes = DEEPSPEED_FLAGS[name].becomes
-        raise UserError(
-            f"{name} is a Megatron-DeepSpeed flag, and becomes {becomes} (docs/guides/coming-from-deepspeed.md)"
-        )
-    if advice := megatron_flags.advice(name):
-        raise UserError(f"{name} is {advice} (docs/guides/coming-from-megatron.md)")
+    if theirs := other_trainers().help_of(name):
+        raise UserError(theirs)
     sections = list(sections_of(kind))
     known = [*sections, *DRY_RUN_FLAGS, *(flag for flag, info in flags.items() if info.name not in kind.unsupported)]
     raise UserError(
@@ -174,7 +163,7 @@ class _Page:
         yield f"       torchrun --nproc-per-node N {prog} FLAGS"
         yield ""
         yield from self._wrapped(description, indent=0)
-        fields = {**{name: info for name, (info, _) in FILES.items()}, **all_fields(self.kind)}
+        fields = {**{name: info for name, (info, _) in setting_files().items()}, **all_fields(self.kind)}
         for group, names in _USUAL.items():
             yield from self._heading(group)
             for name in names:
@@ -198,7 +187,7 @@ class _Page:
         """Every flag, by section."""
         yield f"All flags of {prog}"
         yield ""
-        for number_of_file, (info, _) in enumerate(FILES.values()):
+        for number_of_file, (info, _) in enumerate(setting_files().values()):
             if number_of_file:
                 yield ""
             yield from self._entry(info)
@@ -231,7 +220,7 @@ class _Page:
         yield from self._entry(info)
         if info.range is not None:
             yield from self._wrapped(f"Range: {info.range}.", indent=6)
-        if info.name not in FILES:
+        if info.name not in setting_files():
             yield from self._wrapped(f"In a file: {info.name} under [{_section_of(info.name, self.kind)}].", indent=6)
 
     def dry_run_flag(self, flag: str) -> Iterator[str]:

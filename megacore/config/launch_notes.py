@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megacore.config import megatron_script
 from megacore.config.fields import flag_and_value
-from megacore.config.flags import Given
+from megacore.config.given import Given
 from megacore.config.messages import number
+from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, sections_of
 
 
@@ -68,23 +68,20 @@ def naming_defaults(problem: str, defaults: Mapping[str, Any]) -> str:
     return problem
 
 
-def defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:
-    """A note with the flags whose default is Megatron-LM's.
+def defaults_of_another_trainer(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:
+    """A note with the flags whose default is that of the trainer whose script the command line is.
 
     Args:
         flags: the command line.
-        names: fields that have a default of Megatron-LM.
+        names: fields that have such a default.
         config: the configuration.
         usual: what it would be with the defaults of megacore.
     """
     changed = _changes(sorted(names), config, usual)
     if not changed:
         return []
-    name = megatron_script.names_of(flags)[0]
-    return [
-        f"these are the flags of a Megatron-LM script ({name}); what it leaves out is as there: "
-        f"{_in_words(changed)} (docs/guides/coming-from-megatron.md)"
-    ]
+    reason = other_trainers().reason_of_defaults(flags)
+    return [f"{reason}: {_in_words(changed)} (docs/guides/coming-from-megatron.md)"]
 
 
 def kept_from_checkpoint(former: Mapping[str, Any], config: Config, usual: Config) -> list[str]:

@@ -18,7 +18,8 @@ import tomli_w
 
 import megacore
 from megacore.config.fields import FieldInfo, field_infos
-from megacore.config.flags import Given, all_fields
+from megacore.config.flags import all_fields
+from megacore.config.given import Given
 from megacore.config.messages import did_you_mean, nearest_name, one_of
 from megacore.config.schema import Config, section_of, sections_of
 from megacore.errors import ConfigError

@@ -32,7 +32,7 @@ from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError
 from megacore.models.plain import Layer, describe_call, is_split, undivided
 from megacore.parallel.mesh import world_size
-from megacore.train.deepspeed_settings import of_torch
+from megacore.train.torch_optimizer import of_torch
 
 S = TypeVar("S", OptimizerConfig, OptimizerSettings)
 ChoosesOptimizer = OptimizerConfig | Callable[..., torch.optim.Optimizer]

@@ -19,15 +19,19 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr
 """
 
 
+def tree_without(ring: str, tree: Path) -> Path:
+    """A copy of the repository's sources without one ring."""
+    for name in ("megacore", "kernels"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(ring, "__pycache__"))
+    for name in ("pretrain_gpt.py", "pretrain_bert.py"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "sitecustomize.py").write_text(SITE)
+    return tree
+
+
 @pytest.fixture
 def without_plan(tmp_path: Path) -> Path:
-    """The repository's sources without the planner."""
-    for name in ("megacore", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("plan", "__pycache__"))
-    for name in ("pretrain_gpt.py", "pretrain_bert.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    return tmp_path
+    return tree_without("plan", tmp_path)
 
 
 def run(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -53,3 +57,12 @@ def test_a_dry_run_says_that_the_planner_is_missing(entry: str, without_plan: Pa
     done = run(without_plan, entry, "--dry-run", *MODEL)
     assert done.returncode == 2 and "megacore/plan, which is not installed" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_the_ways_of_other_trainers_megacores_own_flags_train(tmp_path: Path) -> None:
+    tree = tree_without("arrive", tmp_path)
+    done = run(tree, "pretrain_gpt.py", *MODEL)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run(tree, "pretrain_gpt.py", *MODEL, "--train-samples", "9", "--deepspeed-config", "ds.json")
+    assert done.returncode == 2 and "--train-samples is not a flag" in done.stderr
+    assert "--deepspeed-config is not a flag" in done.stderr

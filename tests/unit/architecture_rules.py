@@ -40,7 +40,7 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
-    {"plan"},
+    {"arrive", "plan"},
     {"tracer"},
     {"commands"},
     {"verify"},

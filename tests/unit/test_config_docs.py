@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import megatron_flags, sections_of
+from megacore.arrive import megatron_flags
+from megacore.arrive.megatron_flags import FOREIGN, LISTS
+from megacore.config import sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
-from megacore.config.megatron_flags import FOREIGN, LISTS
 from tools import flag_reference, megatron_reference
 
 ROOT = Path(__file__).parents[2]

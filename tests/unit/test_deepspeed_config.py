@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.arrive.deepspeed_keys import all_keys, tables
+from megacore.arrive.megatron_flags import FOREIGN
 from megacore.config import OptimizerConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names
-from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.config.deepspeed_keys import all_keys, tables
 from megacore.config.flags import all_fields
-from megacore.config.megatron_flags import FOREIGN
 from megacore.optim.lr_schedules import learning_rate, momentum
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, parse

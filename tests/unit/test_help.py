@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 
 import megacore
+from megacore.arrive.megatron_flags import FOREIGN
 from megacore.config import SECTIONS, Config, TrainingConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
 from megacore.config.fields import field_docs, field_infos
-from megacore.config.flags import FILES, all_fields, read_flags
+from megacore.config.flags import all_fields, read_flags, setting_files
 from megacore.config.help import DRY_RUN_FLAGS, help_text, help_topic
-from megacore.config.megatron_flags import FOREIGN
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
@@ -65,7 +65,7 @@ def test_all_has_every_flag_that_can_be_given_and_no_other(kind: type[Config]) -
 @KINDS
 def test_the_sections_together_have_every_flag_once(kind: type[Config]) -> None:
     names = [name for section in sections_of(kind) for name in entries(help_of(section, kind)) if name]
-    assert sorted([*names, *(info.flag for info, _ in FILES.values()), *DRY_RUN_FLAGS]) == sorted(
+    assert sorted([*names, *(info.flag for info, _ in setting_files().values()), *DRY_RUN_FLAGS]) == sorted(
         name for name in entries(help_of("all", kind)) if name
     )
 

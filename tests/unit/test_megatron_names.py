@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED, TABLES
+from megacore.arrive.megatron_model import MODEL
+from megacore.arrive.megatron_training import TRAINING
+from megacore.arrive.translation import Shape
 from megacore.config.bert import BertConfig
-from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS
 from megacore.config.flags import flags_by_name, read_flags
-from megacore.config.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED, TABLES
-from megacore.config.megatron_model import MODEL
-from megacore.config.megatron_training import TRAINING
-from megacore.config.megatron_values import Shape
 
 NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
 THEIRS = {f"--{name}": words for words, names in NAMES.items() for name in names.split()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.config.deepspeed_values import Translate, Value, real, value_at, whole
+from megacore.arrive.deepspeed_values import Translate, Value, real, value_at, whole
+from megacore.arrive.tables import by_name
+from megacore.arrive.translation import Translation
 from megacore.config.fields import LARGEST_INT
-from megacore.config.foreign_flags import by_name
-from megacore.config.megatron_values import Translation
 from megacore.config.messages import number, one_of
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------

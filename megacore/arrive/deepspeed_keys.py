@@ -13,14 +13,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megacore.config.deepspeed_batches import BATCHES
-from megacore.config.deepspeed_layout import LAYOUT
-from megacore.config.deepspeed_measurements import MEASUREMENTS
-from megacore.config.deepspeed_training import OPTIMIZER, optimizer_type
-from megacore.config.deepspeed_values import Key, Translate, Value, a_text, real, shown, switch, whole
-from megacore.config.deepspeed_zero import ZERO
-from megacore.config.foreign_flags import read_tables, setting
-from megacore.config.megatron_values import Translation
+from megacore.arrive.deepspeed_batches import BATCHES
+from megacore.arrive.deepspeed_layout import LAYOUT
+from megacore.arrive.deepspeed_measurements import MEASUREMENTS
+from megacore.arrive.deepspeed_training import OPTIMIZER, optimizer_type
+from megacore.arrive.deepspeed_values import Key, Translate, Value, a_text, real, shown, switch, whole
+from megacore.arrive.deepspeed_zero import ZERO
+from megacore.arrive.tables import read_tables, setting
+from megacore.arrive.translation import Translation
 from megacore.config.messages import one_of
 
 _FUNCTIONS: Mapping[str, Translate] = {**BATCHES, **LAYOUT, **MEASUREMENTS, **OPTIMIZER, **ZERO}

@@ -8,14 +8,19 @@ megatron_training.py have the translations, and megatron_flags.py the table of a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
+from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.given import Given
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.rampup import Ramp
+from megacore.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -90,29 +95,6 @@ class ForeignFlag:
     is_last: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForeignSetting:
-    """A setting of another trainer, as a command line or a file gives it.
-
-    Attributes:
-        origin: the trainer, or its file.
-        source: the setting and its value, for messages.
-        fields: that it sets.
-        translate: from the shape of the run. Raises ValueError for a value without a translation.
-        where: precedes the source in messages.
-        is_idle: it changes nothing here.
-        is_last: it depends on what others become.
-    """
-
-    origin: str
-    source: str
-    fields: tuple[str, ...]
-    translate: Callable[[Shape], Translation]
-    where: str = ""
-    is_idle: bool = False
-    is_last: bool = False
-
-
 def translate(foreign: ForeignFlag, flag: str, words: Sequence[str], shape: Shape) -> Translation:
     """Translates a flag with its values.
 
@@ -176,3 +158,92 @@ def fraction(flag: str, text: str) -> Fraction:
     if not 0 <= value < 1:
         raise ValueError(f"{flag} '{text}' is not a number of at least 0 and below 1: use, for example, 0.01")
     return value
+
+
+def translate_settings(given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
+    """Translates settings of other trainers that have the same meaning in another form.
+
+    Args:
+        given: what the command line sets. It receives the fields, and what is wrong with the settings.
+        values: the values by field that all sources set. A setting that contradicts them is refused.
+        config: the configuration of these values, for its number of layers and degrees.
+        world_size: the number of processes, for the number of replicas.
+    """
+    sources = {name: flag_and_value(name, value) for name, value in values.items()}
+    implied: dict[str, Any] = {}
+    became: dict[tuple[str, str], Translation] = {}
+    for setting in sorted(given.foreign, key=lambda one: one.is_last):
+        source = setting.source
+        try:
+            translation = setting.translate(_shape(config, given, values, world_size))
+        except ValueError as error:
+            is_said = isinstance(error, MissingField) and error.name in given.unread
+            if not is_said and (problem := f"{setting.where}{error}") not in given.problems:  # several may read a key
+                given.problems.append(problem)
+            given.unread.update(setting.fields)
+            continue
+        for name in translation.dropped:
+            given.values.pop(name, None)
+            sources.pop(name, None)
+        given.notes += [f"{setting.where}{source}: {translation.note}"] if translation.note else []
+        for name, value in translation.values.items():
+            if name in sources and {**values, **given.values}[name] != value:
+                given.problems.append(
+                    f"{setting.where}{source} is {flag_and_value(name, value)}, and {sources[name]} is given as well: "
+                    "keep one of them"
+                )
+                given.unread.add(name)
+                continue
+            given.values[name], sources[name] = value, f"{setting.where}{source}"
+        implied |= translation.implied
+        if setting.is_idle:
+            given.idle.setdefault(setting.origin, []).append(source)
+        else:
+            became[setting.origin, source] = translation
+    if "schedule_csv" in values:
+        implied.pop("schedule", None)
+    if values.keys() & {"preset", "init_from_hf"}:  # which set the shape
+        implied = {name: value for name, value in implied.items() if name not in field_infos(type(config.model))}
+    given.values.update({k: v for k, v in implied.items() if k not in values and k not in given.values})
+    every = {**values, **given.values}
+    for (origin, source), translation in became.items():
+        took_effect = [name for name, value in translation.implied.items() if every.get(name) == value]
+        fields = [*(name for name in translation.values if name in every), *took_effect]
+        # A later setting may have replaced what this one became.
+        ours = ", ".join(flag_and_value(name, translation.values.get(name, every[name])) for name in fields)
+        given.translated.setdefault(origin, {})[source] = ours
+
+
+def _shape(config: Config, given: Given, values: Mapping[str, Any], world_size: int) -> Shape:
+    """What translations depend on, as far as it is known."""
+    settings = {**values, **given.values}
+    known = {
+        "num_layers": config.model.num_layers,
+        "pp": config.parallel.pp,
+        "hidden_size": config.model.hidden_size,
+        "micro_batch_size": config.training.micro_batch_size,
+        "global_batch_size": config.training.global_batch_size,
+        "train_iters": config.training.train_iters,
+        "lr_decay_iters": config.optimizer.lr_decay_iters,
+    }
+    numbers = {name: _positive_number(given.values.get(name, value)) for name, value in known.items()}
+    if "micro_batch_size" not in settings:
+        numbers["micro_batch_size"] = None
+    ramp = None if config.rampup.problems() else config.rampup.ramp()
+    replicas = _replicas(config, settings, world_size)
+    others = {name: value for name, _, value in (setting.source.partition(" ") for setting in given.foreign)}
+    return Shape(**numbers, replicas=replicas, settings=settings, others=others, ramp=ramp, load=config.checkpoint.load)
+
+
+def _replicas(config: Config, settings: Mapping[str, Any], world_size: int) -> int | None:
+    """The number of data-parallel ranks; None where the degrees do not fit the number of processes."""
+    degrees = {name: settings[name] for name in degree_fields() if name in settings}
+    parallel = dataclasses.replace(config.parallel, **degrees)
+    given = (getattr(parallel, name) for name in degree_fields())
+    if any(degree is not None and _positive_number(degree) is None for degree in given):
+        return None
+    return size_of_role("batch", fill_degrees(parallel, world_size)) or None
+
+
+def _positive_number(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megacore.config.foreign_flags import Translate, by_name
+from megacore.arrive.tables import Translate, by_name
+from megacore.arrive.translation import Shape, Translation, whole_number
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of
-from megacore.config.megatron_values import Shape, Translation, whole_number
 from megacore.config.messages import one_of
 from megacore.config.numbers import parse_float, parse_int
 

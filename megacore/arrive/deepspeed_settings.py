@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacore.arrive.deepspeed_file import read_deepspeed
+from megacore.arrive.deepspeed_values import Document, value_at
+from megacore.arrive.translation import translate_settings
 from megacore.config import Config, LoggingConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
-from megacore.config.deepspeed import read_deepspeed
-from megacore.config.deepspeed_values import Document, value_at
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, field_infos, flag_and_value
-from megacore.config.flags import Given, translate_foreign
+from megacore.config.given import Given
 from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import world_size
+from megacore.train.torch_optimizer import decays, of_torch
 
 # What an engine has, besides the sections parallel, precision, optimizer and those of the optimizers.
 _OF_LOGGING = ("csv", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_group", "profile_steps")
@@ -81,7 +83,7 @@ def engine_settings(
     elif optimizer is not None:
         from_client = of_torch(optimizer, given.problems)
     base = Config(training=TrainingConfig(train_iters=LARGEST_INT))
-    translate_foreign(given, from_client, base, world_size())
+    translate_settings(given, from_client, base, world_size())
     values = {"lr_decay_style": "constant", **from_client, **given.values}
     sections = {"parallel": ParallelConfig, "precision": PrecisionConfig, "optimizer": OptimizerConfig, **OPTIMIZERS}
     of_sections = {name for section in sections.values() for name in field_infos(section)}
@@ -130,54 +132,6 @@ def engine_settings(
     )
 
 
-# ---- an optimizer of torch's -----------------------------------------------------------------------------------------
-
-_ADAM_KINDS = (torch.optim.Adam, torch.optim.AdamW)
-
-
-def of_torch(optimizer: torch.optim.Optimizer, problems: list[str]) -> dict[str, Any]:
-    """The fields that say what an optimizer of torch's does."""
-    kind = type(optimizer).__name__
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    decay = _decays(groups, kind, problems)
-    shared = {name: [group[name] for group in groups] for name in groups[0] if name not in ("params", "weight_decay")}
-    for name, each in shared.items():
-        if any(value != each[0] for value in each):
-            problems.append(f"optimizer {kind}: its parameter groups differ in {name}: use one value for all")
-    first = {name: each[0] for name, each in shared.items()}
-    for name in ("amsgrad", "maximize", "dampening"):
-        if first.get(name):
-            problems.append(f"optimizer {kind}: {name} {first[name]} is not in megacore: leave it out")
-    if isinstance(optimizer, _ADAM_KINDS):
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or first.get("decoupled_weight_decay", False)
-        ours = "adamw" if decoupled or not decay["weight_decay"] else "adam"  # which are one without weight decay
-        names = {"adam_beta1": first["betas"][0], "adam_beta2": first["betas"][1], "adam_eps": first["eps"]}
-        return {"optimizer": ours, "lr": float(first["lr"]), **decay, **names}
-    if isinstance(optimizer, torch.optim.SGD):
-        names = {"sgd_momentum": first["momentum"], "sgd_nesterov": first["nesterov"]}
-        return {"optimizer": "sgd", "lr": float(first["lr"]), **decay, **names}
-    problems.append(f"optimizer {kind} is not in megacore: use AdamW or SGD, or write one (docs/extend/optimizer.md)")
-    return {}
-
-
-def _decays(groups: Iterable[Mapping[str, Any]], what: str, problems: list[str]) -> dict[str, Any]:
-    """The fields that decay matrices and vectors as groups of torch's do."""
-    of_matrices, of_vectors = set[float](), set[float]()
-    for group in groups:
-        for parameter in group["params"]:
-            (of_matrices if parameter.dim() >= 2 else of_vectors).add(float(group.get("weight_decay", 0.0)))
-    decay, of_vector = max(of_matrices, default=0.0), max(of_vectors, default=0.0)
-    if len(of_matrices) > 1 or len(of_vectors) > 1 or (of_vector and not decay):
-        problems.append(
-            f"{what}: weight decay is {sorted(of_matrices)} for matrices and {sorted(of_vectors)} for vectors, but "
-            "megacore decays all matrices alike, and all vectors alike if matrices decay too: give the matrices one "
-            "value, and the vectors one value or 0"
-        )
-        return {"weight_decay": decay}
-    rule = {"param_group": (f"*:vector-decay={of_vector / decay!r}",)} if of_vector else {}
-    return {"weight_decay": decay, **rule}
-
-
 def check_parameters(parameters: Any, model: nn.Module) -> None:
     """Checks that the parameters to train are those of the model.
 
@@ -201,12 +155,13 @@ def check_parameters(parameters: Any, model: nn.Module) -> None:
     others = sorted({name for group in groups for name in group if name not in ("params", "weight_decay", "name")})
     if others:
         problems.append(f"model_parameters: groups with {', '.join(others)} of their own are not in megacore")
-    if any("weight_decay" in group for group in groups):
-        decays = _decays([{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems)
-        if "param_group" in decays:
-            problems.append(
-                "model_parameters: the optimizer of the configuration decays no vectors: give vectors a group with "
-                "weight_decay 0, or take the optimizer out of the configuration and give one of torch's"
-            )
+    has_decays = any("weight_decay" in group for group in groups)
+    if has_decays and "param_group" in decays(
+        [{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems
+    ):
+        problems.append(
+            "model_parameters: the optimizer of the configuration decays no vectors: give vectors a group with "
+            "weight_decay 0, or take the optimizer out of the configuration and give one of torch's"
+        )
     if problems:
         raise ConfigError(problems)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megacore.config.megatron_values import Shape, Translation
+from megacore.arrive.translation import Shape, Translation
 from megacore.config.messages import number
 
 Document = Mapping[str, Any]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megacore.config.deepspeed_values import Translate, Value, real, shown, switch, value_at, whole
-from megacore.config.foreign_flags import by_name
-from megacore.config.megatron_values import Translation
+from megacore.arrive.deepspeed_values import Translate, Value, real, shown, switch, value_at, whole
+from megacore.arrive.tables import by_name
+from megacore.arrive.translation import Translation
 from megacore.config.messages import number
 from megacore.config.training import TrainingConfig
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megacore.config.foreign_flags import accepted_flags, computed_flags, read_tables, refused_flags
-from megacore.config.megatron_model import MODEL
-from megacore.config.megatron_training import TRAINING
-from megacore.config.megatron_values import ForeignFlag
+from megacore.arrive.megatron_model import MODEL
+from megacore.arrive.megatron_training import TRAINING
+from megacore.arrive.tables import accepted_flags, computed_flags, read_tables, refused_flags
+from megacore.arrive.translation import ForeignFlag
 
 TABLES = read_tables("megatron.toml")
 """The file itself."""

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacore.config.deepspeed_keys import all_keys, tables
-from megacore.config.deepspeed_values import Document, Key, Value, shown, value_at
-from megacore.config.megatron_values import ForeignSetting, Shape, Translation
+from megacore.arrive.deepspeed_keys import all_keys, tables
+from megacore.arrive.deepspeed_values import Document, Key, Value, shown, value_at
+from megacore.arrive.translation import Shape, Translation
+from megacore.config.given import ForeignSetting
 from megacore.config.messages import did_you_mean, nearest_name
 from megacore.files import unreadable
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megacore.config.deepspeed_values import Translate, Value, of_saved_inputs, switch, whole
-from megacore.config.foreign_flags import by_name
-from megacore.config.megatron_values import Translation
+from megacore.arrive.deepspeed_values import Translate, Value, of_saved_inputs, switch, whole
+from megacore.arrive.tables import by_name
+from megacore.arrive.translation import Translation
 
 
 def _saved_inputs(value: Value) -> Translation:

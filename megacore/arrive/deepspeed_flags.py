@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 
+from megacore.arrive.deepspeed_values import of_saved_inputs
+from megacore.arrive.tables import accepted_flags, by_name, read_tables
+from megacore.arrive.translation import ForeignFlag, MissingField, Shape, Translation, nearest, whole_number
 from megacore.config.data import DataConfig
-from megacore.config.deepspeed_values import of_saved_inputs
-from megacore.config.foreign_flags import accepted_flags, by_name, read_tables
-from megacore.config.megatron_values import ForeignFlag, MissingField, Shape, Translation, nearest, whole_number
 from megacore.config.rampup import BatchSizes
 
 MIB = 1 << 20

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from megacore.arrive.deepspeed_optimizer import EngineOptimizer, Schedule
+from megacore.arrive.deepspeed_settings import EngineSettings, check_parameters, engine_settings
 from megacore.config.fields import LARGEST_INT
 from megacore.config.nodes import launcher_number
 from megacore.errors import ConfigError, UserError
@@ -34,8 +36,6 @@ from megacore.models.plain import take_values_of_first_rank
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import build_mesh
 from megacore.remote import is_url
-from megacore.train.deepspeed_optimizer import EngineOptimizer, Schedule
-from megacore.train.deepspeed_settings import EngineSettings, check_parameters, engine_settings
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.plain_task import LossFunction
 from megacore.train.step import StepResult

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from megacore.config.deepspeed_values import Translate, Value, a_text, shown, switch, whole
-from megacore.config.foreign_flags import by_name
-from megacore.config.megatron_values import Translation
+from megacore.arrive.deepspeed_values import Translate, Value, a_text, shown, switch, whole
+from megacore.arrive.tables import by_name
+from megacore.arrive.translation import Translation
 
 
 def _events(value: Value) -> Translation:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megacore.config.megatron_values import ForeignFlag, Shape, Translation, is_number, whole_number
+from megacore.arrive.translation import ForeignFlag, Shape, Translation, is_number, whole_number
 
 Translate = Callable[[str, str, Shape], Translation]
 Flags = dict[str, ForeignFlag]

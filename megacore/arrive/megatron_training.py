@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from megacore.config.foreign_flags import Translate, by_name
-from megacore.config.megatron_values import (
+from megacore.arrive.tables import Translate, by_name
+from megacore.arrive.translation import (
     MissingField,
     Shape,
     Translation,

@@ -9,12 +9,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
+from megacore.arrive.megatron_flags import FOREIGN, TABLES
 from megacore.config.checkpoint import AUTO
-from megacore.config.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import field_infos, flag, flag_and_value
-from megacore.config.flags import Given
-from megacore.config.megatron_flags import FOREIGN, TABLES
+from megacore.config.given import Given
 from megacore.config.schema import Config
 from megacore.remote import is_url
 

@@ -12,7 +12,7 @@ from megacore.errors import UserError
 from megacore.optim.lr_schedules import learning_rate
 
 if TYPE_CHECKING:
-    from megacore.train.deepspeed_engine import Engine
+    from megacore.arrive.deepspeed_engine import Engine
 
 
 class EngineOptimizer(torch.optim.Optimizer):

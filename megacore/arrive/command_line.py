@@ -1,0 +1,143 @@
+"""Answers what a command line asks about the settings of Megatron-LM, Megatron-DeepSpeed and DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megacore.arrive import megatron_flags, megatron_script
+from megacore.arrive.deepspeed_batches import ACCUMULATION, TOTAL
+from megacore.arrive.deepspeed_file import read_deepspeed
+from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
+from megacore.arrive.megatron_flags import ELSEWHERE, FOREIGN, LISTS, SYNONYMS
+from megacore.arrive.megatron_model import NOTATIONS
+from megacore.arrive.translation import ForeignFlag, translate, translate_settings
+from megacore.config.fields import FieldInfo
+from megacore.config.given import ForeignSetting, Given
+from megacore.config.other_trainers import Build, ForeignValue, OtherTrainers
+from megacore.config.schema import Config
+
+_MEGATRON, _MEGATRON_PAGE = "Megatron-LM", "docs/guides/coming-from-megatron.md"
+_DEEPSPEED, _DEEPSPEED_PAGE = "Megatron-DeepSpeed", "docs/guides/coming-from-deepspeed.md"
+_FILE = FieldInfo(
+    name="deepspeed_config",
+    kind=str,
+    optional=True,
+    registered=(),
+    range=None,
+    aliases=("--deepscale-config",),
+    metavar="FILE.json",
+    default=None,
+)
+_FILE_DOC = (
+    f"Reads settings from a DeepSpeed configuration and translates them ({_DEEPSPEED_PAGE}). A key that has no "
+    'counterpart and would change the result is refused by name. A value "auto" leaves the setting to the flags. '
+    "Default: no file."
+)
+_OF_SEVERAL = {"a Megatron-LM flag": "Megatron-LM flags", "without it,": "without them,", "leave it": "leave them"}
+
+
+class _Known(OtherTrainers):
+    files: Mapping[str, tuple[FieldInfo, str]] = {_FILE.name: (_FILE, _FILE_DOC)}
+
+    def setting_of(self, flag: str, words: Sequence[str]) -> ForeignSetting | None:
+        is_list = flag in LISTS and any("[" in word for word in words)
+        foreign = LISTS[flag] if is_list else _accepted(flag)
+        if foreign is None:
+            return None
+        return ForeignSetting(
+            origin=_DEEPSPEED if flag in DEEPSPEED_FLAGS else _MEGATRON,
+            source=" ".join([flag, *words]),
+            fields=foreign.fields,
+            translate=partial(translate, foreign, flag, tuple(words)),
+            is_idle=foreign.is_idle,
+            is_last=foreign.is_last,
+        )
+
+    def fields_of(self, flag: str) -> Sequence[str]:
+        foreign = _accepted(flag)
+        return () if foreign is None else foreign.fields
+
+    def value_of(self, name: str, flag: str, words: Sequence[str]) -> ForeignValue | None:
+        if len(words) != 1:
+            return None
+        (word,) = words
+        if name in NOTATIONS and "," in word:
+            ours: Any = NOTATIONS[name](flag, word)
+        else:
+            ours = SYNONYMS.get(name, {}).get(word, word)
+            if why := ELSEWHERE.get(name, {}).get(word):
+                raise ValueError(f"{flag} {word} is a {_MEGATRON} value that megacore does not support: {why}")
+        return None if ours == word else ForeignValue(_MEGATRON, ours)
+
+    def advice(self, flag: str) -> str | None:
+        return megatron_flags.advice(flag)
+
+    def refusal(self, flags: Sequence[str], advice: str) -> str:
+        if len(flags) == 1:
+            return f"{flags[0]} is {advice} ({_MEGATRON_PAGE})"
+        for one, several in _OF_SEVERAL.items():
+            advice = advice.replace(one, several)
+        return f"{', '.join(flags[:-1])} and {flags[-1]} are {advice} ({_MEGATRON_PAGE})"
+
+    def help_of(self, flag: str) -> str | None:
+        if flag in FOREIGN:
+            return f"{flag} is a {_MEGATRON} flag, and becomes {FOREIGN[flag].becomes} ({_MEGATRON_PAGE})"
+        if flag in DEEPSPEED_FLAGS:
+            becomes = DEEPSPEED_FLAGS[flag].becomes
+            return f"{flag} is a {_DEEPSPEED} flag, and becomes {becomes} ({_DEEPSPEED_PAGE})"
+        advice = self.advice(flag)
+        return None if advice is None else self.refusal([flag], advice)
+
+    def adjust(self, flags: Given, *, is_planned: bool) -> list[str]:
+        notes = megatron_script.adjust(flags)
+        path = flags.values.pop(_FILE.name, None)
+        if path is None:
+            return notes
+        keys = read_deepspeed(path, is_planned=is_planned)
+        flags.problems += keys.problems
+        flags.foreign += keys.settings
+        flags.unread |= keys.unread
+        return notes + keys.notes
+
+    def defaults(self, flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return megatron_script.defaults(flags, given)
+
+    def reason_of_defaults(self, flags: Given) -> str:
+        name = megatron_script.names_of(flags)[0]
+        return f"these are the flags of a {_MEGATRON} script ({name}); what it leaves out is as there"
+
+    def translate(self, flags: Given, of_file: Mapping[str, Any], build: Build, world_size: int) -> None:
+        config = build({**of_file, **flags.values})
+        if megatron_script.names_of(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+            del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
+            flags.idle.setdefault(_MEGATRON, []).append("--sequence-parallel (with --tp 1)")
+        if flags.foreign:
+            translate_settings(flags, {**of_file, **flags.values}, config, world_size)
+            config = build({**of_file, **flags.values})
+        megatron_script.leave_out_unread(flags, config)
+
+    def translate_settings(self, given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
+        translate_settings(given, values, config, world_size)
+
+    def settings_of_search(self, path: str) -> tuple[Sequence[ForeignSetting], Sequence[str]]:
+        settings = read_deepspeed(path, is_planned=True).settings
+        return settings, list(_of_one_layout(settings))
+
+
+def _accepted(flag: str) -> ForeignFlag | None:
+    """What a flag of Megatron-LM or Megatron-DeepSpeed becomes; None for others."""
+    return FOREIGN.get(flag) or DEEPSPEED_FLAGS.get(flag)
+
+
+def _of_one_layout(settings: Sequence[ForeignSetting]) -> Iterator[str]:
+    for setting in settings:
+        if setting.source.startswith(ACCUMULATION):
+            yield (
+                f"{setting.where}{setting.source} is for one layout, as --search divides the same batch in all ways: "
+                f'leave it out, or set it to "auto", and give {TOTAL} or --global-batch-size'
+            )
+
+
+OTHER_TRAINERS = _Known()

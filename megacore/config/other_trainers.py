@@ -1,0 +1,134 @@
+"""What a command line asks about the settings of other trainers: which are theirs, and what they become here.
+
+`megacore.arrive` answers. It is optional: a tree without it knows megacore's own flags, as `OtherTrainers` says. This
+module alone knows where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from megacore.config.fields import FieldInfo
+from megacore.config.given import ForeignSetting, Given
+from megacore.config.schema import Config
+
+_PACKAGE = "megacore.arrive"
+Build = Callable[[Mapping[str, Any]], Config]
+"""Makes a configuration of values by field."""
+
+
+class ForeignValue(NamedTuple):
+    """A value of megacore's that another trainer writes in another way.
+
+    Attributes:
+        origin: the trainer.
+        value: megacore's.
+    """
+
+    origin: str
+    value: Any
+
+
+class OtherTrainers:
+    """The questions, with the answers of a tree that knows no other trainer.
+
+    Attributes:
+        files: flags that name another trainer's file of settings, with their help texts.
+    """
+
+    files: Mapping[str, tuple[FieldInfo, str]] = {}
+
+    def setting_of(self, flag: str, words: Sequence[str]) -> ForeignSetting | None:
+        """The setting that a flag with its values is; None for flags of megacore, and for those that are refused."""
+        return None
+
+    def fields_of(self, flag: str) -> Sequence[str]:
+        """The fields that another trainer's flag sets."""
+        return ()
+
+    def value_of(self, name: str, flag: str, words: Sequence[str]) -> ForeignValue | None:
+        """What the values of a flag of megacore mean in another trainer; None: what they mean here.
+
+        Args:
+            name: of the field.
+            flag: as it is spelled on the command line.
+            words: its values.
+
+        Raises:
+            ValueError: the value has no counterpart; the message says what comes nearest.
+        """
+        return None
+
+    def advice(self, flag: str) -> str | None:
+        """What to use instead of another trainer's flag that is not accepted; None for other flags."""
+        return None
+
+    def refusal(self, flags: Sequence[str], advice: str) -> str:
+        """The problem with flags that have the same advice."""
+        return f"{', '.join(flags)}: {advice}"
+
+    def help_of(self, flag: str) -> str | None:
+        """What `--help` says of another trainer's flag; None for other flags."""
+        return None
+
+    def adjust(self, flags: Given, *, is_planned: bool) -> list[str]:
+        """Give the values of a whole command line the meaning that they have in the trainer whose script it is, and
+        read the trainer's file of settings.
+
+        Args:
+            flags: the command line, which is changed. It receives what is wrong with it.
+            is_planned: the run is only planned.
+
+        Returns:
+            Notes for the user.
+        """
+        return []
+
+    def defaults(self, flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The defaults of the trainer whose script a command line is, by megacore's field.
+
+        Args:
+            flags: the command line.
+            given: values of all sources.
+        """
+        return {}
+
+    def reason_of_defaults(self, flags: Given) -> str:
+        """Why a command line has the defaults of another trainer, for a note."""
+        return ""
+
+    def translate(self, flags: Given, of_file: Mapping[str, Any], build: Build, world_size: int) -> None:
+        """Turn the settings of other trainers into fields, and leave out what they do not read.
+
+        Args:
+            flags: the command line, which receives the fields, and what is wrong with the settings.
+            of_file: values of --config.
+            build: makes a configuration of the values of both.
+            world_size: the number of processes.
+        """
+
+    def translate_settings(self, given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
+        """The first half of `translate` for some settings.
+
+        Args:
+            given: what sets them. It receives the fields, and what is wrong with the settings.
+            values: the values by field that all sources set. A setting that contradicts them is refused.
+            config: the configuration of these values.
+            world_size: the number of processes.
+        """
+
+    def settings_of_search(self, path: str) -> tuple[Sequence[ForeignSetting], Sequence[str]]:
+        """The settings of another trainer's file for a search of layouts, and what is wrong with them there."""
+        return (), ()
+
+
+@functools.cache
+def other_trainers() -> OtherTrainers:
+    """Those of `megacore.arrive`, where it is installed."""
+    if importlib.util.find_spec(_PACKAGE) is None:
+        return OtherTrainers()
+    return cast(OtherTrainers, importlib.import_module(f"{_PACKAGE}.command_line").OTHER_TRAINERS)
