@@ -1,7 +1,7 @@
 """The model section: the shape of the transformer and what its layers are made of.
 
-The defaults are GPT-2. Every other family is a few changes (docs/reference/models.md has them as a table, presets.toml as
-data). A flag that would have no effect is refused: a rotary base with learned positions is a mistake that would
+The defaults are GPT-2. Every other family is a few changes (docs/reference/models.md has them as a table, presets.toml
+as data). A flag that would have no effect is refused: a rotary base with learned positions is a mistake that would
 otherwise cost weeks of training.
 """
 
