@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +21,13 @@ from megacore.config.toml import read_toml
 from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
-from megacore.plan.compare import comparison_json, comparison_table
+from megacore.plan.compare import comparison_json, comparison_table, letter, told_together
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.state import whole_parameters
 from megacore.tracer.memory import traced_memory
 
+_NOTE = "megacore: note: "
 Reads = Callable[[argparse.Namespace], tuple[ResolvedConfig, Cluster]]
 
 
@@ -39,12 +43,17 @@ def run_compare(args: argparse.Namespace, kind: type[Config], read: Reads) -> No
         ConfigError: what is wrong with the run, with a layout, or with comparing them.
     """
     given = args.compare if len(args.compare) > 1 else ["", *args.compare]
-    runs, refused = [], dict[str, list[str]]()
-    for layout in given:
+    runs, refused, notes = [], dict[str, list[str]](), list[tuple[str, str]]()
+    for number, layout in enumerate(given):
+        said = io.StringIO()
         try:
-            runs.append(read(_with_layout(args, layout, kind)))
+            with contextlib.redirect_stderr(said):
+                runs.append(read(_with_layout(args, layout, kind)))
         except ConfigError as error:
             refused[layout] = list(error.problems)
+        notes += [(line.removeprefix(_NOTE), letter(number)) for line in said.getvalue().splitlines()]
+    for note in told_together(notes, [letter(number) for number in range(len(given))]):
+        print(f"{_NOTE}{note}", file=sys.stderr)
     if refused:
         shared = [one for one in next(iter(refused.values())) if all(one in refused.get(text, []) for text in given)]
         of_layouts = [

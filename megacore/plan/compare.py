@@ -88,7 +88,7 @@ def comparison_table(
         tokens: of the whole training; None: days and price are left out.
         goodput: share of the time that makes progress.
     """
-    names = [chr(ord("A") + number) for number in range(len(plans))]
+    names = [letter(number) for number in range(len(plans))]
     config, training = plans[0].config, plans[0].config.training
     unit = memory_unit([rank for plan in plans for rank in plan.memory])
     whole = [plan.timed(plan.time.seconds, "s") for plan in plans]
@@ -120,10 +120,29 @@ def comparison_table(
         layout = next(layout_lines(plan.config)).removeprefix("- layout: ")
         software = "" if plan.cluster.software == MEGACORE else f" with {plan.cluster.software.name}"
         lines.append(f"- {name}: {f'`{flags}`' if flags else 'as given'}: {layout}, on {plan.cluster.name}{software}")
-    lines += dict.fromkeys(f"- {checked_line(plan.config, plan.cluster)}" for plan in plans)
+    checked = [(checked_line(plan.config, plan.cluster), name) for plan, name in zip(plans, names, strict=True)]
+    lines += [f"- {line}" for line in told_together(checked, names)]
     lines += ["", f"| | {' | '.join(names)} |", "|---" * (len(plans) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     return "\n".join([*lines, "", *(f"- {line}" for line in verdicts(plans, names))])
+
+
+def letter(number: int) -> str:
+    """The name of a layout, by its place on the command line from 0."""
+    return chr(ord("A") + number)
+
+
+def told_together(said: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]:
+    """Each line once, with the names of those that it is said of where it is not said of all.
+
+    Args:
+        said: lines, each with the name that it is said of.
+        names: of all.
+    """
+    of_line: dict[str, list[str]] = {}
+    for line, name in said:
+        of_line.setdefault(line, []).append(name)
+    return [line if len(who) == len(names) else f"{', '.join(who)}: {line}" for line, who in of_line.items()]
 
 
 def comparison_json(

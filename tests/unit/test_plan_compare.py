@@ -142,3 +142,11 @@ def test_a_search_offloads_where_nothing_fits_otherwise(capsys: pytest.CaptureFi
     assert found and all(row["flags"].endswith(" --offload-optimizer") for row in found)
     alone = planned(capsys, f"{RUN} {found[0]['flags']}")
     assert alone["fits"] and alone["step_seconds"]["value"] == pytest.approx(found[0]["step_seconds"]["value"])
+
+
+def test_what_is_said_of_one_layout_has_its_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = ("--tp 4 --pp 2 --schedule zero-bubble --recompute full", "--tp 8 --software megatron-core")
+    assert compared("--world-size 8", *layouts) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("megacore: note: A: --schedule zero-bubble: ") and err.count("\n") == 1
+    assert "\n- A: never checked: " in out and "\n- B: checked: 7 published steps" in out
