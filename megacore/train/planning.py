@@ -7,6 +7,7 @@ is, and loads no torch.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -91,12 +92,9 @@ class Planner:
 
 def planner() -> Planner:
     """That of `megacore.plan`, where it is installed."""
-    try:
-        return cast(Planner, importlib.import_module(f"{_PACKAGE}.for_training").PLANNER)
-    except ModuleNotFoundError as error:
-        if error.name not in (_PACKAGE, f"{_PACKAGE}.for_training"):
-            raise
+    if importlib.util.find_spec(_PACKAGE) is None:
         return Planner()
+    return cast(Planner, importlib.import_module(f"{_PACKAGE}.for_training").PLANNER)
 
 
 def check_memory(config: ResolvedConfig) -> None:

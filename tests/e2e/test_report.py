@@ -249,7 +249,10 @@ def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
     events += [{"event": evil}, {"event": "error"}]
     run = write(tmp_path / "a<b>&c", [step(1), step(2)], events)
     (run / "config.toml").write_text(f"[model]\npreset = {json.dumps(evil)}\n[data]\nsplit = {json.dumps(evil)}\n")
-    assert page_of(run).text.count("<script>alert(1)</script>") >= 12
+    parsed = page_of(run)
+    assert parsed.text.count("<script>alert(1)</script>") >= 12
+    # A tree without a planner predicts nothing, and nothing is drawn of it.
+    assert "expected" not in {attributes.get("class") for _, attributes in parsed.tags}
 
 
 def test_a_spike_stays_in_a_small_page_of_a_long_run(tmp_path: Path) -> None:

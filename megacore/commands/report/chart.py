@@ -172,11 +172,11 @@ class _Painter:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A measured value beside a predicted one, in bytes."""
+    """A measured value beside a predicted one, in bytes; None: nothing was predicted."""
 
     name: str
     measured: float
-    predicted: float
+    predicted: float | None
 
 
 def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
@@ -192,8 +192,8 @@ def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
     parts = [f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">']
     for number, bar in enumerate(bars):
         y, scale = number * row + 4, (width - left - right) / (largest or 1.0)
-        measured, predicted = bar.measured * scale, left + bar.predicted * scale
-        figures = f"{bar.measured / 2**30:.2f} of {bar.predicted / 2**30:.2f} GiB"
+        measured, of = bar.measured * scale, "" if bar.predicted is None else f" of {bar.predicted / 2**30:.2f}"
+        figures = f"{bar.measured / 2**30:.2f}{of} GiB"
         parts.append(
             f'<text class="tick" x="{left - 8:g}" y="{y + 11.5:g}" text-anchor="end">{escape(bar.name)}</text>'
         )
@@ -201,6 +201,7 @@ def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
             f'<rect class="track" x="{left:g}" y="{y:g}" width="{width - left - right:g}" height="14" rx="3"/>'
         )
         parts.append(f'<rect class="bar" x="{left:g}" y="{y:g}" width="{measured:.1f}" height="14" rx="3"/>')
-        parts.append(f'<path class="expected" d="M{predicted:.1f} {y - 3:g}v20"/>')
+        if bar.predicted is not None:
+            parts.append(f'<path class="expected" d="M{left + bar.predicted * scale:.1f} {y - 3:g}v20"/>')
         parts.append(f'<text class="tick" x="{width - right + 10:g}" y="{y + 11.5:g}">{figures}</text>')
     return "".join(parts) + "</svg>"

@@ -306,17 +306,17 @@ class _Page:
             Bar(
                 name=_rank_name(rank),
                 measured=finite(rank.get("peak_bytes")) or 0.0,
-                predicted=finite(rank.get("predicted_bytes")) or 0.0,
+                predicted=finite(rank.get("predicted_bytes")),
             )
             for rank in ranks
         ]
         if not bars:
             return _card("Memory of each rank", '<p class="none">nothing was recorded</p>', wide=True)
         bars.sort(key=lambda bar: -bar.measured)
-        note = "peak; the line is the prediction"
+        note = "peak; the line is the prediction" if any(bar.predicted is not None for bar in bars) else "peak"
         if len(bars) > _MOST_RANKS:
             note += f"; the {_MOST_RANKS} fullest of {len(bars)} ranks"
-        shown, scale = bars[:_MOST_RANKS], max(max(bar.measured, bar.predicted) for bar in bars)
+        shown, scale = bars[:_MOST_RANKS], max(max(bar.measured, bar.predicted or 0.0) for bar in bars)
         half = -(-len(shown) // 2) if len(shown) > 4 else len(shown)
         svgs = (bars_to_svg(part, scale, "Memory of each rank") for part in (shown[:half], shown[half:]) if part)
         return _card("Memory of each rank", f'<div class="pair">{"".join(svgs)}</div>', note=note, wide=True)
