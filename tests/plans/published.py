@@ -1,6 +1,6 @@
 """Measured runs that others have published, as configurations of this trainer and descriptions of their software.
 
-Sources, each also in docs/guides/planner.md:
+Sources (docs/reference/planner.md and docs/guides/planner.md say how well they are predicted):
 
 - Megatron-LM on A100: megatron_a100.csv and single_node_a100.csv, which name their own.
 - BLOOM-176B: the log of its training and Le Scao et al. 2022 (arXiv 2211.05100); Jean Zay's nodes have four 100 Gb/s

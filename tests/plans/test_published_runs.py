@@ -134,20 +134,20 @@ def test_memory(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_memory_is_in_the_guide() -> None:
-    guide = (ROOT / "docs/guides/planner.md").read_text(encoding="utf-8")
-    assert "\n".join(memory_lines()) in guide
+def test_the_table_of_memory_is_in_the_reference() -> None:
+    page = (ROOT / "docs/reference/planner.md").read_text(encoding="utf-8")
+    assert "\n".join(memory_lines()) in page
 
 
-def test_the_table_of_clusters_is_in_the_guide() -> None:
-    guide = (ROOT / "docs/guides/planner.md").read_text(encoding="utf-8")
-    assert "\n".join(cluster_lines()) in guide
+def test_the_table_of_clusters_is_in_the_reference() -> None:
+    page = (ROOT / "docs/reference/planner.md").read_text(encoding="utf-8")
+    assert "\n".join(cluster_lines()) in page
 
 
 @pytest.mark.slow
 def test_the_rows_of_one_node_are_sums_of_few_numbers() -> None:
-    """As docs/guides/planner.md says: m (a L + b) + c L + d for m microbatches and L layers, where runs of independent
-    measurements would differ by a percent."""
+    """Of layer profiles (docs/reference/planner.md): m (a L + b) + c L + d for m microbatches and L layers, where runs
+    of independent measurements would differ by a percent."""
     alike: dict[tuple[int, ...], list[tuple[float, float, float]]] = defaultdict(list)
     for run in single_node_runs():
         config, parallel = run.config, run.config.parallel
