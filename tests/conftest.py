@@ -87,7 +87,8 @@ def nothing_of_a_file_is_left_to_the_next() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_grad_enabled(has_gradients)
     torch.set_float32_matmul_precision(precision)
-    torch.use_deterministic_algorithms(is_deterministic)
+    if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # setting it loads torch's compiler
+        torch.use_deterministic_algorithms(is_deterministic)
     if dict(os.environ) != environment:
         os.environ.clear()
         os.environ.update(environment)
