@@ -111,7 +111,8 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "fault", "layout", "words"),
     [
-        ("data", "sleep", {"dp": 2}, ["data (next batch)", "hanging.py"]),
+        # As in one process below, at another point.
+        pytest.param("data", "sleep", {"dp": 2}, ["data (next batch)", "hanging.py"], marks=pytest.mark.slow),
         ("posted", "spin", {"dp": 2}, ["all-reduce", "hanging.py"]),
         ("forward", "lock", {"pp": 2}, ["forward of microbatch", "hold_the_interpreter"]),
     ],
