@@ -23,6 +23,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+# Bytes of host memory that command lines find free, so that a busy machine refuses what a quiet one does.
+MEMORY = 22.0 * 2**30
 LOADED = ("gpt_task", "bert_task", "launch", "trainer", "engine")
 # Ranks meet at a store which the worker serves, as torchrun does.
 STORE = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_GLOO_LAZY_INIT": "1"}
@@ -116,6 +118,9 @@ def _save_instead_of_training() -> None:
     save_toml = importlib.import_module("megacore.config.cli").save_toml
     launch.launch = lambda config, program: save_toml(config, "config.toml") or 0  # type: ignore[attr-defined]
     importlib.import_module("megacore.watch.start").begin_watch = lambda config: None  # type: ignore[attr-defined]
+    with contextlib.suppress(ImportError, AttributeError):  # a tree of another time has it elsewhere
+        room = importlib.import_module("megacore.parallel.host_memory").AvailableMemory(MEMORY, "MemAvailable of this machine")
+        importlib.import_module("megacore.plan.fit").host_memory = lambda: room  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
