@@ -31,6 +31,8 @@ SGD: Changes = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "clip_grad":
 SMOOTH: Changes = {"adam_eps": 1e-4}
 DROPOUT: Changes = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "micro_batch_size": 1, "global_batch_size": 4}
 EXACT: Changes = {"reproducible": True, "micro_batch_size": 1}
+# Sums that only tensor and context parallelism would cut are not cut: several times as fast.
+UNCUT: Changes = EXACT | {"reproducible_blocks": 1}
 EXPERTS: Changes = {"num_experts": 4, "moe_ffn_hidden_size": 16, "disable_bias_linear": True}
 LATENT: Changes = {
     "multi_latent_attention": True,
@@ -55,6 +57,12 @@ LATENT: Changes = {
 }
 PACKED: Changes = {"reset_attention_mask": True, "reset_position_ids": True}
 TWO_GROUPS: Changes = LLAMA | {"num_query_groups": 2}
+QWEN3: Changes = TWO_GROUPS | {"ffn_hidden_size": 48, "qk_layernorm": True, "kv_channels": 16}
+GROUPED: Changes = {"position_embedding_type": "rope", "normalization": "RMSNorm", "num_query_groups": 2}
+GEMMA: Changes = GROUPED | {
+    "activation": "geglu", "disable_bias_linear": True, "layernorm_1p": True, "norm_placement": "both",
+    "window_size": 5,
+}  # fmt: skip
 WINDOWS: Changes = TWO_GROUPS | {"ffn_hidden_size": 48, "window_size": 3}
 BLOOM: Changes = {"position_embedding_type": "alibi", "embedding_layernorm": True}
 ONE_GROUP: Changes = {"num_query_groups": 1}
@@ -98,7 +106,52 @@ PROGRAMS: dict[str, Changes] = {
     "shared none": ONE_GROUP | {"position_embedding_type": "none"},
     "shared in some blocks": LLAMA | ONE_GROUP | {"ffn_hidden_size": 48, "attention_pattern": "n,w", "window_size": 6},
     "shared packed": ONE_GROUP | PACKED,
+    "qwen2": TWO_GROUPS | {"ffn_hidden_size": 48, "add_qkv_bias": True},
+    "qwen3": QWEN3,
+    "one key head": QWEN3 | ONE_GROUP | {"add_qkv_bias": True},
+    "norm of all heads": QWEN3 | {"qk_layernorm_all_heads": True},
+    "LayerNorm of all heads": QWEN3 | {"qk_layernorm_all_heads": True, "normalization": "LayerNorm"},
+    "norm of each head": QWEN3 | {"qk_layernorm_per_head": True, "normalization": "LayerNorm"},
+    "RMSNorm of each head": QWEN3 | {"qk_layernorm_per_head": True, "layernorm_1p": True},
+    "neox": {
+        "position_embedding_type": "rope", "rotary_percent": 0.25, "activation": "gelu-exact",
+        "parallel_residual": True, "untie_embeddings_and_output_weights": True,
+    },
+    "gemma 2": GEMMA | {
+        "attention_multiplier": 0.5, "attention_pattern": "w,f", "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 1.5,
+    },
+    "gemma 3": GEMMA | {
+        "qk_layernorm": True, "embedding_multiplier": 5.5, "attention_multiplier": 0.3, "attention_pattern": "2*w,f",
+        "window_rotary_base": 100.0,
+    },
+    "granite": GROUPED | {
+        "activation": "swiglu", "disable_bias_linear": True, "add_qkv_bias": True, "add_attention_output_bias": True,
+        "residual_multiplier": 0.4, "logits_divisor": 3.0, "attention_pattern": "f,n",
+    },
+    "olmo": GROUPED | {
+        "normalization": "LayerNorm", "norm_affine": False, "clip_qkv": 0.02, "activation": "swiglu",
+        "disable_bias_linear": True,
+    },
+    "olmo 2": GROUPED | {
+        "norm_placement": "after", "qk_layernorm": True, "qk_layernorm_all_heads": True, "disable_bias_linear": True,
+        "add_mlp_bias": True,
+    },
+    "gpt-j": {
+        "position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True,
+        "shared_parallel_norm": True, "add_output_layer_bias": True, "disable_bias_linear": True, "add_mlp_bias": True,
+    },
+    "opt": {"position_offset": 2, "activation": "relu", "add_output_layer_bias": True},
+    "phi longrope": GROUPED | {
+        "rope_scaling": "longrope", "rope_scaling_factor": 4.0, "rope_original_max_positions": 8,
+        "rope_short_factors": "1.0,1.5,2.0,4.0", "rope_long_factors": "1.0,2.5,6.0,8.0",  # of heads of 8
+    },
+    "norms": {"layernorm_1p": True, "norm_placement": "both", "logits_divisor": 0.5, "window_size": 6},
     "latent": LATENT,
+    "latent wide": LATENT | {
+        "q_lora_rank": None, "v_head_dim": 14, "rope_mscale_all_dim": None, "qk_layernorm": False,
+    },
+    "latent packed": LATENT | PACKED | {"window_size": 5},
     "bert": {"bert_style": "classic"},
     "modern bert": {"bert_style": "modern", "window_size": 6},
     "softmax": MOE,

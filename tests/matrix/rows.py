@@ -7,7 +7,7 @@ In `make test` stands every feature once, and each pair that found a defect; `sl
 
 from __future__ import annotations
 
-from tests.matrix.programs import DROPOUT, EXACT, LATENT, LLAMA, PROGRAMS, SGD, SMOOTH, Changes
+from tests.matrix.programs import DROPOUT, EXACT, LATENT, LLAMA, PROGRAMS, SGD, SMOOTH, UNCUT, Changes
 from tests.matrix.runner import (
     BITWISE,
     CONTEXT_BITS,
@@ -26,98 +26,174 @@ from tests.matrix.runner import (
     SGD_WEIGHTS,
     SIXTEEN_BITS,
     TORCH,
+    TORCH_RUN,
     UPDATED,
     WEIGHTS,
     Relation,
     Row,
     follows,
+    near_to,
     resharded,
 )
 
 STAGES = range(4)
 
 LAYOUTS = [
-    # Degree 4 stands in other layouts, and so does each pair of dimensions.
-    Row("layouts", "gpt2", {}, ["tp2", "tp4", "pp2", "pp3", "pp4", "dp2", "dp4", "tp2 pp2", "tp2 dp2", "pp2 dp2", "tp2 pp3", "tp4 dp2", "tp2 pp2 dp2"], whole=True),
-    Row("layouts-twenty-steps", "gpt2", {"num_layers": 5, "train_iters": 20, "lr_warmup_iters": 4}, ["pp2 dp2"]),
-    Row("layouts-more", "gpt2", {}, ["tp4 pp2", "pp4 dp2", "pp2 dp4"], slow=True, whole=True),
-    Row("sgd-untied", "gpt2 untied", SGD, ["tp2", "pp3", "dp2"], SGD_WEIGHTS, whole=True),
+    # Each pair of dimensions, and each by itself with more than two ranks.
+    Row("layouts", "gpt2", {}, ["tp4", "pp3", "dp4", "tp2 pp2", "tp2 dp2", "pp2 dp2", "tp2 pp2 dp2"], more=["tp2", "pp2", "pp4", "dp2", "tp2 pp3", "tp4 dp2", "tp4 pp2", "pp4 dp2", "pp2 dp4"], whole=True),
+    Row("layouts-twenty-steps", "gpt2", {"num_layers": 5, "train_iters": 20, "lr_warmup_iters": 4}, ["", "pp2 dp2"], TORCH_RUN),
+    Row("sgd-untied", "gpt2 untied", SGD, ["tp2", "pp2", "dp2"], SGD_WEIGHTS, whole=True),
     Row("sgd-untied-cube", "gpt2 untied", SGD, ["tp2 pp2 dp2"], SGD_WEIGHTS, slow=True, whole=True),
     # Masks are functions of names and indices: with equal micro-batches even dropout is the same on every layout.
     Row("hidden-dropout", "gpt2", {"hidden_dropout": 0.2, "micro_batch_size": 1}, ["tp2", "pp2 dp2"], whole=True),
     Row("attention-dropout", "gpt2", {"attention_dropout": 0.2, "micro_batch_size": 1}, ["pp2 dp2"], whole=True),
     Row("same-again", "gpt2", {"seed": 7}, ["tp2 dp2 | log_interval=11"], BITWISE),
     # Sequence parallelism.
-    Row("sp", "gpt2", {}, ["tp2 sp", "tp4 sp", "tp2 pp2 sp", "tp2 dp2 sp z3"], whole=True),
-    Row("sp-more", "gpt2", {}, ["tp2 dp2 sp z1", "tp2 pp2 dp2 sp z3"], slow=True, whole=True),
+    Row("sp", "gpt2", {}, ["tp4 sp", "tp2 dp2 sp z3"], more=["tp2 sp", "tp2 pp2 sp", "tp2 dp2 sp z1", "tp2 pp2 dp2 sp z3"], whole=True),
     Row("sp-sgd", "gpt2", SGD, ["tp2 pp2 sp"], whole=True),
     # Schedules, without exact sums.
-    Row("schedules", "gpt2", {"num_layers": 5}, ["pp4 zb", "zb", "tp2 dp2 zb z3"]),
+    Row("schedules", "gpt2", {"num_layers": 4}, ["pp4 zb", "zb", "tp2 dp2 zb z3"]),
     Row("schedules-whole", "gpt2", {"num_layers": 8}, ["tp2 pp2 dp2 interleaved virtual2 z2", "pp4 zb", "zb", "tp2 dp2 zb z3"], slow=True, whole=True),
     Row("schedules-cube", "gpt2", {"num_layers": 5}, ["tp2 pp2 dp2 interleaved virtual2 z2"], slow=True),
 ]
 
 ZERO = [
     # Four microbatches a step on every layout. In `make test` every stage runs by itself and beside a pipeline.
-    Row("zero-torch", "gpt2", SMOOTH, ["dp2 mb1 z0", "dp2 mb1 z1", "dp2 mb1 z2", "dp2 mb1 z3", "pp2 dp2 mb1 z1", "pp2 dp2 mb1 z3", "tp2 pp2 dp2 mb1 z2"], TORCH),
+    Row("zero-torch", "gpt2", SMOOTH, ["", "dp2 mb1 z0", "dp2 mb1 z1", "dp2 mb1 z2", "dp2 mb1 z3", "pp2 dp2 mb1 z1", "pp2 dp2 mb1 z3", "tp2 pp2 dp2 mb1 z2"], TORCH),
     Row("zero-torch-dp4", "gpt2", SMOOTH | {"global_batch_size": 16}, ["dp4 z2", "dp4 z3"], TORCH),
     *(
         Row(f"zero{stage}-torch-whole", "gpt2", SMOOTH, [f"{words} z{stage}" for words in ("", "pp2", "tp2", "tp2 pp2", "dp2 mb1", "pp2 dp2 mb1", "tp2 pp2 dp2 mb1", "tp2 dp2 mb1", "pp4 dp2 mb1")], TORCH, slow=True, whole=True)
         for stage in STAGES
     ),
     Row("zero-torch-dp4-whole", "gpt2", SMOOTH | {"global_batch_size": 16}, [f"{words} z{stage}" for stage in STAGES for words in ("dp4", "tp2 dp4")], TORCH, slow=True, whole=True),
-    Row("zero-without-dp", "gpt2", {}, ["tp2 | z1", "tp2 | z3", "pp3 | z1", "pp3 | z3"], LOSSES, whole=True),
-    Row("overlap", "gpt2", SMOOTH | {"num_layers": 3}, ["dp2 z0 | waits", "pp2 dp2 z1 | waits", "dp2 z2 | waits", "pp2 dp2 z3 | waits"], BITWISE),
-    Row("overlap-more", "gpt2", SMOOTH | {"num_layers": 3}, ["pp2 dp2 z0 | waits", "dp2 z1 | waits", "pp2 dp2 z2 | waits", "dp2 z3 | waits"], BITWISE, slow=True),
-    Row("bucket-sizes", "gpt2", SMOOTH, [f"dp2 z{stage} bucket_size_mb={size}" for stage in (1, 2) for size in ("1e-6", "100.0")]),
-    Row("zero-sgd-untied", "gpt2 untied", SGD | {"sgd_momentum": 0.9, "lr": 0.05}, ["pp2 dp2 z2", "pp2 dp2 z3"], whole=True),
+    Row("zero-without-dp", "gpt2", {}, ["tp2 | z1", "tp2 | z3", "pp2 | z1", "pp2 | z3"], LOSSES, whole=True),
+    Row("overlap", "gpt2", SMOOTH | {"num_layers": 3}, ["dp2 z0 | waits", "dp2 z1 | waits", "dp2 z2 | waits", "pp2 dp2 z3 | waits"], BITWISE, more=["pp2 dp2 z0 | waits", "pp2 dp2 z1 | waits", "pp2 dp2 z2 | waits", "dp2 z3 | waits"]),
+    Row("bucket-sizes", "gpt2", SMOOTH, ["dp2 z1 bucket_size_mb=1e-6", "dp2 z2 bucket_size_mb=100.0"], more=["dp2 z1 bucket_size_mb=100.0", "dp2 z2 bucket_size_mb=1e-6"]),
+    Row("zero-sgd-untied", "gpt2 untied", SGD | {"sgd_momentum": 0.9, "lr": 0.05}, ["dp2 z2", "pp2 dp2 z3"], whole=True),
     # Master weights keep what 16 bits lose.
-    Row("sixteen-bits", "gpt2", {}, ["dp2 z0 precision=bf16", "dp2 z1 precision=fp16", "dp2 z2 precision=bf16", "dp2 z3 precision=fp16"], NEAR_FP32, whole=True),
-    Row("sixteen-bits-more", "gpt2", {}, ["dp2 z0 precision=fp16", "dp2 z1 precision=bf16", "dp2 z2 precision=fp16", "dp2 z3 precision=bf16"], NEAR_FP32, slow=True, whole=True),
+    Row("sixteen-bits", "gpt2", {}, ["dp2 z0 precision=bf16", "dp2 z1 precision=fp16", "dp2 z2 precision=bf16", "dp2 z3 precision=fp16"], NEAR_FP32, more=["dp2 z0 precision=fp16", "dp2 z1 precision=bf16", "dp2 z2 precision=fp16", "dp2 z3 precision=bf16"], whole=True),
     Row("offload", "gpt2", {"num_layers": 3}, ["| offload", "dp2 z1 | offload", "dp2 z2 precision=bf16 | offload", "tp2 dp2 z3 | offload"], OFFLOADED),
     Row("offload-bf16-pp", "gpt2", {"num_layers": 3}, ["pp2 dp2 z2 precision=bf16 | offload"], OFFLOADED, slow=True),
     Row("offload-fp16-sgd", "gpt2", {"num_layers": 3, "optimizer": "sgd"}, ["dp2 z3 precision=fp16 | offload"], OFFLOADED),
-    Row("offload-reproducible", "gpt2", {"num_layers": 3, "reproducible": True, "train_iters": 3}, ["pp2 dp2 z1 | offload"], OFFLOADED),
-    Row("zero-shards", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z2 shards2"], TORCH),
-    Row("zero-shards-more", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z1 shards2", "dp4 z3 shards2", "dp4 z2 shards2 waits", "dp2 cp2 mb1 z2 shards2"], TORCH, slow=True),
+    Row("offload-reproducible", "gpt2", {"reproducible": True}, ["dp2 z1 | offload"], OFFLOADED),
+    Row("zero-shards", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z2 shards2"], TORCH, more=["dp4 z1 shards2", "dp4 z3 shards2", "dp4 z2 shards2 waits", "dp2 cp2 mb1 z2 shards2"]),
     Row("zero-shards-offload", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16, "clip_grad": 100.0}, ["dp4 z3 shards2 offload"], TORCH, slow=True),
 ]
 
+IN_WINDOWS = {"window_size": 6, "position_embedding_type": "rope", "num_query_groups": 2}
+NEWER = ("gemma 3", "gemma 2", "granite", "olmo", "olmo 2", "gpt-j", "opt", "phi longrope", "norms")
+LATENT_EXPERTS = {
+    "num_experts": 8, "moe_ffn_hidden_size": 16, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_best": 1, "moe_shared_expert_size": 8,
+    "moe_first_dense_layers": 1, "moe_aux_loss_coeff": 0.1, "adam_eps": 1e-4,
+}
 RECOMPUTE = ("recompute=selective", "recompute=light", "recompute=full", "recompute=full recompute_num_layers=1")
 SAVERS = [  # dropout included
-    # Each way on two of three layouts, in turn.
-    Row("recompute", "gpt2", DROPOUT | {"train_iters": 2}, [f"{words} | {way}" for turn, words in enumerate(("", "pp2 dp2 z3", "tp2 pp2")) for number, way in enumerate(RECOMPUTE) if (turn + number) % 3 < 2], BITWISE, whole=True),
-    Row("recompute-more", "gpt2", DROPOUT | {"train_iters": 2}, [f"{words} | {way}" for turn, words in enumerate(("", "pp2 dp2 z3", "tp2 pp2")) for number, way in enumerate(RECOMPUTE) if (turn + number) % 3 == 2], BITWISE, slow=True, whole=True),
+    # Each way on one process, and on one of two layouts, in turn.
+    Row("recompute", "gpt2", DROPOUT | {"train_iters": 2}, [*(f"| {way}" for way in RECOMPUTE), *(f"{('pp2 dp2 z3', 'tp2 pp2')[number % 2]} | {way}" for number, way in enumerate(RECOMPUTE))], BITWISE, more=[f"{('tp2 pp2', 'pp2 dp2 z3')[number % 2]} | {way}" for number, way in enumerate(RECOMPUTE)], whole=True),
     # The gradients of weights are computed later, from outputs of norms that are computed once more.
     Row("recompute-split-backward", "gpt2", DROPOUT | {"train_iters": 2}, ["tp2 pp2 sp zb | recompute=light"], BITWISE),
     Row("recompute-split-backward-pp", "gpt2", DROPOUT | {"train_iters": 2}, ["pp2 zb | recompute=light"], BITWISE, slow=True),
     Row("recompute-swiglu-experts", "gpt2", {"num_experts": 4, "disable_bias_linear": True, "activation": "swiglu"}, ["dp2 ep2 z3 | recompute=light"], BITWISE),
     Row("recompute-experts", "gpt2", {"num_experts": 4, "disable_bias_linear": True}, ["tp2 ep2 etp1 sp | recompute=light", "pp2 zb | recompute=light"], BITWISE),
-    Row("recompute-experts-reproducible", "gpt2", {"num_experts": 4, "disable_bias_linear": True, "reproducible": True}, ["tp2 | recompute=light"], BITWISE),
+    Row("recompute-experts-reproducible", "gpt2", {"num_experts": 4, "disable_bias_linear": True, "reproducible": True, "global_batch_size": 4}, ["tp2 | recompute=light"], BITWISE),
     Row("savers-together", "gpt2", DROPOUT | {"train_iters": 2}, ["tp2 dp2 sp z2 | recompute=full"], BITWISE, whole=True),
 ]
 
-FOUR = EXACT | {"num_layers": 4}
-SIX = EXACT | {"num_layers": 6}
+FAMILIES = [  # each family of models and each form of attention, on layouts that divide what is its own
+    Row("family-llama", "llama", {}, ["tp4 sp recompute=selective"], more=["tp4", "pp4", "tp2 dp2 z3 sp", "tp2 pp2", "tp2 pp2 zb"]),
+    Row("family-stretched", "stretched", {}, ["pp2 dp2 z2"]),
+    Row("family-windows", "windows", {}, ["tp2 pp2 recompute=selective"], more=["pp4", "tp4 attention=fused-softmax"]),
+    Row("family-qwen2", "qwen2", {"num_layers": 4}, ["pp2 dp2 interleaved virtual2"]),
+    Row("family-qwen2-more", "qwen2", {}, ["tp2 dp2 zb z3", "tp2 dp2 z1"], slow=True),
+    Row("family-qwen3", "qwen3", {}, ["tp4", "tp2 dp2 z3 recompute=full sp"], more=["tp2 pp2 sp"]),
+    Row("family-one-key-head", "one key head", {}, ["tp2 pp2 zb"], more=["tp4 sp"]),
+    Row("family-norm-of-all-heads", "norm of all heads", {}, ["tp4 sp"], more=["tp2 pp2 zb", "tp4", "tp2 dp2 z3 recompute=full"]),
+    Row("family-layer-norm-of-all-heads", "LayerNorm of all heads", {}, ["tp2 dp2 sp recompute=light", "tp4"], slow=True),
+    Row("family-norm-of-each-head", "norm of each head", {}, ["tp2 pp2 sp zb"], more=["tp4", "tp4 sp recompute=selective", "tp2 dp2 z3 recompute=full"]),
+    Row("family-rms-norm-of-each-head", "RMSNorm of each head", {}, ["tp2 dp2 sp recompute=light"], slow=True),
+    Row("family-neox", "neox", {}, ["tp2 pp2 sp"], more=["tp4 sp", "tp2 pp2 zb", "pp2 dp2 z1 recompute=full"]),
+    Row("family-bloom", "bloom", {}, ["tp4 sp"], more=["tp2 pp2 recompute=full", "dp4 z3", "tp2 pp2 zb"]),
+    *(Row(f"family-{name}-reproducible", name, EXACT, ["pp2 dp2 z3", "pp4"], BITWISE, slow=True) for name in ("llama", "qwen3", "neox", "bloom")),
+    Row("family-llama-reproducible-tp", "llama", EXACT, ["tp2 dp2"], BITWISE, slow=True),
+    Row("family-norm-of-each-head-reproducible", "norm of each head", EXACT, ["tp4"], BITWISE, slow=True),
+    Row("family-gemma-3", "gemma 3", {}, ["tp2 pp2 sp"], more=["dp2 cp2 z2", "tp4"]),
+    Row("family-gemma-2", "gemma 2", {}, ["tp2 cp2 sp"], more=["cp2 cp_comm=allgather chunks3", "cp2 cp_comm=ulysses", "cp4 cp_comm=ulysses", "tp2 pp3 chunks2 zb"]),
+    Row("family-gemma-2-dropout", "gemma 2", {"attention_dropout": 0.2, "micro_batch_size": 1}, ["dp2 z3 recompute=full"], slow=True),
+    Row("family-granite", "granite", {}, ["tp2 cp2 z1 chunks3"], more=["pp2 dp2 z3 zb"]),
+    Row("family-olmo", "olmo", {}, ["tp2 sp chunks3"], more=["tp4 pp2 zb"]),
+    Row("family-olmo-norms", "olmo", {"qk_layernorm": True, "qk_layernorm_all_heads": True}, ["dp2 z3 recompute=light"], slow=True),
+    Row("family-olmo-rms-norm", "olmo", {"normalization": "RMSNorm"}, ["pp2 cp2"], slow=True),
+    Row("family-olmo-2", "olmo 2", {}, ["tp2 dp2 sp z2", "pp3 recompute=full"], slow=True),
+    Row("family-norms", "norms", {}, ["tp2 pp2 recompute=light"], slow=True),
+    Row("family-gpt-j", "gpt-j", {}, ["tp2 cp2 sp", "tp2 pp3 chunks2 zb", "pp2 dp2 z3 recompute=light"], slow=True),
+    Row("family-opt", "opt", {}, ["tp2 pp2 sp", "cp2"], slow=True),
+    Row("family-phi-longrope", "phi longrope", {}, ["tp2 cp2 sp", "pp3"], slow=True),
+    *(Row(f"family-{name.replace(' ', '-')}-exact", name, EXACT, ["tp2 sp", "pp3", "cp2"], BITWISE, slow=True) for name in ("gemma 2", "gpt-j", "olmo", "opt")),
+    *(Row(f"family-{name.replace(' ', '-')}-recompute", name, {}, [f"| {way}" for way in RECOMPUTE[:3]], BITWISE, slow=True) for name in NEWER),
+    *(Row(f"family-{name.replace(' ', '-')}-compiled", name, {}, ["compiled"], slow=True) for name in NEWER),
+    # Latent attention.
+    Row("latent", "latent", {}, ["tp4 sp recompute=selective"], more=["tp4", "tp2 dp2 sp z3 recompute=full", "tp2 pp2 zb sp", "dp4 z2 recompute=light", "tp2 cp2 cp_comm=ring sp", "tp2 cp2 cp_comm=allgather"]),
+    Row("latent-wide", "latent wide", {}, ["tp2 pp2 zb"], more=["dp2 cp2 cp_comm=ulysses z1", "pp2 cp2 cp_comm=ring recompute=selective", "tp4 sp", "tp2 dp2 attention=fused-softmax chunks2"]),
+    Row("latent-packed", "latent packed", {}, ["tp2 pp2 sp", "tp2 cp2 cp_comm=allgather sp", "cp4 cp_comm=ring", "tp2 cp2 cp_comm=ulysses"], slow=True),
+    Row("latent-experts", "latent", LATENT_EXPERTS, ["compiled", "compiled recompute=light"], slow=True),
+    # Attention in blocks, as that of long sequences is, against whole masks.
+    *(
+        Row(f"blocks-{name}", "gpt2", changes, ["tp2 in-blocks", "pp2 mb1 zb in-blocks"])
+        for name, changes in (("windows", IN_WINDOWS), ("alibi", {"position_embedding_type": "alibi"}), ("shared", {"num_query_groups": 1, "reset_attention_mask": True}))
+    ),
+    Row("blocks-alibi-windows", "gpt2", IN_WINDOWS | {"position_embedding_type": "alibi"}, ["tp2 recompute=selective in-blocks"]),
+    Row("blocks-shared-alibi", "gpt2", {"num_query_groups": 1, "window_size": 6, "position_embedding_type": "alibi"}, ["tp2 in-blocks"]),
+    Row("blocks-bert", "bert", {}, ["tp2 in-blocks"]),
+    Row("blocks-modern-bert", "bert", {"bert_style": "modern"}, ["tp2 in-blocks recompute=full"]),
+    Row("blocks-dropout", "gpt2", IN_WINDOWS | {"hidden_dropout": 0.1, "attention_dropout": 0.2}, [f"in-blocks | recompute={way}" for way in ("selective", "full")], BITWISE),
+    *(  # Beyond the length up to which masks are whole.
+        Row(f"blocks-long-{name}", "gpt2", {"num_query_groups": 1, "seq_length": 1100, "global_batch_size": 2, "micro_batch_size": 1, "num_layers": 2} | changes, ["tp2"], slow=True)
+        for name, changes in (("packed", {"reset_attention_mask": True}), ("alibi", {"window_size": 300, "position_embedding_type": "alibi"}))
+    ),
+]
+
+DROPPED = {"hidden_dropout": 0.2, "micro_batch_size": 1}
+TWO_KEYS = LLAMA | {"num_query_groups": 2}
+COMPILED_EXPERTS = TWO_KEYS | {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1, "num_layers": 2}
+COMPILED = [  # pairwise: each model, schedule, ZeRO stage, recomputation and precision with some of the others
+    Row("compiled-bert", "modern bert", {"window_size": 4}, ["| compiled"], near_to(1e-5), more=["pp2 | compiled"]),
+    Row("compiled-classic-bert", "bert", {"hidden_dropout": 0.1}, ["| compiled", "pp2 | compiled"], near_to(1e-5), slow=True),
+    Row("generated-kernels", "gpt2", DROPPED | {"num_layers": 1, "train_iters": 2, "lr_warmup_iters": 1}, ["| compile=True"], near_to(1e-5)),
+    Row("generated-kernels-tp", "gpt2", TWO_KEYS, ["tp2 | compile=True"], near_to(1e-5), slow=True),
+    Row("compiled", "gpt2", DROPPED, ["tp2 zb recompute=selective | compiled", "tp2 pp2 zb recompute=selective | compiled", "| compiled", "pp2 interleaved virtual2 window_size=5 recompute=full num_layers=4 | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-bf16", "gpt2", DROPPED | {"attention_dropout": 0.2, "precision": "bf16"}, ["pp2 dp2 z2 | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-llama", "gpt2", TWO_KEYS, ["tp2 recompute=light | compiled", "tp4 qk_layernorm=True sp num_query_groups=4 | compiled", "pp2 dp2 zb z3 recompute=full | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-llama-dropout", "gpt2", TWO_KEYS | DROPPED, ["tp2 dp2 sp z3 recompute=full | compiled"], near_to(1e-5), slow=True),
+    # Compiled code sums over ranks with gloo's own reduce-scatter, which adds in another order; in bf16 that shows.
+    Row("compiled-llama-bf16", "gpt2", TWO_KEYS | DROPPED | {"precision": "bf16"}, ["tp2 pp2 dp2 sp z2 | compiled"], near_to(2**-8), slow=True),
+    Row("compiled-fp16", "gpt2", {"parallel_residual": True, "attention": "fused-softmax", "activation": "geglu", "precision": "fp16"}, ["| compiled"], near_to(1e-5), slow=True),
+    Row("compiled-reproducible", "bloom", {"embedding_layernorm": False, "reproducible": True}, ["tp2 dp2 z1 | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-gpipe", "gpt2", {"embedding_layernorm": True}, ["pp2 gpipe recompute=full recompute_num_layers=1 | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-experts", "gpt2", COMPILED_EXPERTS, ["tp2 dp2 ep2 z1 recompute=full | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-experts-capacity", "gpt2", COMPILED_EXPERTS | {"moe_expert_capacity_factor": 1.0}, ["pp2 dp2 ep2 zb | compiled"], near_to(1e-5), slow=True),
+    Row("compiled-offload", "gpt2", {"optimizer": "sgd", "sgd_momentum": 0.0}, ["dp2 z1 offload | compiled"], near_to(1e-5), slow=True),
+]
+
+FOUR = UNCUT | {"num_layers": 4}
+SIX = UNCUT | {"num_layers": 6}
 SCHEDULES = [  # exact sums
-    Row("schedules-exact", "gpt2", FOUR, ["pp2 gpipe", "pp2 interleaved virtual2", "pp2 zb", "pp4 zb", "pp2 dp2 interleaved virtual2 z1", "pp2 dp2 interleaved virtual2 z3", "pp2 dp2 zb z1 recompute=full", "zb", "dp2 zb", "dp2 zb z2", "dp2 zb z3"], BITWISE),
-    Row("schedules-exact-pp4-gpipe", "gpt2", FOUR, ["pp4 gpipe"], BITWISE, slow=True),
+    Row("schedules-exact", "gpt2", FOUR, ["pp2 gpipe", "pp2 interleaved virtual2", "pp2 zb", "pp4 zb", "pp2 dp2 interleaved virtual2 z1", "pp2 dp2 zb z1 recompute=full", "zb", "dp2 zb z2", "dp2 zb z3"], BITWISE, more=["pp4 gpipe", "pp2 dp2 interleaved virtual2 z3", "dp2 zb"]),
     Row("schedules-exact-untied", "gpt2 untied", SIX, ["pp2 interleaved virtual3"], BITWISE),
     Row("schedules-exact-six-blocks", "gpt2", SIX, ["pp3 interleaved virtual2"], BITWISE),
     Row("schedules-exact-virtual3", "gpt2", SIX, ["pp2 dp2 interleaved virtual3 z2"], BITWISE, slow=True),
     Row("schedules-exact-dropout", "gpt2", FOUR | {"hidden_dropout": 0.1}, ["pp2 dp2 zb z2 recompute=selective", "zb recompute=full"], BITWISE),
     Row("schedules-exact-bf16", "gpt2", FOUR | {"precision": "bf16"}, ["pp2 dp2 zb z3"], BITWISE),
-    Row("schedules-exact-flops", "gpt2", EXACT | {"num_layers": 5}, ["pp3 zb pipeline_balance=flops"], BITWISE),
-    Row("schedules-exact-own-layout", "gpt2", EXACT | {"num_layers": 7}, ["pp2 interleaved virtual2 pipeline_layout=E,t|3*t|t|2*t,H"], BITWISE),
+    Row("schedules-exact-flops", "gpt2", UNCUT | {"num_layers": 5}, ["pp3 zb pipeline_balance=flops"], BITWISE),
+    Row("schedules-exact-own-layout", "gpt2", UNCUT | {"num_layers": 7}, ["pp2 interleaved virtual2 pipeline_layout=E,t|3*t|t|2*t,H"], BITWISE),
     Row("schedules-one-microbatch", "gpt2", FOUR | {"global_batch_size": 1}, ["pp2 interleaved virtual2", "pp2 zb"], BITWISE),
     Row("schedules-three-microbatches", "gpt2", FOUR | {"global_batch_size": 3}, ["pp2 gpipe", "pp2 interleaved virtual2"], BITWISE),
     Row("schedules-one-microbatch-gpipe", "gpt2", FOUR | {"global_batch_size": 1}, ["pp2 gpipe"], BITWISE, slow=True),
     Row("schedules-three-microbatches-zb", "gpt2", FOUR | {"global_batch_size": 3}, ["pp2 zb"], BITWISE, slow=True),
     # Embedding and head are one parameter on one stage, whose gradient no operator has alone. Each microbatch costs tens of messages.
-    Row("schedules-tp", "gpt2", FOUR | {"global_batch_size": 4}, ["tp2 sp | pp2 gpipe", "tp2 | pp2 interleaved virtual2", "tp2 sp | pp2 zb", "tp2 | zb"], BITWISE),
-    Row("schedules-tp-more", "gpt2", FOUR | {"global_batch_size": 4}, ["tp2 | pp2 gpipe", "tp2 sp | pp2 interleaved virtual2", "tp2 | pp2 zb"], BITWISE, slow=True),
+    Row("schedules-tp", "gpt2", FOUR | {"global_batch_size": 4}, ["tp2 | pp2 interleaved virtual2", "tp2 sp | pp2 zb", "tp2 | zb"], BITWISE, more=["tp2 | pp2 gpipe", "tp2 sp | pp2 gpipe", "tp2 sp | pp2 interleaved virtual2", "tp2 | pp2 zb"]),
     *(  # Uneven stages: 18 blocks on 8 ranks, with embedding and head.
-        Row(f"schedules-eight-ranks-{batch}", "gpt2", EXACT | {"num_layers": 18, "global_batch_size": batch}, ["pp8", "pp8 gpipe", "pp8 interleaved virtual2", "pp8 zb"], BITWISE, slow=True)
+        Row(f"schedules-eight-ranks-{batch}", "gpt2", UNCUT | {"num_layers": 18, "global_batch_size": batch}, ["pp8", "pp8 gpipe", "pp8 interleaved virtual2", "pp8 zb"], BITWISE, slow=True)
         for batch in (4, 8)
     ),
     Row("schedule-of-ones-own", "gpt2", FOUR | {"global_batch_size": 4}, ["pp2 own-schedule"], BITWISE),
@@ -125,14 +201,12 @@ SCHEDULES = [  # exact sums
 
 # Microbatches and ranks have unequal numbers of masked tokens and of pairs, none included.
 BERT = [
-    Row("bert", "bert", {}, ["tp2 pp2 sp", "pp2 dp2 z2", "tp2 dp2 z3 sp", "zb", "dp2 z3 zb"], whole=True),
+    Row("bert", "bert", {}, ["tp2 pp2 sp", "pp2 dp2 z2", "zb", "dp2 z3 zb"], more=["tp2", "tp4", "tp4 sp", "pp4", "tp2 dp2 z3 sp", "pp3 zb", "dp2 z1", "dp4 z2", "dp4 z3 recompute=full", "pp2 dp2 z3", "tp2 pp2 zb sp", "pp4 dp2 gpipe", "tp2 pp2 dp2", "tp2 pp2 dp2 z3 sp recompute=selective"], whole=True),
     Row("bert-interleaved", "bert", {"num_layers": 5}, ["pp2 interleaved virtual2"], whole=True),
-    Row("bert-more", "bert", {}, ["tp2", "tp4", "tp4 sp", "pp4", "pp3 zb", "dp2 z1", "dp4 z2", "dp4 z3 recompute=full", "pp2 dp2 z3", "tp2 pp2 zb sp", "pp4 dp2 gpipe", "tp2 pp2 dp2", "tp2 pp2 dp2 z3 sp recompute=selective"], slow=True, whole=True),
     Row("bert-interleaved-cube", "bert", {"num_layers": 6}, ["tp2 pp2 dp2 z1 interleaved virtual2"], slow=True, whole=True),
-    Row("modern-bert", "modern bert", {}, ["tp2 pp2 sp"], whole=True),
+    Row("modern-bert", "modern bert", {}, ["tp2 pp2 sp"], more=["tp4", "pp3 zb", "tp2 dp2 zb z3", "pp2 interleaved virtual2", "dp4 z3 recompute=full", "tp2 pp2 dp2 z2 sp"], whole=True),
     Row("modern-bert-rmsnorm", "modern bert", {"normalization": "RMSNorm", "norm_bias": True}, ["tp2 sp"], whole=True),
-    Row("modern-bert-more", "modern bert", {}, ["tp4", "pp3 zb", "tp2 dp2 zb z3", "pp2 interleaved virtual2", "dp4 z3 recompute=full", "tp2 pp2 dp2 z2 sp"], slow=True, whole=True),
-    Row("bert-reproducible", "bert", EXACT | {"train_iters": 3}, ["pp2 dp2 z2"], BITWISE),
+    Row("bert-reproducible", "bert", UNCUT, ["pp2 dp2 z2"], BITWISE),
     Row("bert-reproducible-whole", "bert", EXACT | {"train_iters": 8}, ["pp2 dp2 z2"], BITWISE, slow=True, whole=True),
     Row("bert-chunks", "bert", {"num_layers": 3}, ["chunks3", "pp2 zb chunks3"]),
     Row("modern-bert-chunks", "modern bert", {"num_layers": 3}, ["tp2 sp chunks3"]),
@@ -148,8 +222,8 @@ CHUNKS = [
     Row("chunks-smoothing", "gpt2", {"num_layers": 3, "label_smoothing": 0.1, "z_loss": 1e-3}, ["chunks3", "tp2 chunks3"]),
     Row("chunks-split-backward", "gpt2", {"num_layers": 3}, ["pp2 zb chunks3"], slow=True),
     Row("chunks-untied", "gpt2 untied", {"num_layers": 3}, ["tp2 pp2 zb sp chunks3", "pp2 dp2 z3 chunks3"]),
-    Row("chunks-reproducible", "gpt2", EXACT | {"num_layers": 3, "train_iters": 3, "loss_chunks": 3}, ["pp2 dp2 z1 zb"], BITWISE),
-    Row("chunks-reproducible-1f1b", "gpt2", EXACT | {"num_layers": 3, "train_iters": 3, "loss_chunks": 3}, ["pp2 dp2 z1"], BITWISE, slow=True),
+    Row("chunks-reproducible", "gpt2", UNCUT | {"num_layers": 3, "loss_chunks": 3}, ["pp2 dp2 z1 zb"], BITWISE),
+    Row("chunks-reproducible-1f1b", "gpt2", UNCUT | {"num_layers": 3, "loss_chunks": 3}, ["pp2 dp2 z1"], BITWISE, slow=True),
 ]
 
 TWO = {"num_layers": 2, "train_iters": 4, "lr_warmup_iters": 1}
@@ -183,7 +257,7 @@ OPTIMIZERS = [
 ]
 
 MOMENTS = [  # the same bits of moments in 16 and 8 bits
-    Row("int8-moments", "gpt2", TWO | EXACT | {"moments_dtype": "int8"}, ["tp2"], BITWISE),
+    Row("int8-moments", "gpt2", EXACT | {"global_batch_size": 4, "moments_dtype": "int8"}, ["tp2"], BITWISE),
     *(
         row
         for dtype in ("bf16", "int8")
@@ -233,18 +307,24 @@ COMPRESSED = [  # what is sent in fewer bits follows the run that sends all
     ),
 ]
 
-# Many buckets, tied embeddings, a vocabulary that no tp divides, and five blocks, which no pipeline divides.
-SAVED = EXACT | {"global_batch_size": 4, "num_layers": 5, "train_iters": 4}
+# Many buckets, tied embeddings, a vocabulary that no tp divides, and blocks that no pipeline divides.
+SAVED = EXACT | {"global_batch_size": 4, "num_layers": 3, "train_iters": 2, "lr_warmup_iters": 1}
 PLACES = {
     "one": "", "dp2": "dp2 z0", "pp2": "pp2 interleaved virtual2", "pp2-dp2": "pp2 dp2 z1", "tp2": "tp2", "tp2-dp2": "tp2 dp2 z2",
     "tp2-pp2": "tp2 pp2 gpipe", "cube": "tp2 pp2 dp2 z3", "tp4": "tp4", "pp4": "pp4 zb", "dp4": "dp4 z0", "pp3": "pp3",
 }
 EVERYWHERE = [f"{words.partition(' z')[0]} z{stage}" if "dp" in words else words for words in PLACES.values() for stage in (STAGES if "dp" in words else [0])]
+BALANCED = {"moe_aux_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.05, "num_layers": 2, "train_iters": 2}
+EXPERT_PLACES = ["dp4 ep4 z2", "tp2 dp2 ep2 z1", "tp2 dp2 ep2 etp1 sp z3", "pp2 dp2 ep2", "tp4", "dp2 cp2 ep4 z1", "tp2 cp2 ep2 etp1 sp z2"]
 RESUMES = [
-    *(Row(f"reshard-{name}", "gpt2", SAVED, [PLACES[name], "tp2 pp2 dp2 z0", "dp4 z1", "pp2 interleaved virtual2"], RESUME) for name in ("one", "pp2-dp2", "tp4")),
-    *(Row(f"reshard-{name}-everywhere", "gpt2", SAVED | {"train_iters": 8, "lr_warmup_iters": 2}, [words, *EVERYWHERE], RESUME, slow=True) for name, words in PLACES.items()),
-    Row("recompute-resume", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 4}, ["recompute=light", ""], RESUME),
-    Row("recompute-resume-with-it", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 4}, ["", "recompute=light"], RESUME),
+    *(Row(f"reshard-{name}", "gpt2", SAVED, [PLACES[name], "tp2 pp2 dp2 z0", "dp4 z1", "pp2 zb"], RESUME) for name in ("one", "pp2-dp2", "tp4")),
+    *(Row(f"reshard-{name}-everywhere", "gpt2", SAVED | {"num_layers": 5, "train_iters": 8, "lr_warmup_iters": 2}, [words, *EVERYWHERE], RESUME, slow=True) for name, words in PLACES.items()),
+    Row("recompute-resume", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["recompute=light", ""], RESUME),
+    Row("recompute-resume-with-it", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["", "recompute=light"], RESUME),
+    Row("context-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2}, ["cp2 z1", "dp2 z3", ""], RESHARD),
+    # The biases by which experts are balanced decide which ones are chosen.
+    Row("experts-reshard", "bias", BALANCED, [EXPERT_PLACES[0], EXPERT_PLACES[1], ""], RESHARD_NEAR),
+    *(Row(f"experts-reshard-{number}", "bias", BALANCED, [words, *EXPERT_PLACES, ""], RESHARD_NEAR, slow=True) for number, words in enumerate(EXPERT_PLACES)),
     *(Row(f"{name}-reshard", "gpt2", TWO | changes, ["tp2 dp2 mb1 sp z1", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True) for name, (changes, _) in EACH_OPTIMIZER.items()),
     Row("adafactor-reshard", "gpt2", TWO | ADAFACTOR, ["dp4 z2", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True),
     Row("zero-shards-reshard", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z3 shards2", "dp4 z2", "dp4 z1 shards4", ""], RESHARD, slow=True),
@@ -274,8 +354,8 @@ EXPERTS = [
         Row(f"experts-{precision}", "softmax", {"train_iters": 10}, [f"{words} precision={precision} {scale}" for words in ("dp4 ep4 z1", "tp2 dp2 ep4 etp1 sp z2", "pp2 dp2 ep2 zb")], SIXTEEN_BITS, slow=True)
         for precision, scale in (("bf16", ""), ("fp16", "initial_loss_scale=1024.0"))
     ),
-    Row("experts-reproducible", "sigmoid", EXACT, ["dp4 ep2 z2", "pp2 dp2 ep2 zb recompute=full"], BITWISE),
-    Row("experts-reproducible-limited", "limited", EXACT, ["dp4 ep2 z2", "pp2 dp2 ep2 zb recompute=full"], BITWISE, slow=True),
+    Row("experts-reproducible", "sigmoid", UNCUT, ["dp4 ep2 z2", "pp2 dp2 ep2 zb recompute=full"], BITWISE),
+    Row("experts-reproducible-limited", "limited", UNCUT, ["dp4 ep2 z2", "pp2 dp2 ep2 zb recompute=full"], BITWISE, slow=True),
     *(
         row
         for program in ("sigmoid", "limited")
@@ -297,22 +377,19 @@ THREE = SHORT | {"seq_length": 24, "num_attention_heads": 6, "hidden_size": 48}
 TINY = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 1, "position_embedding_type": "rope", "train_iters": 1, "lr_warmup_iters": 0}
 CONTEXT = [
     Row("context-windows-packed", "windows packed", SHORT, ["pp2 cp2 zb cp_comm=ring"], WEIGHTS),
-    Row("context-qwen", "qwen", SHORT, ["dp2 cp2 z3 recompute=full cp_comm=ulysses"], WEIGHTS),
+    Row("context-qwen", "qwen", SHORT, ["dp2 cp2 z3 recompute=full cp_comm=ulysses"], WEIGHTS, more=["tp2 cp2 recompute=full cp_comm=ulysses"]),
     Row("context-gpt2-packed", "gpt2 packed", SHORT, ["tp2 cp2 sp chunks2 cp_comm=allgather"], WEIGHTS),
     Row("context-shared-learned", "shared learned", SHORT, ["tp2 cp2 cp_comm=ring"], WEIGHTS),
-    Row("context-bert", "bert", SHORT, ["tp2 cp2 sp"], WEIGHTS),
-    Row("context-modern-bert", "modern bert", SHORT, ["pp2 cp2 zb z3 cp_comm=ulysses"], WEIGHTS),
-    Row("context-qwen-more", "qwen", SHORT, ["tp2 cp2 recompute=full cp_comm=ulysses"], WEIGHTS, slow=True),
+    Row("context-bert", "bert", SHORT, ["tp2 cp2 sp"], WEIGHTS, more=["cp4 cp_comm=ulysses", "dp2 cp2 z2 recompute=full", "pp2 cp2 zb chunks2 z3"]),
+    Row("context-modern-bert", "modern bert", SHORT, ["pp2 cp2 zb z3 cp_comm=ulysses"], WEIGHTS, more=["pp2 cp2 gpipe recompute=selective", "tp2 cp2 sp recompute=light z1"]),
     Row("context-bloom", "bloom", SHORT, ["dp2 cp2 z3 recompute=selective cp_comm=allgather", "dp2 cp2 z1 cp_comm=ring"], WEIGHTS, slow=True),
     Row("context-gpt2", "gpt2", SHORT, ["dp2 cp2 z2 cp_comm=allgather", "tp2 cp2 sp chunks2 cp_comm=allgather"], WEIGHTS, slow=True),
     Row("context-llama", "llama", SHORT, ["pp2 cp2 cp_comm=ulysses zb"], WEIGHTS, slow=True),
     Row("context-llama-sgd", "llama", SHORT | {"optimizer": "sgd"}, ["cp4 cp_comm=ring"], WEIGHTS, slow=True),
     Row("context-llama-offload", "llama", SHORT | {"clip_grad": 0.0}, ["dp2 cp2 z1 offload"], WEIGHTS, slow=True),
     Row("context-stretched", "stretched", SHORT, ["pp2 cp2 mb1 gpipe"], WEIGHTS, slow=True),
-    Row("context-bert-more", "bert", SHORT, ["cp4 cp_comm=ulysses", "dp2 cp2 z2 recompute=full", "pp2 cp2 zb chunks2 z3"], WEIGHTS, slow=True),
     Row("context-bert-sgd", "bert", SHORT | {"optimizer": "sgd"}, ["cp4"], WEIGHTS, slow=True),
     Row("context-bert-interleaved", "bert", SHORT | {"num_layers": 5}, ["pp2 cp2 interleaved virtual2"], WEIGHTS, slow=True),
-    Row("context-modern-bert-more", "modern bert", SHORT, ["pp2 cp2 gpipe recompute=selective", "tp2 cp2 sp recompute=light z1"], WEIGHTS, slow=True),
     Row("context-windows", "windows", SHORT, ["pp2 cp2 zb cp_comm=ring"], WEIGHTS, slow=True),
     Row("context-gpt2-packed-ring", "gpt2 packed", SHORT, ["cp4 cp_comm=ring"], WEIGHTS, slow=True),
     Row("context-llama-packed", "llama packed", SHORT, ["pp2 cp2 cp_comm=ulysses gpipe"], WEIGHTS, slow=True),
@@ -342,6 +419,7 @@ CONTEXT = [
 ]
 
 SMALL = EXACT | {"global_batch_size": 4, "num_layers": 2}
+HALVES = SMALL | {"reproducible_blocks": 2}
 HEADS, WIDE = {"num_attention_heads": 8}, {"num_attention_heads": 8, "hidden_size": 64}
 ONE_GROUP = LLAMA | {"num_query_groups": 1, "qk_layernorm": True}
 LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}
@@ -366,8 +444,8 @@ MODES: list[tuple[str, str, Changes]] = [
 ]
 # --reproducible: not a bit depends on the layout.
 EXACT_ROWS = [
-    Row("exact", "gpt2", EXACT, ["pp2", "dp2 z2", "dp4 z2 bucket_size_mb=1e-6", "dp4 z3 recompute=full", "pp2 dp2 z1 waits", "pp3 dp2 z3 recompute=selective"], BITWISE, whole=True),
-    Row("exact-more", "gpt2", EXACT, ["pp3", "pp4", "dp2 z0", "dp2 z1", "dp2 z3", "dp4 z0", "pp2 dp2 z2 bucket_size_mb=100.0", "pp2 dp4 z0"], BITWISE, slow=True, whole=True),
+    Row("exact", "gpt2", UNCUT, ["pp2", "dp2 z2", "dp4 z2 bucket_size_mb=1e-6", "dp4 z3 recompute=full", "pp2 dp2 z1 waits", "pp2 dp2 z3 recompute=selective"], BITWISE, whole=True),
+    Row("exact-more", "gpt2", EXACT, ["pp3 dp2 z3 recompute=selective", "pp3", "pp4", "dp2 z0", "dp2 z1", "dp2 z3", "dp4 z0", "pp2 dp2 z2 bucket_size_mb=100.0", "pp2 dp4 z0"], BITWISE, slow=True, whole=True),
     Row("exact-tp", "gpt2", FEW, ["tp2 pp2 dp2", "tp2 dp2 sp z3"], BITWISE),
     Row("exact-tp-whole", "gpt2", EXACT, ["tp2 pp2 dp2", "tp2 dp2 sp z3", "tp2 pp2 dp2 sp", "tp2 dp2 z3", "tp2 pp3 z1", "tp2 pp3 sp z1"], BITWISE, slow=True, whole=True),
     Row("exact-tp-small", "gpt2", FEW, ["tp2 pp2 dp2 sp", "tp2 dp2 z3", "tp2 pp3 z1", "tp2 pp3 sp z1"], BITWISE, slow=True),
@@ -391,17 +469,17 @@ EXACT_ROWS = [
     # Gradients of a block of positions are contiguous here, and parts of a longer tensor in one process.
     Row("exact-one-block-a-rank", "gpt2", FEW | {"micro_batch_size": 2}, ["tp4 sp"], BITWISE),
     *(  # Each mode on one of the two layouts, in turn.
-        Row(f"exact-{name}{'' if is_fast else '-more'}", program, EXACT | changes, [words], BITWISE, slow=not is_fast, whole=True)
+        Row(f"exact-{name}{'' if is_fast else '-more'}", program, UNCUT | changes, [words], BITWISE, slow=not is_fast, whole=True)
         for number, (name, program, changes) in enumerate(MODES)
         for turn, words in enumerate(("pp2 dp2 z1", "dp4 z3"))
         for is_fast in ((number + turn) % 2 == 0,)
     ),
-    Row("exact-is-ordinary", "gpt2", {"micro_batch_size": 1, "train_iters": 2}, ["reproducible=True", "tp2 reproducible=True", "tp2 reproducible=True blocks1"], whole=True),
+    Row("exact-is-ordinary", "gpt2", {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 2}, ["reproducible=True", "tp2 reproducible=True", "tp2 reproducible=True blocks1"], whole=True),
     Row("exact-blocks", "gpt2", EXACT, ["blocks1 | blocks2"]),
 ]
 
 EXACT_CONTEXT = [  # over context parallelism, and over tensor parallelism of experts, latent attention, norms of all heads
-    Row("exact-cp", "gpt2", SMALL, ["cp2"], BITWISE),
+    Row("exact-cp", "gpt2", HALVES, ["cp2"], BITWISE),
     Row("exact-cp-packed", "gpt2 packed", SMALL | LLAMA | {"num_query_groups": 2}, ["tp2 cp2 sp z3"], BITWISE),
     Row("exact-cp-dropout", "gpt2", SMALL | {"hidden_dropout": 0.1, "attention_dropout": 0.1}, ["tp2 cp2"], BITWISE, slow=True),
     Row("exact-cp-wide-groups", "gpt2", SMALL | WIDE | LLAMA | {"num_query_groups": 2}, ["cp4"], BITWISE, slow=True),
@@ -414,7 +492,7 @@ EXACT_CONTEXT = [  # over context parallelism, and over tensor parallelism of ex
     Row("exact-cp-alibi", "bloom", SMALL, ["dp2 cp2 z1"], BITWISE, slow=True),
     Row("exact-cp-window", "gpt2", SMALL | LOSS | {"window_size": 5}, ["tp2 cp2 recompute=light"], BITWISE, slow=True),
     Row("exact-cp-fused-softmax", "gpt2", SMALL | {"attention": "fused-softmax", "micro_batch_size": 2}, ["cp2"], BITWISE, slow=True),
-    Row("exact-experts-sp", "sigmoid", SMALL | {"moe_shared_expert_size": 16}, ["tp2 sp"], BITWISE),
+    Row("exact-experts-sp", "sigmoid", HALVES | {"moe_shared_expert_size": 16}, ["tp2 sp"], BITWISE),
     Row("exact-experts-tp4", "softmax", SMALL | {"activation": "gelu"}, ["tp4"], BITWISE),
     *(
         Row(f"exact-{name}-{precision}", name, SMALL | {"precision": precision}, ["tp4 sp", "tp2 dp2 ep2 z1", "tp2 dp2 ep2 sp recompute=full", "tp2 pp2 zb", "tp2 cp2"], BITWISE, slow=True)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +44,7 @@ WORDS: dict[str, Changes] = {
     "waits": {"overlap_grad_reduce": False, "overlap_param_gather": False},
     "own-schedule": {"schedule_csv": str(Path(__file__).with_name("schedule.csv"))},
     "compiled": {"compile": True, "compile_backend": "aot-eager"},
+    "in-blocks": {"attention_block": 5},
 }
 
 
@@ -145,6 +147,19 @@ def near_fp32(losses: float, norms: float) -> Relation:
     return Relation(compare)
 
 
+def near_to(rel: float) -> Relation:
+    """Losses, norms and gradients to a rounding."""
+
+    def compare(found: Outcome, expected: Outcome) -> None:
+        near("losses", found.losses, expected.losses, rel)
+        near("norms", found.norms, expected.norms, rel)
+        for name, gradient in expected.gradients.items():
+            error = (found.gradients[name] - gradient).abs().max()
+            assert error <= rel * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
+
+    return Relation(compare)
+
+
 def follows(steps: int, rel: float) -> Relation:
     """Sums or moments in few bits beside those in all: alike for some steps, and near to the end, but not equal."""
 
@@ -177,6 +192,7 @@ LEARNS_ALIKE = Relation(_learns_alike)  # losses, and what is frozen stays
 FROZEN = Relation(_agrees_and_stays)
 LONG = Relation(_is_a_long_sum)  # of many positions
 TORCH = Relation(_is_torchs, reference="torch")
+TORCH_RUN = Relation(agree, reference="torch")  # of many steps, with AdamW's usual epsilon
 BITWISE = Relation(bitwise, is_exact=True)
 # Gradients are clipped in host memory then, and stay as they were on the device.
 OFFLOADED = Relation(lambda found, expected: bitwise(found, expected, ("initial", "final")), is_exact=True)
@@ -202,6 +218,7 @@ class Row:
         changes: by field name, of the model and its training: of both runs that are compared.
         layouts: words each, see above.
         relation: what both runs have in common.
+        more: layouts in `make test-slow`.
         slow: only in `make test-slow`.
         whole: in `make test-slow` with five blocks and eight steps; in `make test` small, unless it is `slow`.
     """
@@ -211,17 +228,20 @@ class Row:
     changes: Changes
     layouts: Sequence[str]
     relation: Relation = FP32
+    more: Sequence[str] = ()
     slow: bool = False
     whole: bool = False
 
 
 def items_of(rows: Sequence[Row]) -> pytest.MarkDecorator:
-    """One test a row, or two: small, and whole in `make test-slow`."""
+    """One test a row, or three: small, and whole and with more layouts in `make test-slow`."""
     params = [pytest.param(replace(row, whole=False), id=row.id) for row in rows if not row.slow]
     for row in rows:
+        name = row.id if row.slow else f"{row.id}-whole"
         if row.slow or row.whole:
-            name = row.id if row.slow else f"{row.id}-whole"
             params.append(pytest.param(row, id=name, marks=pytest.mark.slow))
+        if row.more:
+            params.append(pytest.param(replace(row, layouts=row.more), id=f"{row.id}-more", marks=pytest.mark.slow))
     assert len({param.id for param in params}) == len(params), "rows with the same id"
     return pytest.mark.parametrize("row", params)
 
@@ -283,6 +303,7 @@ def _outcome(case: Case, directory: str, meshes: dict[tuple[Any, ...], Mesh]) ->
     layout = changes.pop("tp", 1), changes.pop("pp", 1), changes.pop("dp", 1)
     is_bert = "bert_style" in changes
     changes |= {"load": case.folder} if case.part == "rest" else {}
+    block = changes.pop("attention_block", None)
     config: Any = (make_bert_config if is_bert else make_config)(layout, case.folder or directory, **changes)
     torch.use_deterministic_algorithms(False)
     if config.training.reproducible:
@@ -296,7 +317,16 @@ def _outcome(case: Case, directory: str, meshes: dict[tuple[Any, ...], Mesh]) ->
             trainer.train_step(next(trainer.batches))
         trainer.save()
         trainer.saving.finish()
-    return outcome_of(trainer, moments=config.optimizer.optimizer == "adamw" or config.training.reproducible)
+    with attention_in_blocks(block) if block else nullcontext():
+        return outcome_of(trainer, moments=config.optimizer.optimizer == "adamw" or config.training.reproducible)
+
+
+@contextmanager
+def attention_in_blocks(size: int) -> Iterator[None]:
+    """Compute attention in blocks, as that of long sequences is."""
+    attention = import_module("megacore.ops.attention")  # the package exports the function of this name
+    with mock.patch.object(attention, "WHOLE", 8), mock.patch.object(attention, "BLOCK", size):
+        yield
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""--reproducible: with the same micro-batch size not a bit depends on the layout."""
+"""What changes not a bit: layouts and schedules under --reproducible, recomputation, and a resume on another layout."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.matrix.drawn import DRAWN_EXACT
-from tests.matrix.rows import EXACT_CONTEXT, EXACT_ROWS
+from tests.matrix.rows import EXACT_CONTEXT, EXACT_ROWS, MOMENTS, RESUMES, SAVERS, SCHEDULES
 from tests.matrix.runner import Row, Runner, case_of, items_of
 
 
-@items_of([*EXACT_ROWS, *EXACT_CONTEXT, *DRAWN_EXACT])
+@items_of([*EXACT_ROWS, *EXACT_CONTEXT, *DRAWN_EXACT, *SCHEDULES, *SAVERS, *MOMENTS, *RESUMES])
 def test_row(row: Row, runner: Runner) -> None:
     runner.check(row)
 

@@ -1,4 +1,4 @@
-"""transformers' BERT models and megacore's with the same weights: only names and orders of elements are translated."""
+"""transformers' BERT models and megacore's with the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage, tensors_of
 from megacore.train.bert_task import BertTask
 from tests.parity.bert_runs import make_bert_config
-from tests.parity.reference import by_head
+from tests.parity.hf_models import give
 
 Twin = TypeVar("Twin", bound=PreTrainedModel)
 VOCAB, POSITIONS, HIDDEN, HEADS, LAYERS = 101, 24, 32, 4, 3
@@ -49,46 +49,6 @@ def disturbed(model: Twin) -> Twin:
     return model
 
 
-def classic_names(layers: int) -> dict[str, str]:
-    """megacore's name -> transformers', but for the fused projections."""
-    names = {
-        "embedding.tokens.weight": "bert.embeddings.word_embeddings.weight",
-        "embedding.positions": "bert.embeddings.position_embeddings.weight",
-        "embedding.segments": "bert.embeddings.token_type_embeddings.weight",
-        "head.bias": "cls.predictions.bias",
-    }
-    linear = {
-        "embedding.norm": "bert.embeddings.LayerNorm",
-        "head.transform": "cls.predictions.transform.dense",
-        "head.transform_norm": "cls.predictions.transform.LayerNorm",
-        "head.sentence.pooler": "bert.pooler.dense",
-        "head.sentence.classifier": "cls.seq_relationship",
-    }
-    for i in range(layers):
-        theirs = f"bert.encoder.layer.{i}"
-        linear |= {
-            f"blocks.{i}.attention.output": f"{theirs}.attention.output.dense",
-            f"blocks.{i}.attention_norm": f"{theirs}.attention.output.LayerNorm",
-            f"blocks.{i}.mlp.up": f"{theirs}.intermediate.dense",
-            f"blocks.{i}.mlp.down": f"{theirs}.output.dense",
-            f"blocks.{i}.mlp_norm": f"{theirs}.output.LayerNorm",
-        }
-    return names | {f"{o}.{kind}": f"{t}.{kind}" for o, t in linear.items() for kind in ("weight", "bias")}
-
-
-def classic_values(model: BertForPreTraining) -> dict[str, Tensor]:
-    """The twin's tensors under megacore's names, in megacore's layout."""
-    theirs, layers, heads = model.state_dict(), model.config.num_hidden_layers, model.config.num_attention_heads
-    values = {ours: theirs[name] for ours, name in classic_names(layers).items()}
-    for i in range(layers):
-        for kind in ("weight", "bias"):
-            parts = [
-                theirs[f"bert.encoder.layer.{i}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")
-            ]
-            values[f"blocks.{i}.attention.qkv.{kind}"] = by_head(torch.cat(parts), heads)
-    return values
-
-
 def modern_twin() -> ModernBertForMaskedLM:
     """The same of ModernBERT: a window of 8 tokens and six layers, the first and fourth of which see everything."""
     torch.manual_seed(0)
@@ -106,31 +66,6 @@ def modern_twin() -> ModernBertForMaskedLM:
     return disturbed(ModernBertForMaskedLM(config).eval())
 
 
-def modern_values(model: ModernBertForMaskedLM) -> dict[str, Tensor]:
-    """The twin's tensors under megacore's names, in megacore's layout."""
-    theirs, heads = model.state_dict(), model.config.num_attention_heads
-    names = {
-        "embedding.tokens.weight": "model.embeddings.tok_embeddings.weight",
-        "embedding.norm.weight": "model.embeddings.norm.weight",
-        "head.norm.weight": "model.final_norm.weight",
-        "head.transform.weight": "head.dense.weight",
-        "head.transform_norm.weight": "head.norm.weight",
-        "head.bias": "decoder.bias",
-    }
-    values = {ours: theirs[name] for ours, name in names.items()}
-    for i in range(model.config.num_hidden_layers):
-        layer, block = f"model.layers.{i}", f"blocks.{i}"
-        if i:
-            values[f"{block}.attention_norm.weight"] = theirs[f"{layer}.attn_norm.weight"]
-        values[f"{block}.attention.qkv.weight"] = by_head(theirs[f"{layer}.attn.Wqkv.weight"], heads)
-        values[f"{block}.attention.output.weight"] = theirs[f"{layer}.attn.Wo.weight"]
-        values[f"{block}.mlp_norm.weight"] = theirs[f"{layer}.mlp_norm.weight"]
-        gate, up = theirs[f"{layer}.mlp.Wi.weight"].chunk(2)
-        values |= {f"{block}.mlp.gate.weight": gate, f"{block}.mlp.up.weight": up}
-        values[f"{block}.mlp.down.weight"] = theirs[f"{layer}.mlp.Wo.weight"]
-    return values
-
-
 def modern_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the modern twin."""
     return classic_config(
@@ -143,16 +78,6 @@ def modern_config(**changes: object) -> ResolvedBertConfig:
             **changes,
         }
     )
-
-
-@torch.no_grad()
-def give(stage: Stage, values: dict[str, Tensor]) -> None:
-    """Set every parameter of a one-rank model."""
-    parameters = stage.by_name()
-    assert parameters.keys() == values.keys()
-    for name, parameter in parameters.items():
-        parameter.zero_()
-        parameter.spec.unpadded(parameter).copy_(values[name])
 
 
 def classic_config(**changes: object) -> ResolvedBertConfig:
@@ -173,12 +98,12 @@ def classic_config(**changes: object) -> ResolvedBertConfig:
     )
 
 
-def stage_of(config: ResolvedBertConfig, values: dict[str, Tensor]) -> Stage:
-    """megacore's model on one rank, with these weights, evaluated."""
+def stage_of(config: ResolvedBertConfig, twin: PreTrainedModel) -> Stage:
+    """megacore's model on one rank, with a twin's weights, evaluated."""
     device = torch.device("cpu")
     context = BuildContext.of(config, layer_group=ALONE, device=device, streams=RandomStreams(0, device))
     stage = Stage(bert_layers(config, context)).eval()
-    give(stage, values)
+    give(stage, twin)
     return stage
 
 

@@ -210,13 +210,18 @@ def make_trainer(
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
-def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
-    """Run on one rank; rank 0 returns what came out."""
+def trainer_of(layout: Layout, output_dir: Path | str, **changes: Any) -> Trainer:
+    """The trainer of a layout on this rank."""
     config = make_config(layout, output_dir, **changes)
     if config.training.reproducible:
         compute_reproducibly()
-    mesh = build_mesh(config.parallel)
-    outcome = train_on(mesh, config, moments=config.training.reproducible)
+    return make_trainer(config, build_mesh(config.parallel))
+
+
+def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
+    """Run on one rank; rank 0 returns what came out."""
+    trainer = trainer_of(layout, output_dir, **changes)
+    outcome = outcome_of(trainer, moments=trainer.config.training.reproducible)
     return outcome if rank == 0 else None
 
 

@@ -1,9 +1,9 @@
-"""Conversion of BERT: against the weights as another test translates them, there and back, with and without
-the sentence task."""
+"""Conversion of BERT: there and back, with and without the sentence task, and a config.json made anew."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,10 @@ from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
 from megacore.errors import CheckpointError
 from tests.e2e.launching import alone, words
-from tests.parity.bert_twins import classic_twin, classic_values, disturbed, modern_twin, modern_values
-from tests.parity.conversions import forget_the_config, loads_as, require_same, weights
-from tools.convert_checkpoint import main as convert
+from tests.parity.bert_twins import classic_twin, disturbed, modern_twin
+from tests.parity.conversions import forget_the_config, loads_as, require_same, to_hf, to_megacore, tokenizer, weights
 
-THERE, BACK = ("--from", "hf", "--to", "megacore"), ("--from", "megacore", "--to", "hf")
+MARKS = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 
 def save(folder: Path, *, sentences: bool) -> Path:
@@ -38,15 +37,12 @@ def save(folder: Path, *, sentences: bool) -> Path:
 @pytest.mark.parametrize("sentences", [True, False])
 def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
     directory = save(tmp_path, sentences=sentences)
-    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    to_megacore(directory, tmp_path / "megacore")
     found = CheckpointTensors(tmp_path / "megacore")
-    expected = classic_values(classic_twin())
-    expected = {name: value for name, value in expected.items() if sentences or ".sentence." not in name}
-    require_same({name: found.read(name) for name in found.shapes}, expected)
     assert found.bert is not None
     assert found.bert.sentence_task == ("nsp" if sentences else "none")
 
-    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    to_hf(tmp_path / "megacore", tmp_path / "back")
     require_same(weights(tmp_path / "back"), weights(directory))
     assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
     agreement = compare(directory, tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
@@ -60,10 +56,9 @@ def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
 def test_modernbert_there_and_back(tmp_path: Path) -> None:
     """Its gated MLP has one matrix for both of megacore's."""
     modern_twin().save_pretrained(tmp_path / "hf")
-    assert convert([*words(input=tmp_path / "hf", output=tmp_path / "megacore"), *THERE]) == 0
+    to_megacore(tmp_path / "hf", tmp_path / "megacore")
     found = CheckpointTensors(tmp_path / "megacore")
-    require_same({name: found.read(name) for name in found.shapes}, modern_values(modern_twin()))
-    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    to_hf(tmp_path / "megacore", tmp_path / "back")
     require_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
     agreement = compare(tmp_path / "hf", tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
     assert agreement.difference <= 1e-5
@@ -84,18 +79,18 @@ def test_roberta_there_and_back(family: str, types: int, tmp_path: Path) -> None
     )  # fmt: skip
     torch.manual_seed(0)
     disturbed(getattr(transformers, f"{family}ForMaskedLM")(config).eval()).save_pretrained(tmp_path / "hf")
-    assert convert([*words(input=tmp_path / "hf", output=tmp_path / "megacore"), *THERE]) == 0
+    to_megacore(tmp_path / "hf", tmp_path / "megacore")
     found = CheckpointTensors(tmp_path / "megacore")
     assert (found.config.position_offset, found.config.max_position_embeddings) == (4, 38)
     assert found.shapes["embedding.positions"] == (42, 32)
     assert found.shapes["embedding.segments"] == (types, 32)
-    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    to_hf(tmp_path / "megacore", tmp_path / "back")
     require_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
     agreement = compare(tmp_path / "hf", tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
     assert agreement.difference <= 1e-5
     assert agreement.tokens == 38
     forget_the_config(tmp_path / "megacore")
-    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "anew"), *BACK]) == 0
+    to_hf(tmp_path / "megacore", tmp_path / "anew")
     require_same(weights(tmp_path / "anew"), weights(tmp_path / "hf"))
     assert transformers.AutoConfig.from_pretrained(tmp_path / "anew").pad_token_id == 3
 
@@ -111,8 +106,8 @@ def test_old_names_and_stored_copies_come_back(tmp_path: Path) -> None:
     stored["cls.predictions.decoder.bias"] = stored["cls.predictions.bias"].clone()
     constant = {"bert.embeddings.position_ids": torch.arange(24).unsqueeze(0)}
     save_file(stored | constant, directory / "model.safetensors", metadata={"format": "pt"})
-    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
-    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    to_megacore(directory, tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "back")
     require_same(weights(tmp_path / "back"), stored)
 
 
@@ -130,13 +125,13 @@ def untied(folder: Path, *, sentences: bool) -> Path:
 @pytest.mark.parametrize("sentences", [True, False])
 def test_an_untied_bert_has_the_bias_that_transformers_adds(sentences: bool, anew: bool, tmp_path: Path) -> None:
     directory = untied(tmp_path, sentences=sentences)
-    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    to_megacore(directory, tmp_path / "megacore")
     stored = weights(directory)
     found = CheckpointTensors(tmp_path / "megacore")
     assert torch.equal(found.read("head.bias"), stored["cls.predictions.decoder.bias"])
     if anew:
         forget_the_config(tmp_path / "megacore")
-    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    to_hf(tmp_path / "megacore", tmp_path / "back")
     kind = transformers.BertForPreTraining if sentences else transformers.BertForMaskedLM
     one, other = loads_as(directory, kind), loads_as(tmp_path / "back", kind)
     batch = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -157,7 +152,7 @@ def test_the_check_sees_what_transformers_would_miss_or_drop(
     gone: str | None, more: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = untied(tmp_path, sentences=True)
-    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    to_megacore(directory, tmp_path / "megacore")
     kept = {name: value for name, value in weights(directory).items() if name != gone}
     save_file(kept | ({more: torch.ones(3)} if more else {}), directory / "model.safetensors")
     monkeypatch.setattr(
@@ -168,12 +163,28 @@ def test_the_check_sees_what_transformers_would_miss_or_drop(
         compare(directory, tmp_path / "megacore", batch)
 
 
-def test_a_config_made_anew_describes_the_same_model(tmp_path: Path) -> None:
-    hf = open_model(save(tmp_path, sentences=False))
-    values = hf.family.from_model(hf.config, hf.bert)
-    assert values is not None
-    assert values["architectures"] == ["BertForMaskedLM"]
-    assert hf.family.to_model(values, "config.json") == hf.config
+@pytest.mark.parametrize("marked", [True, False], ids=["tokenizer", "none"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(classic_twin, "BertForPreTraining"), (modern_twin, "ModernBertForMaskedLM")],
+    ids=["classic", "modern"],
+)
+def test_every_bert_loads_as_the_model_that_it_was(make: Any, kind: str, marked: bool, tmp_path: Path) -> None:
+    twin = make()
+    twin.save_pretrained(tmp_path / "hf")
+    if marked:
+        tokenizer(MARKS).save(tmp_path / "hf")
+    to_megacore(tmp_path / "hf", tmp_path / "megacore")
+    forget_the_config(tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "anew")
+    loaded = loads_as(tmp_path / "anew", getattr(transformers, kind))
+    batch = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(batch)[0], twin(batch)[0])
+    beside = transformers.AutoTokenizer.from_pretrained(tmp_path / "anew") if marked else None
+    for use in MARKS:
+        wanted = getattr(beside, f"{use}_token_id", None)
+        assert (wanted is not None) == marked
+        assert getattr(loaded.config, f"{use}_token_id") == wanted
 
 
 def test_a_gpt_cannot_start_from_a_bert(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What an evaluation reports, against torch's own cross-entropy."""
+"""What an evaluation reports, against torch's own cross-entropy; with --valid-sets each set by itself, as a run that
+has no other reports it; on every layout."""
 
 from __future__ import annotations
 
@@ -13,15 +14,30 @@ import torch
 from torch.nn import functional as F
 
 from megacore.config.cli import load_toml
-from megacore.parallel.mesh import Mesh
+from megacore.data.gpt.blend import NamedSets
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train.gpt_task import GPTTask
 from megacore.train.output import output_directory
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.e2e.launching import words
+from tests.matrix.programs import PROGRAMS
 from tests.parity.bert_runs import RaggedPairs, make_bert_config, make_bert_trainer
-from tests.parity.runs import VOCAB, RaggedData, make_config, make_trainer
+from tests.parity.runs import VOCAB, Layout, RaggedData, make_config, trainer_of
+from tools.report import main as report
+
+Changes = dict[str, Any]
+STEPS, EVALUATED = 2, 2 * 8  # samples of an evaluation: two global batches
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, from its metrics."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "eval/loss" in record]
 
 
 def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_time(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, label_smoothing=0.2, z_loss=0.1, eval_iters=3, hidden_dropout=0.5)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
+    trainer = trainer_of((1, 1, 1), tmp_path, label_smoothing=0.2, z_loss=0.1, eval_iters=3, hidden_dropout=0.5)
     first = trainer.evaluate()
     total, tokens = 0.0, 0.0
     assert trainer.valid_batches is not None
@@ -36,23 +52,9 @@ def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_
     assert trainer.evaluate() == first
 
 
-def test_without_training_a_checkpoint_is_evaluated_and_nothing_is_saved(tmp_path: Path) -> None:
-    """The loss is that of the evaluation with which the training ended; that the run is over already is no obstacle."""
-    changes: dict[str, Any] = {"train_iters": 2, "eval_interval": 2, "eval_iters": 2}
-    mesh, data = Mesh(device=torch.device("cpu")), RaggedData(16)
-    make_trainer(make_config((1, 1, 1), tmp_path / "a", **changes), mesh, data).run()
-    (trained,) = evaluations(tmp_path / "a")
-    changes |= {"load": str(tmp_path / "a"), "skip_train": True, "train_iters": 1}
-    make_trainer(make_config((1, 1, 1), tmp_path / "b", **changes), mesh, data).run()
-    (record,) = evaluations(tmp_path / "b")
-    assert (record["step"], record["eval/loss"]) == (2, trained["eval/loss"])
-    assert not list((tmp_path / "b").glob("step_*"))
-
-
 @pytest.mark.parametrize("off", ["eval_interval", "eval_iters"])
 def test_an_interval_or_a_length_of_0_is_no_evaluation(off: str, tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, **{"train_iters": 2, "eval_interval": 1, "eval_iters": 1, off: 0})
-    make_trainer(config, Mesh(device=torch.device("cpu")), RaggedData(16)).run()
+    trainer_of((1, 1, 1), tmp_path, **{"train_iters": 2, "eval_interval": 1, "eval_iters": 1, off: 0}).run()
     assert not evaluations(tmp_path)
 
 
@@ -64,10 +66,87 @@ def test_an_evaluation_leaves_the_settings_of_the_training(tmp_path: Path) -> No
     assert not load_toml(tmp_path / "config.toml").training.skip_train
 
 
-def evaluations(run: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, from its metrics."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "eval/loss" in record]
+# ---- several sets
+
+
+class Later(RaggedData):
+    """Other samples."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index + 1000)
+
+
+def both() -> NamedSets:
+    return NamedSets({"": RaggedData(EVALUATED), "code": Later(EVALUATED)})
+
+
+def evaluating(directory: Path, data: Any, **changes: Any) -> Trainer:
+    """A run of two steps, each of which an evaluation of `data` follows."""
+    fixed = {"num_layers": 2, "train_iters": STEPS, "eval_interval": 1, "eval_iters": 2, "micro_batch_size": 1}
+    config = make_config((1, 1, 1), directory, **{**fixed, **changes})
+    mesh = build_mesh(config.parallel)
+    return Trainer(config, mesh, GPTTask(config, mesh), RaggedData(64), data)
+
+
+def losses(directory: Path) -> list[tuple[float, float]]:
+    return [(record["eval/loss"], record["eval/code/loss"]) for record in evaluations(directory)]
+
+
+def test_each_set_is_evaluated_as_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without training a checkpoint gives the loss of the evaluation with which the training ended, and nothing is
+    saved; that the run is over already is no obstacle."""
+    evaluating(tmp_path / "both", both(), csv=True).run()
+    assert "eval loss" in (said := capsys.readouterr().out) and "code/loss" in said
+    found = losses(tmp_path / "both")
+    for number, data in enumerate((RaggedData(EVALUATED), Later(EVALUATED))):
+        evaluating(tmp_path / str(number), data).run()
+        assert [record["eval/loss"] for record in evaluations(tmp_path / str(number))] == [two[number] for two in found]
+    assert len(found) == STEPS
+    assert "eval/code/loss" in (tmp_path / "both" / "metrics.csv").read_text().splitlines()[0]
+    assert report([str(tmp_path / "both"), *words(output=tmp_path / "page.html")]) == 0
+    assert "Loss on code" in (tmp_path / "page.html").read_text()
+    evaluating(tmp_path / "again", both(), load=str(tmp_path / "both"), skip_train=True, train_iters=1).run()
+    assert losses(tmp_path / "again") == found[-1:]
+    assert evaluations(tmp_path / "again")[0]["step"] == STEPS
+    assert not list((tmp_path / "again").glob("step_*"))
+
+
+# ---- layouts
+
+PLACES: dict[str, list[tuple[Layout, Changes]]] = {
+    "gpt2": [((2, 2, 1), {"sequence_parallel": True}), ((2, 1, 1), {"cp": 2})],
+    "softmax": [((2, 1, 2), {"ep": 2, "zero_stage": 3})],
+    "bert": [((2, 2, 1), {"sequence_parallel": True})],
+}
+
+
+def evaluated(rank: int, world_size: int, directory: str) -> list[dict[str, float]]:
+    """What an evaluation of two sets reports before the first step, on one process or on each layout of four."""
+    for number, (name, layout, changes) in enumerate((n, *place) for n, places in PLACES.items() for place in places):
+        options = PROGRAMS[name] | {"num_layers": 2, "eval_iters": 2} | (changes if world_size > 1 else {})
+        place = f"{directory}/{number}"
+        if name == "bert":
+            bert = make_bert_config(layout if world_size > 1 else (1, 1, 1), place, **options)
+            trainer = make_bert_trainer(bert, build_mesh(bert.parallel))
+        else:
+            config = make_config(layout if world_size > 1 else (1, 1, 1), place, **options)
+            mesh = build_mesh(config.parallel)
+            trainer = Trainer(config, mesh, GPTTask(config, mesh), RaggedData(64), both())
+        trainer.evaluate()
+    return [
+        {name: value for name, value in record.items() if name.startswith("eval/")}
+        for number in range(sum(map(len, PLACES.values())) if rank == 0 else 0)
+        for record in evaluations(Path(directory) / str(number))
+    ]
+
+
+def test_an_evaluation_is_the_same_on_every_layout(tmp_path: Path) -> None:
+    expected, found = (run_distributed(evaluated, n, str(tmp_path / str(n)), stay=True)[0] for n in (1, 4))
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    bert = expected[-1]
+    assert bert["eval/loss"] == pytest.approx(bert["eval/mlm_loss"] + bert["eval/sentence_loss"], rel=1e-12)
+    assert 0 <= bert["eval/mlm_accuracy"] < 0.1 < bert["eval/sentence_accuracy"] < 0.9
 
 
 class WithoutMasks(RaggedPairs):

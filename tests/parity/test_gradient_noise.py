@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megacore.config import validate
-from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.train.gradient_noise import GradientNoise
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import VOCAB, Layout, bitwise, make_config, make_trainer, outcome_of
+from tests.parity import runs
+from tests.parity.runs import VOCAB, Layout, bitwise, outcome_of
 
 Changes = dict[str, Any]
 STEPS = 3
@@ -24,9 +23,7 @@ STEPS = 3
 
 def trainer_of(layout: Layout, directory: Path | str, **changes: Any) -> Trainer:
     fixed = {"num_layers": 2, "train_iters": STEPS, "log_interval": 1, "micro_batch_size": 2 // layout[2]}
-    config = make_config(layout, directory, **{**fixed, "gradient_noise_interval": 1, **changes})
-    alone = layout == (1, 1, 1)
-    return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
+    return runs.trainer_of(layout, directory, **{**fixed, "gradient_noise_interval": 1, **changes})
 
 
 def square_norm(trainer: Trainer, microbatches: list[Any]) -> float:
@@ -124,12 +121,3 @@ def test_every_layout_measures_the_same(layout: Layout, changes: Changes, tmp_pa
     alone = {name: value for name, value in changes.items() if name not in parallel}
     expected = measured(0, 1, str(tmp_path / "one"), (1, 1, 1), alone)
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-4)
-
-
-def test_refusals(tmp_path: Path) -> None:
-    changes: Changes = {"micro_batch_size": 8, "gradient_noise_interval": 5, "trace": True}
-    assert validate(make_config((1, 1, 1), tmp_path, **changes), 1) == [
-        "--gradient-noise-interval 5 compares the gradient of one microbatch per replica with that of all of them, and "
-        "there is one: use --global-batch-size 16, 24 or 32, or a smaller --micro-batch-size",
-        "--gradient-noise-interval 5 adds a pass to steps that --trace records: leave one of them out",
-    ]

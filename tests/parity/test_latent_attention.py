@@ -1,81 +1,31 @@
-"""Multi-head latent attention: every layout computes what one process does, and values may be wider than keys.
-
-Against transformers' models it is compared by test_conversion.py (deepseek-v2 and deepseek-v3).
-"""
+"""Multi-head latent attention against a loop in double precision, and generation. Layouts are rows of tests/matrix;
+against transformers' models it is compared by test_conversion.py (deepseek-v2 and deepseek-v3)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
 from megacore.config import ModelConfig
+from megacore.inference.generate import Sampling, generate
+from megacore.inference.trained import model_of
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.rotary import Rotary
-from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.models.gpt import gpt_layers
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
-from tests.distributed import run_distributed
 from tests.matrix.programs import LATENT
-from tests.parity.runs import Layout, Outcome, agree, make_config, train_on
+from tests.matrix.rows import LATENT_EXPERTS
+from tests.parity.runs import make_config, make_trainer
 
 CPU = torch.device("cpu")
-MODELS: dict[str, dict[str, Any]] = {
-    "short queries": {},
-    "wide values": {"q_lora_rank": None, "v_head_dim": 14, "rope_mscale_all_dim": None, "qk_layernorm": False},
-    "packed": {"reset_attention_mask": True, "reset_position_ids": True, "window_size": 5},
-}
-Case = tuple[str, Layout, dict[str, Any]]
-FEW: list[Case] = [
-    ("short queries", (4, 1, 1), {"sequence_parallel": True, "recompute": "selective"}),
-    ("wide values", (2, 2, 1), {"schedule": "zero-bubble"}),
-]
-MORE: list[Case] = [
-    ("short queries", (4, 1, 1), {}),
-    ("short queries", (2, 1, 2), {"sequence_parallel": True, "zero_stage": 3, "recompute": "full"}),
-    ("short queries", (2, 2, 1), {"schedule": "zero-bubble", "sequence_parallel": True}),
-    ("short queries", (1, 1, 4), {"zero_stage": 2, "recompute": "light"}),
-    ("short queries", (2, 1, 2), {"reproducible": True}),
-    ("short queries", (2, 1, 1), {"cp": 2, "cp_comm": "ring", "sequence_parallel": True}),
-    ("short queries", (2, 1, 1), {"cp": 2, "cp_comm": "allgather"}),
-    ("wide values", (1, 1, 2), {"cp": 2, "cp_comm": "ulysses", "zero_stage": 1}),
-    ("wide values", (1, 2, 1), {"cp": 2, "cp_comm": "ring", "recompute": "selective"}),
-    ("wide values", (4, 1, 1), {"sequence_parallel": True}),
-    ("wide values", (2, 1, 2), {"attention": "fused-softmax", "loss_chunks": 2}),
-    ("packed", (2, 2, 1), {"sequence_parallel": True}),
-    ("packed", (2, 1, 1), {"cp": 2, "cp_comm": "allgather", "sequence_parallel": True}),
-    ("packed", (1, 1, 1), {"cp": 4, "cp_comm": "ring"}),
-    ("packed", (2, 1, 1), {"cp": 2, "cp_comm": "ulysses"}),
-]
-
-
-def train_all(
-    rank: int, world_size: int, cases: list[Case], directory: str
-) -> tuple[dict[str, Outcome], list[Outcome]]:
-    """One process of each model, dealt out to the ranks, and every layout, all ranks together."""
-    models = list(dict.fromkeys(model for model, _, _ in cases))[rank::world_size]
-    alone = {}
-    for model in models:
-        config = make_config((1, 1, 1), f"{directory}/{rank}", **LATENT | MODELS[model])
-        alone[model] = train_on(Mesh(device=CPU), config)
-    found = []
-    for model, layout, changes in cases:
-        config = make_config(layout, directory, **LATENT | MODELS[model] | changes)
-        found.append(train_on(build_mesh(config.parallel), config))
-    return alone, found if rank == 0 else []
-
-
-@pytest.mark.parametrize("cases", [FEW, *(pytest.param(MORE[i : i + 5], marks=pytest.mark.slow) for i in (0, 5, 10))])
-def test_it_is_the_same_on_every_layout(cases: list[Case], tmp_path: Path) -> None:
-    replies = run_distributed(train_all, 4, cases, str(tmp_path), timeout=300)
-    alone = {model: outcome for outcomes, _ in replies for model, outcome in outcomes.items()}
-    for (model, layout, changes), found in zip(cases, replies[0][1], strict=True):
-        print(model, layout, changes)  # shown where it fails
-        agree(found, alone[model])
 
 
 @pytest.mark.parametrize("values", [3, 12])
@@ -115,3 +65,20 @@ def test_scores_are_divided_by_the_root_of_the_query_however_wide_values_are(val
             heads.append((scores / math.sqrt(8)).softmax(0) @ both[: i + 1, head, 4:])
         rows.append(torch.cat(heads) @ weight["output.weight"].t())
     torch.testing.assert_close(layer(x)[0].double(), torch.stack(rows), rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_generates_what_the_trained_model_predicts(tmp_path: Path) -> None:
+    changes = LATENT | LATENT_EXPERTS | {"train_iters": 1, "lr_warmup_iters": 0}
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **changes), Mesh(device=CPU))
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    directory = find_checkpoint(tmp_path)
+    model = trained_model(read_manifest(directory), directory)
+    stage = model_of(directory, partial(gpt_layers, model), CPU)
+    tokens = [5, 9, 2]
+    found = list(generate(stage, model, tokens, max_new_tokens=4, sampling=Sampling(temperature=0.0)))
+    trained = trainer.model.chunks[0].eval()
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = [*tokens, int(trained(torch.tensor([tokens]))[0, -1, : model.vocab_size].argmax())]
+    assert found == tokens[3:]

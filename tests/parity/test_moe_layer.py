@@ -1,4 +1,7 @@
-"""One layer with experts in one process: transformers' modules, and a loop over all experts in double precision."""
+"""One layer with experts in one process against a loop over all experts in double precision.
+
+Whole models with experts are compared with transformers' by test_conversion.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedExperts, ResolvedModel
 from megacore.layers.capacity import capacity_of
@@ -62,108 +65,6 @@ def gradient_of(parameter: Tensor) -> Tensor:
 def weights_of(layer: MoE) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
-
-# ---- transformers
-
-
-def their_block(family: str, model: ResolvedModel) -> nn.Module:
-    """transformers' module of these sizes, with its experts in a loop."""
-    experts = experts_of(model)
-    sizes = {
-        "hidden_size": H,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": experts.moe_router_topk,
-        "num_experts": experts.num_experts,
-        "num_local_experts": experts.num_experts,
-        "moe_intermediate_size": WIDTH,
-        "intermediate_size": WIDTH,
-        "experts_implementation": "eager",
-    }
-    if family == "mixtral":
-        from transformers.models.mixtral import modeling_mixtral as theirs
-
-        return theirs.MixtralSparseMoeBlock(theirs.MixtralConfig(**sizes))
-    if family == "qwen2_moe":
-        from transformers.models.qwen2_moe import modeling_qwen2_moe as theirs
-
-        return theirs.Qwen2MoeSparseMoeBlock(
-            theirs.Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=12, norm_topk_prob=False)
-        )
-    if family == "qwen3_moe":
-        from transformers.models.qwen3_moe import modeling_qwen3_moe as theirs
-
-        return theirs.Qwen3MoeSparseMoeBlock(theirs.Qwen3MoeConfig(**sizes, norm_topk_prob=True))
-    if family == "olmoe":
-        from transformers.models.olmoe import modeling_olmoe as theirs
-
-        return theirs.OlmoeSparseMoeBlock(theirs.OlmoeConfig(**sizes, norm_topk_prob=False))
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
-
-    config = theirs.DeepseekV3Config(
-        **sizes, n_group=3, topk_group=2, routed_scaling_factor=2.5, n_shared_experts=1, n_routed_experts=6
-    )
-    return theirs.DeepseekV3MoE(config)
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {},
-    "qwen2_moe": {"moe_router_pre_softmax": True, "moe_shared_expert_size": 12, "moe_shared_expert_gate": True},
-    "qwen3_moe": {"moe_router_topk": 3},
-    "olmoe": {"moe_router_pre_softmax": True, "moe_router_topk": 4},
-    "deepseek_v3": {
-        "moe_router_score_function": "sigmoid",
-        "moe_shared_expert_size": WIDTH,
-        "moe_router_topk": 4,
-        "moe_router_num_groups": 3,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_router_enable_expert_bias": True,
-    },
-}
-_SHARED = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-
-
-def as_theirs(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors by their names."""
-    named = {
-        "gate.weight": values["router.weight"],
-        "experts.gate_up_proj": torch.cat([values["experts.gate.weight"], values["experts.up.weight"]], 1),
-        "experts.down_proj": values["experts.down.weight"],
-    }
-    for theirs, ours in _SHARED.items():
-        if (weight := values.get(f"shared.mlp.{ours}.weight")) is not None:
-            named |= {f"shared_expert.{theirs}.weight": weight, f"shared_experts.{theirs}.weight": weight}
-    if "shared.gate" in values:
-        named["shared_expert_gate.weight"] = values["shared.gate"]
-    return named
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_equals_that_of_transformers(family: str) -> None:
-    model = model_with(**FAMILIES[family])
-    ours, theirs = built(model), their_block(family, model)
-    known = as_theirs(weights_of(ours))
-    parameters = dict(theirs.named_parameters())
-    assert parameters.keys() <= known.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(known[name])
-        for bias in theirs.buffers():  # DeepSeek's, which moves the choice
-            ours.router.bias = torch.tensor([0.3, -0.2, 0.0, 0.1, -0.3, 0.2])
-            bias.copy_(ours.router.bias)
-    x, grad = batch()
-    other = x.detach().clone().requires_grad_()
-    y, expected = ours(x), theirs(other)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    y.backward(grad)
-    expected.backward(grad)
-    torch.testing.assert_close(x.grad, other.grad, rtol=1e-5, atol=1e-5)
-    gradients = as_theirs({name: gradient_of(parameter) for name, parameter in ours.named_parameters()})
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
-
-
-# ---- all experts for all tokens, in double precision
 
 ACTIVATIONS: dict[str, Any] = {
     "gelu": lambda up: F.gelu(up, approximate="tanh"),

@@ -1,4 +1,4 @@
-"""--moments-dtype: what is rounded and how, and that every layout keeps the same bits of moments in 16 and 8 bits."""
+"""--moments-dtype: what is rounded and how. That every layout keeps the same bits are rows of tests/matrix."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.config import AdamWConfig, validate
+from megacore.config import AdamWConfig
 from megacore.optim.block_moments import decoded_mean, decoded_square, encoded_mean, encoded_square
 from megacore.optim.moments import global_indices
 from megacore.optim.rounded_moments import random_bits, rounded
-from megacore.parallel.mesh import ALONE, Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.sharding import ShardSpec
-from megacore.train.trainer import Trainer
 from megacore.zero.flat import FlatLayout
-from megacore.zero.memory import measured_bytes
-from tests.parity.runs import Layout, Outcome, make_config, make_trainer
+from tests.parity.runs import trainer_of
 from tests.unit.test_optimizers import ADAM, drawn, updated
-
-Changes = dict[str, Any]
-STEPS = 4
-
-
-# ---- rounding
 
 
 def test_random_rounding_takes_the_two_neighbours_with_the_exact_mean() -> None:
@@ -118,44 +109,16 @@ def test_steps_are_close_to_those_of_fp32() -> None:
             assert 0 < (value - exact[name]).norm() < bound * change, (dtype, name)
 
 
-# ---- layouts
-
-
-def trainer_of(dtype: str, layout: Layout, directory: Path | str, **changes: Any) -> Trainer:
-    compute_reproducibly()
-    fixed = {"num_layers": 2, "train_iters": STEPS, "micro_batch_size": 1, "lr_warmup_iters": 1, "reproducible": True}
-    config = make_config(layout, directory, moments_dtype=dtype, **{**fixed, **changes})
-    alone = layout == (1, 1, 1)
-    return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
-
-
-def rest_of(trainer: Trainer) -> Outcome:
-    losses = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(STEPS // 2)]
-    return Outcome(losses, [], {}, {}, {}, {})
-
-
 def test_a_checkpoint_of_fp32_is_continued_in_8_bits(tmp_path: Path) -> None:
-    before = trainer_of("fp32", (1, 1, 1), tmp_path)
-    rest_of(before)
+    before = trainer_of((1, 1, 1), tmp_path, num_layers=2)
+    before.train_step(next(before.batches))
     before.save()
-    after = trainer_of("int8", (1, 1, 1), tmp_path, load=str(tmp_path))
+    after = trainer_of((1, 1, 1), tmp_path, num_layers=2, moments_dtype="int8", load=str(tmp_path))
     for local, other in zip(before.model.data_parallel.segments, after.model.data_parallel.segments, strict=True):
         exact, found = (t.update.optimizer.values(s, "exp_avg") for t, s in ((before, local), (after, other)))
         assert exact is not None
         assert found is not None
         assert float((exact - found).abs().max()) <= 1.001 / 127 * float(exact.abs().max())
-
-
-def test_memory_and_padding(tmp_path: Path) -> None:
-    per_parameter = {}
-    for dtype in ("fp32", "bf16", "int8"):
-        trainer = trainer_of(dtype, (1, 1, 1), tmp_path, hidden_size=64)
-        trainer.train_step(next(trainer.batches))
-        held = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)["optimizer"]
-        per_parameter[dtype] = held / sum(p.numel() for p in trainer.model.data_parallel.parameters)
-    assert per_parameter == pytest.approx({"fp32": 8.0, "bf16": 4.0, "int8": 2.03}, rel=0.01)
-    planned = {d: AdamWConfig(moments_dtype=d).bytes_per_parameter for d in ("fp32", "bf16", "int8")}
-    assert planned == {"fp32": 8, "bf16": 4, "int8": 2.03125}
 
 
 def test_shards_end_between_blocks() -> None:
@@ -174,13 +137,3 @@ def test_shards_end_between_blocks() -> None:
     segments = [segment for shard in range(8) for segment in layout.segments(shard)]
     assert all(segment.start % 256 == 0 for segment in segments)
     assert layout.padding <= 0.01 * layout.size
-
-
-def test_refusals(tmp_path: Path) -> None:
-    for optimizer in ("adam", "lamb", "muon"):
-        (problem,) = validate(make_config((1, 1, 1), tmp_path, optimizer=optimizer, moments_dtype="bf16"), 1)
-        assert problem == (
-            f"--moments-dtype bf16 is not possible with --optimizer {optimizer}: leave it out, or use --optimizer adamw"
-        )
-    (problem,) = validate(make_config((1, 1, 1), tmp_path, optimizer="lion", moments_dtype="int8"), 1)
-    assert "--moments-dtype int8 has no effect with --optimizer lion" in problem

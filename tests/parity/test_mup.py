@@ -1,4 +1,4 @@
-"""--mup-base-width: table 8 of the paper, parameter by parameter; the coordinate check; layouts; refusals."""
+"""--mup-base-width: table 8 of the paper, parameter by parameter; the coordinate check."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ import pytest
 import torch
 
 from megacore.config import validate
-from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.train.trainer import Trainer
-from tests.parity.runs import Layout, gather, make_config, make_trainer, outcome_of
+from tests.parity import runs
+from tests.parity.runs import gather, make_config, outcome_of
 from tools import mup_check
 
 HIDDEN = ("qkv.weight", "output.weight", "up.weight", "down.weight")
 
 
-def trainer_of(layout: Layout, directory: Path | str, **changes: Any) -> Trainer:
+def trainer_of(directory: Path, **changes: Any) -> Trainer:
     fixed = {"num_layers": 2, "train_iters": 3, "micro_batch_size": 1, "lr_warmup_iters": 1}
-    config = make_config(layout, directory, **{**fixed, **changes})
-    alone = layout == (1, 1, 1)
-    return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
+    return runs.trainer_of((1, 1, 1), directory, **{**fixed, **changes})
 
 
 def test_table_8(tmp_path: Path) -> None:
     """Four times the base width, and heads of twice the size."""
     mup = {"mup_base_width": 16, "mup_base_head_size": 8}
     wide, usual = (
-        trainer_of((1, 1, 1), tmp_path, hidden_size=64, untie_embeddings_and_output_weights=True, **changes)
+        trainer_of(tmp_path, hidden_size=64, untie_embeddings_and_output_weights=True, **changes)
         for changes in (mup, {})
     )
     model = wide.config.model
@@ -45,7 +43,7 @@ def test_table_8(tmp_path: Path) -> None:
 
 
 def test_the_base_width_is_the_usual_model(tmp_path: Path) -> None:
-    base, usual = (outcome_of(trainer_of((1, 1, 1), tmp_path, **changes)) for changes in ({"mup_base_width": 32}, {}))
+    base, usual = (outcome_of(trainer_of(tmp_path, **changes)) for changes in ({"mup_base_width": 32}, {}))
     assert base.losses == usual.losses
 
 
@@ -68,20 +66,3 @@ def test_changes_do_not_depend_on_the_width(tmp_path: Path, capsys: pytest.Captu
     assert all(f">change of {quantity}, muP<" in picture.read_text() for quantity in mup_check.QUANTITIES)
     assert mup_check.main(["--widths", "30", "64"]) == 2
     assert "must be two or more multiples of 16" in capsys.readouterr().err
-
-
-def test_refusals(tmp_path: Path) -> None:
-    def problems(**changes: Any) -> list[str]:
-        return validate(make_config((1, 1, 1), tmp_path, **changes), 1)
-
-    assert problems(mup_base_width=16, optimizer="muon") == [
-        "--mup-base-width 16 has no rule for the learning rates of --optimizer muon: use --optimizer adamw, adam or "
-        "lion, or leave it out"
-    ]
-    found = problems(mup_base_width=16, num_experts=4, moe_ffn_hidden_size=16)
-    assert "--mup-base-width 16 has no rule for routers: leave it out, or --num-experts" in found
-    (problem,) = problems(mup_base_head_size=8)
-    assert (
-        problem
-        == "--mup-base-head-size 8 has no effect with no --mup-base-width: leave it out, or use --mup-base-width"
-    )

@@ -9,23 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megacore.config import ModelConfig, ResolvedModel
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import gpt_layers
-from megacore.parallel.random import RandomStreams
-from megacore.pipeline.stage import Stage
-from tests.parity.families import FAMILIES, VOCAB, model_config, reference, translated
-from tests.parity.test_huggingface import HEADS, HIDDEN, LAYERS, POSITIONS
-from tests.parity.test_huggingface import reference as gpt2
-from tests.parity.test_huggingface import values_of as gpt2_values
+from tests.parity.hf_models import PLAIN, VOCAB, make_model, require_same_gradients, twin_of
 
-CPU = torch.device("cpu")
 # Of one token, of prime length, and what is left; the last one of each sample is its padding.
 LENGTHS = [[1, 13, 2, 24], [7, 29, 3, 1], [40]]
-# transformers stretches dynamic frequencies by the longest document, and we by the sample.
-FIXED_FREQUENCIES = [name for name in FAMILIES if name != "llama-dynamic"]
+# Without dynamic frequencies, which transformers stretches by the longest document, and we by the sample.
+FAMILIES = ["llama2", "llama-linear", "llama-yarn", *PLAIN]
 
 
 def places(lengths: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -34,37 +25,13 @@ def places(lengths: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor(documents), torch.tensor([[i for n in each for i in range(n)] for each in lengths])
 
 
-def gpt2_config() -> ResolvedModel:
-    return ModelConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        vocab_size=VOCAB,
-        max_position_embeddings=POSITIONS,
-        make_vocab_size_divisible_by=8,
-    ).resolve(seq_length=POSITIONS)
-
-
-def twins(name: str, **options: Any) -> tuple[nn.Module, Stage]:
-    """transformers' model, and ours with its weights."""
-    model: nn.Module = gpt2() if name == "gpt2" else reference(FAMILIES[name])
-    config = gpt2_config() if name == "gpt2" else model_config(FAMILIES[name])
-    context = BuildContext(device=CPU, streams=RandomStreams(0, CPU), **options)
-    stage = Stage(gpt_layers(config, context)).eval()
-    values = gpt2_values(model) if name == "gpt2" else translated(FAMILIES[name], dict(model.named_parameters()))
-    with torch.no_grad():
-        for key, parameter in stage.by_name().items():
-            parameter.zero_()
-            parameter.spec.unpadded(parameter).copy_(values[key])
-    return model, stage
-
-
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [(name, "sdpa") for name in ("gpt2", *FIXED_FREQUENCIES)] + [("gpt2", "fused-softmax"), ("bloom", "fused-softmax")],
+    [(name, "sdpa") for name in FAMILIES] + [("gpt2", "fused-softmax"), ("bloom", "fused-softmax")],
 )
 def test_every_document_is_transformers_by_itself(name: str, implementation: str) -> None:
-    model, stage = twins(name, attention=implementation)
+    model = make_model(name)
+    stage = twin_of(model, attention=implementation)
     tokens = torch.randint(0, VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
     documents, positions = places(LENGTHS)
     logits = stage((tokens, documents, positions))[..., :VOCAB]
@@ -83,23 +50,14 @@ def test_every_document_is_transformers_by_itself(name: str, implementation: str
 
     loss.backward()
     total.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    if name == "gpt2":
-        wanted = {"embedding.positions": gradients["transformer.wpe.weight"]}
-    else:
-        wanted = translated(FAMILIES[name], gradients)
-    for key, expected in wanted.items():
-        parameter = stage.by_name()[key]
-        assert parameter.grad is not None
-        error = (parameter.spec.unpadded(parameter.grad) - expected).abs().max()
-        assert error <= 1e-5 * expected.abs().max() + 1e-7, f"gradient of {key}: {error}"
+    require_same_gradients(stage, model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "bloom"])
 @pytest.mark.parametrize(("start", "first", "last"), [(1, 1, 14), (14, 14, 16), (0, 0, 1), (9, 1, 14)])
 def test_a_token_changes_no_bit_of_another_document(name: str, start: int, first: int, last: int) -> None:
     """The logits of other documents and of earlier positions, and the gradients of the others' hidden states."""
-    _, stage = twins(name)
+    stage = twin_of(make_model(name))
     documents, positions = places(LENGTHS[:1])
     weights = torch.randn(1, 40, VOCAB, generator=torch.Generator().manual_seed(2))
     outcomes = []
@@ -123,7 +81,7 @@ def test_a_token_changes_no_bit_of_another_document(name: str, start: int, first
 
 def test_positions_alone_restart_too() -> None:
     """Without --reset-attention-mask a token sees earlier documents, at the positions that these have in themselves."""
-    _, stage = twins("gpt2", beside=("positions",))
+    stage = twin_of(make_model("gpt2"), beside=("positions",))
     documents, positions = places(LENGTHS[:1])
     tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
     parameters = stage.by_name()
@@ -134,5 +92,5 @@ def test_positions_alone_restart_too() -> None:
     changed = tokens.clone()
     changed[0, 0] = (tokens[0, 0] + 1) % VOCAB
     assert not torch.equal(stage((tokens, positions))[0, -1], stage((changed, positions))[0, -1])
-    _, within = twins("gpt2")
+    within = twin_of(make_model("gpt2"))
     assert torch.equal(within((tokens, documents, positions))[0, -1], within((changed, documents, positions))[0, -1])

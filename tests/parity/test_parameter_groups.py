@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,9 @@ import torch
 
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
 from megacore.errors import ConfigError
-from megacore.parallel.mesh import ALONE, Mesh
-from tests.parity.runs import make_config, make_trainer
-from tests.unit.refusals import Refuse, alone, refuse
+from megacore.train.trainer import Trainer
+from tests.parity.runs import trainer_of
 
-alone, refuse = alone, refuse  # fixtures
 RULES = ("blocks.0.*:freeze", "*.mlp.*.weight:lr=0.5,weight-decay=3", "embedding.*:weight-decay=0")
 CHANGES: dict[str, Any] = {"param_group": RULES, "lr_layer_decay": 0.5, "num_layers": 3, "train_iters": 4}
 
@@ -30,92 +29,73 @@ def factors(name: str) -> tuple[float, float]:
     return 0.5**depth, 0.0 if name.startswith("embedding.") else 1.0
 
 
-def test_updates_are_torchs_with_a_group_per_parameter(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, clip_grad=0.0, **CHANGES)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+def require_torchs_updates(
+    trainer: Trainer, decays: dict[str, float], rates: Callable[[str, int, float], float]
+) -> None:
+    """Train, and compare with torch's AdamW, which has a group for each parameter.
+
+    Args:
+        trainer: without clipping.
+        decays: weight decay by name.
+        rates: learning rate of a name and a step, given the step's.
+    """
     parameters = trainer.model.parameters
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    groups: list[dict[str, Any]] = []
-    for name, copy in copies.items():
-        lr, decay = factors(name)
-        groups.append({"params": [copy], "lr": lr, "weight_decay": 0.1 * decay if copy.dim() > 1 else 0.0})
+    groups = [{"params": [copy], "weight_decay": decays[name]} for name, copy in copies.items()]
     twin = torch.optim.AdamW(groups, betas=(0.9, 0.999))
-    rates: list[float] = [group["lr"] for group in groups]
-    for _ in range(config.training.train_iters):
+    for step in range(trainer.config.training.train_iters):
         result = trainer.train_step(next(trainer.batches))
-        for group, rate, (name, copy) in zip(twin.param_groups, rates, copies.items(), strict=True):
-            group["lr"] = rate * result.lr
+        for group, (name, copy) in zip(twin.param_groups, copies.items(), strict=True):
+            group["lr"] = rates(name, step, result.lr)
             gradient = parameters[name].grad
             assert gradient is not None
             copy.grad = gradient.clone()
         twin.step()
     for name, copy in copies.items():
         torch.testing.assert_close(parameters[name].detach(), copy, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_updates_are_torchs_with_a_group_per_parameter(tmp_path: Path) -> None:
+    trainer = trainer_of((1, 1, 1), tmp_path, clip_grad=0.0, **CHANGES)
+    decays = {n: 0.1 * factors(n)[1] if p.dim() > 1 else 0.0 for n, p in trainer.model.parameters.items()}
+    require_torchs_updates(trainer, decays, lambda name, step, lr: factors(name)[0] * lr)
 
 
 DECOUPLED: dict[str, Any] = {
     "lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 4e-3, "decoupled_min_lr": 2e-3, "lr_warmup_iters": 2, "train_iters": 5,
-    "untie_embeddings_and_output_weights": True, "lr_decay_style": "linear",
+    "untie_embeddings_and_output_weights": True, "lr_decay_style": "linear", "adam_beta2": 0.999,
 }  # fmt: skip
+USUAL = [0.5e-3, 1e-3, 0.7e-3, 0.4e-3, 0.1e-3]
+OUTER = [2e-3, 4e-3, 4e-3 - 2e-3 / 3, 4e-3 - 4e-3 / 3, 2e-3]
 
 
 def test_embedding_and_head_have_the_rate_of_decoupled_lr(tmp_path: Path) -> None:
-    """Against torch's AdamW with Megatron-LM's two parameter groups; the rates are computed by hand."""
-    config = make_config((1, 1, 1), tmp_path, clip_grad=0.0, weight_decay=0.0, **DECOUPLED)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
-    parameters = trainer.model.parameters
-    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    outer = ("embedding.tokens.weight", "head.weight")
-    groups = [{"params": [copies[name]], "lr": 1.0, "weight_decay": 0.0} for name in copies]
-    twin = torch.optim.AdamW(groups, betas=(config.adamw.adam_beta1, config.adamw.adam_beta2))
-    usual = [0.5e-3, 1e-3, 0.7e-3, 0.4e-3, 0.1e-3]
-    decoupled = [2e-3, 4e-3, 4e-3 - 2e-3 / 3, 4e-3 - 4e-3 / 3, 2e-3]
-    for step in range(5):
-        result = trainer.train_step(next(trainer.batches))
-        assert result.lr == pytest.approx(usual[step], rel=1e-12)
-        for group, (name, copy) in zip(twin.param_groups, copies.items(), strict=True):
-            group["lr"] = decoupled[step] if name in outer else usual[step]
-            gradient = parameters[name].grad
-            assert gradient is not None
-            copy.grad = gradient.clone()
-        twin.step()
-    for name, copy in copies.items():
-        torch.testing.assert_close(parameters[name].detach(), copy, rtol=1e-6, atol=1e-7, msg=name)
+    """As Megatron-LM's two parameter groups; the rates are computed by hand."""
+    trainer = trainer_of((1, 1, 1), tmp_path, clip_grad=0.0, weight_decay=0.0, **DECOUPLED)
+
+    def rate(name: str, step: int, lr: float) -> float:
+        assert lr == pytest.approx(USUAL[step], rel=1e-12)
+        return OUTER[step] if name in ("embedding.tokens.weight", "head.weight") else USUAL[step]
+
+    require_torchs_updates(trainer, dict.fromkeys(trainer.model.parameters, 0.0), rate)
 
 
 def test_the_norm_is_that_of_what_learns(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, **CHANGES)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+    trainer = trainer_of((1, 1, 1), tmp_path, **CHANGES)
     result = trainer.train_step(next(trainer.batches))
     gradients = [p.grad for name, p in trainer.model.parameters.items() if not name.startswith("blocks.0.")]
-    scale = min(1.0, config.optimizer.clip_grad / float(result.grad_norm))  # they have been clipped
+    scale = min(1.0, trainer.config.optimizer.clip_grad / float(result.grad_norm))  # they have been clipped
     total = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).norm() / scale
     assert float(result.grad_norm) == pytest.approx(float(total), rel=1e-5)
 
 
 def test_a_rule_about_nothing_is_refused(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"activation": "swiglu", "normalization": "RMSNorm", "disable_bias_linear": True}
-    config = make_config((1, 1, 1), tmp_path, param_group=("*.bias:freeze",), **changes)
     with pytest.raises(ConfigError, match=r"--param-group \*\.bias: no parameter has such a name") as refused:
-        make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
+        trainer_of((1, 1, 1), tmp_path, param_group=("*.bias:freeze",), **changes)
     # Both patterns that it names match something.
     for pattern in re.findall(r"'(.+?)'", str(refused.value)):
-        config = make_config((1, 1, 1), tmp_path, param_group=(f"{pattern}:freeze",), **changes)
-        make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("blocks.*", "--param-group blocks.* has no PATTERN before and no settings after a colon: use PATTERN:lr="),
-        ("*:lr", "--param-group *:lr has the setting 'lr': use"),
-        ("*:lr=x", "has 'x', which is no number"),
-        ("*:weight-decay=-1", "has the factor -1, which must be at least 0"),
-        ("*:freeze,lr=2", "freezes parameters and also has factors"),
-    ],
-)
-def test_what_is_no_rule_is_refused(text: str, words: str, refuse: Refuse) -> None:
-    assert words in refuse("--param-group", text)
+        trainer_of((1, 1, 1), tmp_path, param_group=(f"{pattern}:freeze",), **changes)
 
 
 def test_the_first_rule_counts() -> None:

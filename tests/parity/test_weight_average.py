@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from megacore.config import validate
-from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.train.trainer import Trainer
-from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
-from tests.parity.runs import Layout, gather, make_config, make_trainer
+from tests.parity import runs
+from tests.parity.runs import Layout, gather
 from tools.convert_checkpoint import main as convert
 
 Changes = dict[str, Any]
@@ -36,9 +34,7 @@ LAYOUTS: dict[str, tuple[Layout, Changes]] = {
 
 def trainer_of(layout: Layout, directory: Path | str, **changes: Any) -> Trainer:
     fixed = {"num_layers": 2, "train_iters": STEPS, "micro_batch_size": 1, "lr_warmup_iters": 1, "ema_decay": DECAY}
-    config = make_config(layout, directory, **{**fixed, **changes})
-    alone = layout == (1, 1, 1)
-    return make_trainer(config, Mesh(device=torch.device("cpu"), world=ALONE) if alone else build_mesh(config.parallel))
+    return runs.trainer_of(layout, directory, **{**fixed, **changes})
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -146,18 +142,6 @@ def test_an_evaluation_computes_with_the_average_and_leaves_the_weights(tmp_path
     assert evaluated(averaged) == evaluated(plain)
 
 
-def test_memory_is_counted(tmp_path: Path) -> None:
-    held = []
-    for decay in (DECAY, None):
-        trainer = trainer_of((1, 1, 1), tmp_path, ema_decay=decay)
-        trainer.train_step(next(trainer.batches))
-        held.append(measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)["optimizer"])
-    parameters = sum(value.numel() for value in weights(trainer).values())
-    per_parameter = [make_config((1, 1, 1), "output", ema_decay=decay).kept_per_parameter for decay in (DECAY, None)]
-    assert held[0] - held[1] == pytest.approx(4 * parameters, rel=0.02)  # the vocabulary is padded
-    assert per_parameter == [12, 8]
-
-
 def test_the_converter_exports_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of((1, 1, 1), tmp_path / "run")
     for _ in range(2):
@@ -173,11 +157,3 @@ def test_the_converter_exports_the_average(tmp_path: Path, capsys: pytest.Captur
     flags = [*words(input=tmp_path / "without", output=tmp_path / "none"), "--from", "megacore", "--to", "hf", "--ema"]
     assert convert(flags) == 2
     assert "has no average of the weights" in capsys.readouterr().err
-
-
-def test_refusals(tmp_path: Path) -> None:
-    assert validate(make_config((1, 1, 1), tmp_path, ema_decay=1.0, eval_ema=True), 1) == [
-        "--ema-decay 1 must be above 0 and below 1: give a number in that range"
-    ]
-    (problem,) = validate(make_config((1, 1, 1), tmp_path, eval_ema=True), 1)
-    assert problem == "--eval-ema needs --ema-decay, whose average it evaluates: add for example --ema-decay 0.999"
