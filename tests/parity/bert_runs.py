@@ -12,10 +12,10 @@ import numpy as np
 from megacore.config import ModelConfig
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.fields import field_infos
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.mesh import Mesh
 from megacore.train.bert_task import BertTask
 from megacore.train.trainer import Trainer
-from tests.parity.runs import SEQUENCE, VOCAB, Layout, Outcome, make_config, outcome_of
+from tests.parity.runs import SEQUENCE, VOCAB, Layout, make_config
 
 _NO_PAIR = -1
 
@@ -75,13 +75,3 @@ def make_bert_trainer(config: ResolvedBertConfig, mesh: Mesh, data: Any = None) 
     samples = config.training.global_batch_size * config.training.train_iters
     data = data or RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
     return Trainer(config, mesh, BertTask(config, mesh), data, data)
-
-
-def train_bert(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
-    """Run on one rank; rank 0 returns what came out."""
-    config = make_bert_config(layout, output_dir, **changes)
-    if config.training.reproducible:
-        compute_reproducibly()
-    mesh = build_mesh(config.parallel)
-    outcome = outcome_of(make_bert_trainer(config, mesh), moments=config.training.reproducible)
-    return outcome if rank == 0 else None

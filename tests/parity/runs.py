@@ -70,9 +70,6 @@ class Outcome:
     moments: dict[str, dict[str, Tensor]]
 
 
-Run = Callable[..., Outcome]
-
-
 def near(what: str, found: Sequence[float], expected: Sequence[float], rel: float) -> None:
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one == pytest.approx(other, rel=rel), f"{what} of step {number}: {one}, not {other} within {rel}"

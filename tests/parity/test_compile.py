@@ -38,8 +38,8 @@ def train(
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
             batch = next(trainer.batches)
             result = trainer.train_step(batch)
-            numbers += [float(result.loss), float(result.grad_norm)]
-            numbers += trainer.train_steps.evaluate([batch]).means.tolist()
+            evaluated = trainer.train_steps.evaluate([batch]).means
+            numbers += [float(result.loss), float(result.grad_norm), float(evaluated)]
     assert settings == (torch._dynamo.config.recompile_limit, torch._functorch.config.donated_buffer)
     counters = torch._dynamo.utils.counters
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}, numbers

@@ -31,21 +31,10 @@ from megacore.parallel.context import ContextComm, SequenceShards, context_atten
 from megacore.parallel.mesh import Group, build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.train.engine import Layer, PipelineEngine
-from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.kernels.test_attention import brute_force
 from tests.parity.bert_runs import RaggedPairs, make_bert_config, make_bert_trainer
-from tests.parity.runs import (
-    BATCH,
-    SEQUENCE,
-    VOCAB,
-    Outcome,
-    bitwise,
-    gather,
-    make_config,
-    make_trainer,
-    outcome_of,
-)
+from tests.parity.runs import BATCH, SEQUENCE, VOCAB, Outcome, bitwise, make_config, outcome_of
 
 # ---- which positions a rank holds
 
@@ -133,7 +122,9 @@ def attended(
 Key = tuple[str, int, bool, ContextComm]  # the view's name, the number of groups, whether there is ALiBi
 
 
-def attend_on_ranks(rank: int, world_size: int, cases: Sequence[Key]) -> dict[Key, list[list[Tensor]]]:
+def attend_on_ranks(
+    rank: int, world_size: int, cases: Sequence[Key], dtype: torch.dtype = torch.float32
+) -> dict[Key, list[list[Tensor]]]:
     """Each case, and the same where one position of each sequence is another."""
     group, results = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence, {}
     causal_attention.SMALLEST = 1  # so that these short sequences are divided as long ones are
@@ -143,7 +134,8 @@ def attend_on_ranks(rank: int, world_size: int, cases: Sequence[Key]) -> dict[Ke
         for x, other in zip(changed[:3], drawn(groups, seed=6), strict=False):
             x[:, :, PROBED] = 100.0 * other[:, :, PROBED]
         view, shards = Visibility(**VIEWS[name]), SequenceShards(group, comm)
-        results[name, groups, alibi, comm] = [attended(x, shards, view, slopes) for x in (drawn(groups), changed)]
+        given = ([x.to(dtype) for x in tensors] for tensors in (drawn(groups), changed))
+        results[name, groups, alibi, comm] = [attended(tensors, shards, view, slopes) for tensors in given]
     return results if rank == 0 else {}
 
 
@@ -211,37 +203,26 @@ def test_the_loss_of_a_missing_mask_would_show() -> None:
     assert causal[0].any() and not both[0].any()
 
 
-def attend_in_bf16(rank: int, world_size: int, name: str, groups: int) -> list[list[Tensor]]:
-    """With each way of communication."""
-    group = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence
-    tensors, view = [x.bfloat16() for x in drawn(groups)], Visibility(**VIEWS[name])
-    return [attended(tensors, SequenceShards(group, comm), view, None) for comm in get_args(ContextComm)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("name", ["causal", "a window of several chunks", "documents", "documents, window"])
-def test_sixteen_bits_lose_no_more_than_on_one_process(name: str, groups: int, ranks: int) -> None:
-    *tensors, d_out = (x.bfloat16() for x in drawn(groups))
-    exact = [x.double().requires_grad_() for x in tensors]
-    expected = brute_force(*exact, **VIEWS[name])
-    wanted = [expected.detach(), *torch.autograd.grad(expected, exact, d_out.double())]
-    for x in tensors:
-        x.requires_grad_()
-    out = ops.attention(*tensors, **VIEWS[name])
-    alone = [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
-    for found in run_distributed(attend_in_bf16, ranks, name, groups)[0]:
+def test_sixteen_bits_lose_no_more_than_on_one_process(ranks: int) -> None:
+    names = ("causal", "a window of several chunks", "documents", "documents, window")
+    cases: list[Key] = [
+        (n, groups, False, comm) for n in names for groups in (1, 2, 4) for comm in get_args(ContextComm)
+    ]
+    for (name, groups, _, _), (found, _) in run_distributed(attend_on_ranks, ranks, cases, torch.bfloat16)[0].items():
+        *tensors, d_out = (x.bfloat16() for x in drawn(groups))
+        exact = [x.double().requires_grad_() for x in tensors]
+        expected = brute_force(*exact, **VIEWS[name])
+        wanted = [expected.detach(), *torch.autograd.grad(expected, exact, d_out.double())]
+        out = ops.attention(*(x.requires_grad_() for x in tensors), **VIEWS[name])
+        alone = [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
         for ours, one, want in zip(found, alone, wanted, strict=True):
             assert ours.dtype == torch.bfloat16
             assert float((ours.double() - want).norm()) <= 1.2 * float((one.double() - want).norm())
 
 
 # ---- the engine
-
-# With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
-# (of the key's bias).
-SHORT: dict[str, Any] = {"num_layers": 2, "train_iters": 3, "adam_eps": 1e-4}
 
 
 class TrueVocabulary(nn.Module):
@@ -343,32 +324,3 @@ def test_the_content_of_padding_changes_no_bit_of_loss_or_gradients(tmp_path: Pa
     for found, expected in zip(one, other, strict=True):
         bitwise(found, expected)
         assert found.gradients["head.sentence.classifier.weight"].abs().max() > 0
-
-
-# ---- checkpoints and evaluation
-
-
-def save_and_load(rank: int, world_size: int, directory: str) -> tuple[Outcome, float, dict[str, Tensor]]:
-    """Train on cp 2 and save; the mean loss of an evaluation; and what dp 2 loads."""
-    config = make_config((1, 1, 1), directory, cp=2, zero_stage=1, **SHORT)
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    outcome, evaluated = outcome_of(trainer), evaluation(trainer)
-    trainer.save()
-    config = make_config((1, 1, 2), f"{directory}/again", zero_stage=3, load=directory, **SHORT)
-    loaded = make_trainer(config, build_mesh(config.parallel))
-    return outcome, evaluated, gather(loaded, loaded.mesh, lambda owned: owned.master)
-
-
-def evaluation(trainer: Trainer) -> float:
-    assert trainer.valid_batches is not None
-    return float(trainer.train_steps.evaluate(itertools.islice(trainer.valid_batches, 2)).means)
-
-
-def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(tmp_path: Path) -> None:
-    outcome, evaluated, again = run_distributed(save_and_load, 2, str(tmp_path))[0]
-    config = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **SHORT)
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    one = gather(trainer, trainer.mesh, lambda owned: owned.master)
-    for name, value in outcome.final.items():
-        assert torch.equal(one[name], value) and torch.equal(again[name], value), name
-    assert evaluation(trainer) == pytest.approx(evaluated, rel=1e-6)

@@ -1,10 +1,10 @@
-"""Mixtures of experts over several ranks: rows reach their experts and come back, and every layout computes what one
-process computes."""
+"""Mixtures of experts: groups of ranks, rows that reach their experts and come back, and biases that balance them.
+
+That every layout computes what one process computes are rows of tests/matrix."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,12 @@ from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
 from megacore.ops.grouped import RowGroups
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
-from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
+from megacore.parallel.mesh import build_mesh, groups_of_experts
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
-from megacore.train.trainer import Trainer
-from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
-from tests.matrix.programs import MOE, PROGRAMS
-from tests.parity.runs import (
-    Layout,
-    Outcome,
-    gather,
-    make_config,
-    make_trainer,
-    outcome_of,
-)
+from tests.matrix.programs import PROGRAMS
+from tests.parity.runs import make_config, trainer_of
 
 # ---- groups
 
@@ -141,7 +132,7 @@ def test_rows_reach_their_experts_and_come_back(ranks: int) -> None:
 def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
     """Against counts of what was chosen in training, each microbatch once, also where it is computed again."""
     bias = PROGRAMS["bias"] | {"recompute": "full", "train_iters": 2, "num_layers": 2, "eval_iters": 1}
-    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **bias), Mesh(device=torch.device("cpu")))
+    trainer = trainer_of((1, 1, 1), tmp_path, **bias)
     balance, choices, choose = trainer.train_steps.balance, list[Tensor](), moe.choose
     assert balance is not None
 
@@ -177,107 +168,28 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
             "moe/block_1/min_load": pytest.approx(float(counts.min() / counts.double().mean())),
             "moe/block_1/smallest_gap": pytest.approx(gaps[0]),
         }
-    evaluation(trainer)
+    trainer.evaluate()
     balance.end_step(updated=False)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
 def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
-    """1e-3 and sums of it are no numbers of bf16."""
-    bias = PROGRAMS["bias"] | {
-        "moe_router_bias_update_rate": 1e-3,
-        "train_iters": 2,
-        "num_layers": 2,
-        "precision": "bf16",
-    }
-    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **bias), Mesh(device=torch.device("cpu")))
-    expected, rate = torch.zeros(4), torch.tensor(1e-3)
+    """1e-3 and sums of it are no numbers of bf16. A checkpoint holds it, and generation reads it."""
+    bias = PROGRAMS["bias"] | {"moe_router_bias_update_rate": 1e-3, "train_iters": 2, "num_layers": 2}
+    trainer = trainer_of((1, 1, 1), tmp_path, **bias, precision="bf16")
+    balance, expected, rate = trainer.train_steps.balance, torch.zeros(4), torch.tensor(1e-3)
+    assert balance is not None
     for _ in range(2):
         trainer.train_step(next(trainer.batches))
-        assert trainer.train_steps.balance is not None
-        (load,) = trainer.train_steps.balance.loads().values()
+        (load,) = balance.loads().values()
         expected += rate * (load.double().mean() - load).sign().float()
-    (found,) = biases_of(trainer).values()
+    (found,) = balance.buffers().values()
     assert found.dtype == torch.float32 and found.any() and torch.equal(found, expected)
-
-
-# ---- checkpoints and evaluation
-
-SAVED: dict[str, Any] = MOE | {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.05,
-    "num_layers": 2,
-    "train_iters": 1,
-    "lr_warmup_iters": 0,
-}
-LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
-    ((1, 1, 4), {"ep": 4, "zero_stage": 2}),
-    ((2, 1, 2), {"ep": 2, "zero_stage": 1}),
-    ((2, 1, 2), {"ep": 2, "etp": 1, "sequence_parallel": True, "zero_stage": 3}),
-    ((1, 2, 2), {"ep": 2}),
-    ((4, 1, 1), {"ep": 1}),
-    ((1, 1, 2), {"cp": 2, "ep": 4, "zero_stage": 1}),
-    ((2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True, "etp": 1, "zero_stage": 2}),
-]
-
-
-def save_and_load(
-    rank: int, world_size: int, directory: str, layouts: Sequence[tuple[Layout, dict[str, Any]]]
-) -> tuple[Outcome, float, list[tuple[dict[str, Tensor], dict[str, Tensor], float]]]:
-    """Train on the first layout and save; the mean loss of an evaluation; what the others load, and theirs."""
-    (layout, changes), *others = layouts
-    config = make_config(layout, directory, **SAVED, **changes)
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    outcome, evaluated = outcome_of(trainer, moments=True), evaluation(trainer)
     trainer.save()
-    loaded = []
-    for number, (layout, changes) in enumerate(others):
-        config = make_config(layout, f"{directory}/{number}", load=directory, **SAVED, **changes)
-        again = make_trainer(config, build_mesh(config.parallel))
-        weights = gather(again, again.mesh, lambda owned: owned.master)
-        moments = gather(again, again.mesh, partial(moment_of, again))
-        assert biases_of(again).keys() <= {"blocks.1.mlp.router.bias"}
-        assert all(bias.any() for bias in biases_of(again).values())
-        loaded.append((weights, moments, evaluation(again)))
-    return outcome, evaluated, loaded
-
-
-def biases_of(trainer: Trainer) -> dict[str, Tensor]:
-    assert trainer.train_steps.balance is not None
-    return trainer.train_steps.balance.buffers()
-
-
-def moment_of(trainer: Trainer, owned: LocalSegment) -> Tensor | None:
-    return owned.state(trainer.update.optimizer, "exp_avg")
-
-
-def evaluation(trainer: Trainer) -> float:
-    assert trainer.valid_batches is not None
-    return float(trainer.train_steps.evaluate(itertools.islice(trainer.valid_batches, 2)).means)
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [LAYOUTS[:2], *(pytest.param([one, *LAYOUTS], marks=pytest.mark.slow) for one in LAYOUTS)],
-    ids=lambda layouts: f"{layouts[0][0]} and {len(layouts) - 1} more",
-)
-def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(
-    layouts: list[tuple[Layout, dict[str, Any]]], tmp_path: Path
-) -> None:
-    outcome, evaluated, loaded = run_distributed(save_and_load, 4, str(tmp_path), layouts, timeout=240)[0]
-    config = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **SAVED)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
-    one = gather(trainer, trainer.mesh, lambda owned: owned.master)
-    for weights, moments, of_layout in [*loaded, (one, None, evaluation(trainer))]:
-        for name, value in outcome.final.items():
-            assert torch.equal(weights[name], value), name
-            assert moments is None or torch.equal(moments[name], outcome.moments["exp_avg"][name]), name
-        assert of_layout == pytest.approx(evaluated, rel=1e-6)
     directory = find_checkpoint(tmp_path)
     model = trained_model(read_manifest(directory), directory)
-    whole = model_of(directory, partial(gpt_layers, model), torch.device("cpu"))  # as generation reads it
-    biases = [bias for name, bias in whole.named_buffers() if name.endswith("router.bias")]
-    assert all(torch.equal(*pair) for pair in zip(biases, biases_of(trainer).values(), strict=True))
-    other = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **SAVED | {"num_experts": 8})
+    whole = model_of(directory, partial(gpt_layers, model), torch.device("cpu"))
+    (read,) = (buffer for name, buffer in whole.named_buffers() if name.endswith("router.bias"))
+    assert torch.equal(read, found)
     with pytest.raises(CheckpointError, match="--num-experts 4 there, 8 here"):
-        check_load(other)
+        check_load(make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **bias | {"num_experts": 8}))

@@ -77,10 +77,10 @@ TIED = {"untie_embeddings_and_output_weights": False}
     ("layout", "variants"),
     [
         ((1, 1, 1), [{}, {"micro_batch_size": 1}, BF16, {"optimizer": "muon", "micro_batch_size": 1}]),
-        ((1, 2, 1), [{"schedule": "1f1b"}, {"schedule": "zero-bubble"}, TIED]),
-        ((1, 1, 2), [*ZERO, BF16, BF16 | {"grad_reduce_dtype": "bf16"}, {"optimizer": "muon"}]),
-        ((1, 2, 2), [{}, TIED, {"schedule": "zero-bubble", "zero_stage": 1}, {"precision": "fp16"}]),
-        ((2, 1, 2), [{}, {"sequence_parallel": True, "zero_stage": 3}]),
+        ((1, 2, 1), [{"schedule": "zero-bubble"}, TIED]),
+        ((1, 1, 2), [*ZERO, BF16 | {"grad_reduce_dtype": "bf16"}]),
+        ((1, 2, 2), [{"schedule": "zero-bubble", "zero_stage": 1}, {"precision": "fp16"}]),
+        ((2, 1, 2), [{"sequence_parallel": True, "zero_stage": 3}]),
     ],
     ids=str,
 )
@@ -88,5 +88,5 @@ def test_training_is_bitwise_that_with_dense_gradients(
     layout: Layout, variants: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     tp, pp, dp = layout
-    first, *_ = run_distributed(both_ways, tp * pp * dp, layout, str(tmp_path), variants)
+    first, *_ = run_distributed(both_ways, tp * pp * dp, layout, str(tmp_path), variants, stay=True)
     assert all(first)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megacore import ops
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, Outcome, make_config, make_trainer, outcome_of
+from tests.parity import runs
+from tests.parity.runs import Layout, outcome_of
 
 Options = dict[str, Any]
 STEPS = 4
@@ -27,11 +27,10 @@ CASES: list[tuple[Layout, list[Options]]] = [
         (1, 1, 1),
         [
             {},
-            {"precision": "bf16"},
             {"precision": "bf16", "grad_reduce_dtype": "bf16"},
             {"precision": "fp16", "clip_grad": 0.0},
             {"weight_decay": 0.0, "micro_batch_size": 8},
-            {"reproducible": True, "precision": "bf16"},
+            {"reproducible": True, "reproducible_blocks": 1, "precision": "bf16"},
         ],
     ),
     ((2, 1, 1), [{"sequence_parallel": True}]),
@@ -39,46 +38,44 @@ CASES: list[tuple[Layout, list[Options]]] = [
     (
         (1, 1, 2),
         [
-            {"zero_stage": 0},
             {"zero_stage": 0, "precision": "bf16"},
             {"zero_stage": 2},
-            {"zero_stage": 3},
             {"zero_stage": 3, "precision": "bf16"},
             {"zero_stage": 1, "precision": "fp16"},
-            {"zero_stage": 1, "overlap_param_gather": False, "reproducible": True},
-            {"zero_stage": 2, "precision": "bf16", "grad_reduce_dtype": "bf16"},
+            {"zero_stage": 1, "overlap_param_gather": False, "reproducible": True, "reproducible_blocks": 1},
         ],
     ),
 ]
-# Stages 1 and 2 with the options that the cases above leave out of them.
+# What the cases above leave out.
+BF16: Options = {"precision": "bf16"}
 SLOW_CASES: list[tuple[Layout, list[Options]]] = [
-    ((1, 1, 2), [{"zero_stage": 1}, *({"zero_stage": stage, "precision": "bf16"} for stage in (1, 2))]),
+    ((1, 1, 1), [BF16]),
+    (
+        (1, 1, 2),
+        [
+            *({"zero_stage": stage} for stage in (0, 1, 3)),
+            *({"zero_stage": stage} | BF16 for stage in (1, 2)),
+            {"zero_stage": 2, "grad_reduce_dtype": "bf16"} | BF16,
+        ],
+    ),
 ]
 
 
-def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, one_pass: bool, options: Options) -> Trainer:
+def trainer_of(layout: Layout, output_dir: str, one_pass: bool, options: Options) -> Trainer:
     # A larger epsilon: the gradient of a key's bias is nothing but rounding, which it would turn into steps.
     changes = {"num_layers": layout[1] + 1, "train_iters": STEPS, "adam_eps": 1e-5, **options}
-    config = make_config(layout, output_dir, **changes)
-    mesh = mesh or build_mesh(config.parallel)
     with ops.kernels_chosen("triton" if one_pass else "torch"):
-        trainer = make_trainer(config, mesh)
+        trainer = runs.trainer_of(layout, output_dir, **changes)
     assert trainer.model.data_parallel.options.one_pass is one_pass
     return trainer
 
 
 def outcomes(rank: int, world_size: int, layout: Layout, output_dir: str, variants: list[Options]) -> None:
-    mesh: Mesh | None = None
     for number, options in enumerate(variants):
-        if options.get("reproducible"):
-            compute_reproducibly()
-        runs: list[Outcome] = []
-        for one_pass in (False, True):
-            given = {"train_iters": 3, **options}
-            trainer = trainer_of(layout, f"{output_dir}/{number}-{one_pass}", mesh, one_pass, given)
-            mesh = trainer.mesh
-            runs.append(outcome_of(trainer, moments=True))
-        plain, found = runs
+        plain, found = (
+            outcome_of(trainer_of(layout, f"{output_dir}/{number}-{one_pass}", one_pass, options), moments=True)
+            for one_pass in (False, True)
+        )
         assert found.initial.keys() == plain.initial.keys()
         assert found.losses[0] == plain.losses[0], options
         assert found.norms[0] == pytest.approx(plain.norms[0], rel=1e-6), options
@@ -120,11 +117,9 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
 def skipping(rank: int, world_size: int, output_dir: str, zero_stage: int) -> None:
     """Steps 1 and 3 overflow; the second goes on as if the first had not been."""
     options = {"precision": "fp16", "initial_loss_scale": 1024.0, "hysteresis": 8, "zero_stage": zero_stage}
-    mesh: Mesh | None = None
     losses: list[list[float]] = []
     for one_pass in (False, True):
-        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{one_pass}", mesh, one_pass, options)
-        mesh = trainer.mesh
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{one_pass}", one_pass, options)
         losses.append([])
         for step in range(STEPS):
             trainer.update.scaler.scale = 2.0**120 if step in (0, 2) else 1024.0
@@ -144,14 +139,10 @@ def test_a_step_that_the_device_skips_changes_nothing(tmp_path: Path, zero_stage
 
 def resuming(rank: int, world_size: int, output_dir: str) -> None:
     """A run that is saved after two steps and resumed, each with and without one pass, ends as one that is not."""
-    mesh: Mesh | None = None
-    options = {"zero_stage": 1}
 
     def run(name: str, one_pass: bool, steps: int, load: str | None = None) -> list[torch.Tensor]:
-        nonlocal mesh
-        given = {**options, "load": load}
-        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{name}", mesh, one_pass, given)
-        mesh = trainer.mesh
+        options = {"zero_stage": 1, "load": load}
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{name}", one_pass, options)
         for _ in range(steps):
             trainer.train_step(next(trainer.batches))
         if load is None:

@@ -22,13 +22,11 @@ from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from megacore.zero.local_segments import LocalRun
 from tests.distributed import run_distributed
+from tests.matrix.programs import UNCUT
 from tests.parity.runs import Outcome, bitwise, make_config, make_trainer, outcome_of
 
 STEPS = 4
 KINDS = ("momentum", "row_norms", "norm")
-
-
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +74,11 @@ def register() -> None:
     OPTIMIZERS["normalized"], OPTIMIZER_CLASSES[NormalizedConfig] = NormalizedConfig, Normalized
 
 
-# ---- the runs --------------------------------------------------------------------------------------------------------
-
-
 def trainer_of(dp: int, directory: str, **changes: Any) -> Trainer:
     register()
     compute_reproducibly()
-    fixed = {"optimizer": "normalized", "reproducible": True, "micro_batch_size": 1, "train_iters": STEPS}
-    config = make_config((1, 1, dp), directory, num_layers=2, **fixed, **changes)
+    fixed = UNCUT | {"optimizer": "normalized", "global_batch_size": 4, "train_iters": STEPS, "num_layers": 2}
+    config = make_config((1, 1, dp), directory, **fixed, **changes)
     config = NormalizedRun(**{section.name: getattr(config, section.name) for section in dataclasses.fields(config)})
     return make_trainer(config, build_mesh(config.parallel))
 
@@ -136,9 +131,9 @@ ODD: list[dict[str, Any]] = [{"zero_stage": 1}, {"zero_stage": 3}]
     ids=str,
 )
 def test_every_stage_gives_the_bits_of_one_process(
-    dp: int, variants: list[dict[str, Any]], alone: Result, tmp_path_factory: pytest.TempPathFactory
+    dp: int, variants: list[dict[str, Any]], alone: Result, tmp_path: Path
 ) -> None:
-    ranks = run_distributed(runs_of, dp, str(tmp_path_factory.mktemp("run")), variants)
+    ranks = run_distributed(runs_of, dp, str(tmp_path), variants)
     for number, changes in enumerate(variants):
         bitwise(ranks[0][number].outcome, alone.outcome, kinds=("initial", "final"))
         held = {kind: [rank[number].state[kind] for rank in ranks] for kind in KINDS}
@@ -175,10 +170,6 @@ def test_tensor_parallelism_and_idle_settings_are_refused(monkeypatch: pytest.Mo
     run = NormalizedRun(**{section.name: getattr(config, section.name) for section in dataclasses.fields(config)})
     (problem,) = validate(run, 2)
     assert problem.startswith("--optimizer normalized needs whole matrices, which --tp 2 splits: use --tp 1")
-    other = dataclasses.replace(
-        run,
-        optimizer=dataclasses.replace(run.optimizer, optimizer="adamw"),
-        normalized=NormalizedConfig(normalized_momentum=0.25),
-    )
-    (problem,) = validate(other, 2)
+    adamw, idle = dataclasses.replace(run.optimizer, optimizer="adamw"), NormalizedConfig(normalized_momentum=0.25)
+    (problem,) = validate(dataclasses.replace(run, optimizer=adamw, normalized=idle), 2)
     assert problem.startswith("--normalized-momentum 0.25 has no effect with --optimizer adamw")

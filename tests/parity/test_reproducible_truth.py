@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.reference import plain_torch
-from tests.parity.runs import Run
+from tests.parity.runs import outcome_of, trainer_of
 
 ONE_STEP: dict[str, Any] = {"num_layers": 2, "train_iters": 1, "lr_warmup_iters": 0, "clip_grad": 1e9}
 
@@ -33,15 +33,15 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     ],
 )
 def test_gradients_are_as_near_to_those_in_fp64(
-    precision: str, dtype: torch.dtype, scale: float, ratio: float, seeds: range, run: Run, tmp_path: Path
+    precision: str, dtype: torch.dtype, scale: float, ratio: float, seeds: range, tmp_path: Path
 ) -> None:
     squares = torch.zeros(2, dtype=torch.float64)
     for seed in seeds:
         exact = plain_torch(tmp_path, dtype=torch.float64, rounded_to=dtype, seed=seed, **ONE_STEP).gradients
         assert all(value.dtype == torch.float64 for value in exact.values())
         changes = ONE_STEP | {"precision": precision, "seed": seed}
-        modes = run((1, 1, 1), **changes), run((1, 1, 1), **changes, reproducible=True)
-        squares += torch.tensor([error(mode.gradients, exact) ** 2 for mode in modes])
+        modes = (trainer_of((1, 1, 1), tmp_path, **changes, reproducible=each) for each in (False, True))
+        squares += torch.tensor([error(outcome_of(mode).gradients, exact) ** 2 for mode in modes])
     ordinary, blocks = (squares / len(seeds)).sqrt().tolist()
     assert 0 < ordinary < scale  # what both are compared with is right
     assert blocks <= ratio * ordinary
