@@ -291,6 +291,10 @@ COMPRESSED = [  # what is sent in fewer bits follows the run that sends all
         Row(f"compressed-resume-{name}", "gpt2", SIX_STEPS, [f"{first} mb1 grad_reduce_compression=int8", f"{other} mb1 grad_reduce_compression=int8"], resharded(rel), slow=slow)
         for name, first, other, rel, slow in (("z0", "dp2", "dp2 z1", 1e-4, False), ("z0-alone", "dp2", "", 1e-3, False), ("z3", "dp2 z3", "dp2 z1", 1e-4, True), ("z3-alone", "dp2 z3", "", 1e-3, True))
     ),
+    *(  # The warm-up is the usual optimizer's; norms add up in another order.
+        Row(f"{name}-warm-up", "gpt2", usual | {"num_layers": 1, "train_iters": 4, "lr_warmup_iters": 1, "lr_decay_iters": 9, "clip_grad": 0.0}, [f"dp2 optimizer={name} onebit_freeze_step=3 | optimizer={usual.get('optimizer', 'adamw')} onebit_freeze_step=None"], LOSSES)
+        for name, usual in USUAL.items()
+    ),
     # Blocks belong to parameters: what is compressed is the same, wherever they lie.
     Row("onebit-stages", "gpt2", SIX_STEPS | {"optimizer": "onebitadam", "onebit_freeze_step": 2}, ["dp2 mb1 | pp2"], LOSSES_NEAR),
     *(
@@ -321,6 +325,7 @@ RESUMES = [
     *(Row(f"reshard-{name}-everywhere", "gpt2", SAVED | {"num_layers": 5, "train_iters": 8, "lr_warmup_iters": 2}, [words, *EVERYWHERE], RESUME, slow=True) for name, words in PLACES.items()),
     Row("recompute-resume", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["recompute=light", ""], RESUME),
     Row("recompute-resume-with-it", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["", "recompute=light"], RESUME),
+    Row("average-resume", "gpt2", UNCUT | {"num_layers": 2, "ema_decay": 0.7, "clip_grad": 0.0}, ["dp2 z3", ""], RESUME, more=["dp2 z3", "pp2", "dp2 z1", "dp2 z1 offload"]),
     Row("context-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2}, ["cp2 z1", "dp2 z3", ""], RESHARD),
     # The biases by which experts are balanced decide which ones are chosen.
     Row("experts-reshard", "bias", BALANCED, [EXPERT_PLACES[0], EXPERT_PLACES[1], ""], RESHARD_NEAR),

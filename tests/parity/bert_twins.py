@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 from transformers import BertConfig as TransformersConfig
@@ -18,9 +16,8 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage, tensors_of
 from megacore.train.bert_task import BertTask
 from tests.parity.bert_runs import make_bert_config
-from tests.parity.hf_models import give
+from tests.parity.hf_models import disturbed, give
 
-Twin = TypeVar("Twin", bound=PreTrainedModel)
 VOCAB, POSITIONS, HIDDEN, HEADS, LAYERS = 101, 24, 32, 4, 3
 
 
@@ -38,15 +35,6 @@ def classic_twin() -> BertForPreTraining:
         attn_implementation="eager",
     )
     return disturbed(BertForPreTraining(config).eval())
-
-
-def disturbed(model: Twin) -> Twin:
-    """With biases that are not zero and norm weights that are not one."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def modern_twin() -> ModernBertForMaskedLM:

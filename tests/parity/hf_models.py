@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -35,6 +35,7 @@ from megacore.models.hf.families import family_of
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 
+Model = TypeVar("Model", bound=nn.Module)
 VOCAB, POSITIONS = 101, 40
 _ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 
@@ -275,14 +276,19 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     config = CONFIGS[name]()
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(0.1 * torch.randn_like(buffer))
-    return model.eval().to(dtype)
+    return disturbed(model).eval().to(dtype)
+
+
+@torch.no_grad()
+def disturbed(model: Model) -> Model:
+    """With biases that are not zero and norm weights that are not one."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
+    return model
 
 
 def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

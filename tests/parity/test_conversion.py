@@ -243,12 +243,6 @@ def test_a_wrong_weight_is_found_and_nothing_is_published(
     assert "do not compute the same" in refused(gpt2, tmp_path / "out", capsys)
 
 
-def test_nothing_is_overwritten(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out").mkdir()
-    assert "out exists" in refused(gpt2, tmp_path / "out", capsys)
-    assert not list((tmp_path / "out").iterdir())
-
-
 def trained(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
     """Two steps of a run on a layout, saved."""
     config = make_config(layout, directory, **changes)

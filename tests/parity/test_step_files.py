@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -127,26 +126,6 @@ def test_every_call_of_a_step_names_what_it_calls(steps: Steps) -> None:
         if not call.resolves
     )
     assert not unresolved, "\n".join(unresolved)
-
-
-def untyped_lookups(function: ast.AST) -> Iterator[str]:
-    """Where a function looks up a name that no editor can: by getattr, of anything but a dtype of torch."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0]) != "torch":
-            yield f"line {node.lineno}: {ast.unparse(node)}"
-
-
-def test_no_function_of_a_step_looks_a_method_up_by_its_name(steps: Steps) -> None:
-    lines = {(function.co_filename, function.co_firstlineno) for function in steps.functions}
-    found = []
-    for file in sorted({file for file, _ in lines}):
-        for node in ast.walk(ast.parse(Path(file).read_text())):
-            if isinstance(node, ast.FunctionDef):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                if (file, first) in lines:
-                    found += [f"{Path(file).relative_to(ROOT)} {where}" for where in untyped_lookups(node)]
-    assert not found, "\n".join(found)
-    assert list(untyped_lookups(ast.parse("def f(self): return getattr(self, name)(1)")))
 
 
 def plain(x: int) -> int:

@@ -55,13 +55,3 @@ def test_what_cannot_be_is_refused(
     assert upcycle(tmp_path / "dense", tmp_path / "mixture", experts, **flags) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "mixture").exists()
-
-
-def test_the_flag_needs_megacore_on_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = words(input=tmp_path, output=tmp_path / "out", upcycle=4)
-    assert convert([*flags, "--from", "hf", "--to", "megacore"]) == 2
-    assert (
-        "--from hf --to megacore cannot have --upcycle 4: use --from megacore --to megacore" in capsys.readouterr().err
-    )
-    assert convert([*words(input=tmp_path, output=tmp_path / "out"), "--from", "megacore", "--to", "megacore"]) == 2
-    assert "or add --upcycle" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""--ema-decay against torch's AveragedModel, on every layout and over a resume; --eval-ema; the export."""
+"""--ema-decay against torch's AveragedModel on every layout; --eval-ema; the export.
+
+Resumes are rows of tests/matrix."""
 
 from __future__ import annotations
 
@@ -72,34 +74,6 @@ def test_the_average_is_that_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [["tp2", "z1"], ["pp2", "z0"], ["z2", "z3"], ["offload", "ep2"]], ids=str)
 def test_the_average_is_that_of_torch_on_every_layout(names: list[str], tmp_path: Path) -> None:
     run_distributed(averages, 2, str(tmp_path), names, timeout=120)
-
-
-def saved(rank: int, ranks: int, directory: str, name: str) -> dict[str, Tensor]:
-    layout, changes = LAYOUTS[name]
-    trainer = trainer_of(layout, directory, **changes)
-    for _ in range(2):
-        trainer.train_step(next(trainer.batches))
-    trainer.save()
-    return average(trainer)
-
-
-def loaded(rank: int, ranks: int, directory: str, name: str) -> dict[str, Tensor]:
-    layout, changes = LAYOUTS[name]
-    return average(trainer_of(layout, directory, load=directory, **changes))
-
-
-def test_a_resumed_run_has_the_bits_of_the_average(tmp_path: Path) -> None:
-    expected = run_distributed(saved, 2, str(tmp_path), "z3", timeout=60)[0]
-    found = average(trainer_of((1, 1, 1), tmp_path, load=str(tmp_path)))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pp2", "z1", "offload"])
-def test_another_layout_has_the_bits_of_the_average(name: str, tmp_path: Path) -> None:
-    expected = run_distributed(saved, 2, str(tmp_path), "z3", timeout=60)[0]
-    found = run_distributed(loaded, 2, str(tmp_path), name, timeout=60)[0]
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_it_begins_with_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:
