@@ -26,7 +26,7 @@ from megacore.models.hf import family
 from megacore.models.hf.family import same_model
 from megacore.ops import cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
-from megacore.parallel.mesh import Group, build_mesh
+from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
@@ -44,7 +44,7 @@ from tests.parity.hf_models import (
     tokens,
     twin_of,
 )
-from tests.parity.runs import Layout, make_config, make_trainer
+from tests.parity.runs import Layout, trainer_of
 from tools.convert_checkpoint import main as convert
 
 CPU = torch.device("cpu")
@@ -245,8 +245,7 @@ def test_a_wrong_weight_is_found_and_nothing_is_published(
 
 def trained(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
     """Two steps of a run on a layout, saved."""
-    config = make_config(layout, directory, **changes)
-    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer = trainer_of(layout, directory, **changes)
     for _ in range(2):
         trainer.train_step(next(trainer.batches))
     trainer.save()

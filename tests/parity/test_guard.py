@@ -27,7 +27,7 @@ def begin(layout: Layout, directory: str, **changes: Any) -> tuple[Trainer, list
     """A run, and the first lines of what it says."""
     config = make_config(layout, directory, **{"num_layers": 3, **changes})
     trainer, said = make_trainer(config, build_mesh(config.parallel)), list[str]()
-    trainer.report.say = lambda text: said.append(text.splitlines()[0])  # type: ignore[assignment,method-assign]
+    trainer.report.say = lambda text: said.append(text.splitlines()[0])  # type: ignore[method-assign]
     return trainer, said
 
 
@@ -101,7 +101,7 @@ def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:
     """One data-parallel rank's loss is infinite though its gradients are not; three times in a row is too often."""
     trainer, said = begin((1, 1, 2), directory, max_bad_steps=3, num_layers=1)
     sound, extra = trainer.task.loss, math.inf if rank == 1 else 0.0
-    trainer.task.loss = lambda logits, batch: sound(logits, batch) + extra  # type: ignore[method-assign]
+    trainer.task.loss = lambda output, microbatch: sound(output, microbatch) + extra  # type: ignore[method-assign]
     step(trainer)
     step(trainer)
     with pytest.raises(TrainingStopped, match=r"the loss was not finite for 3 steps in a row \(--max-bad-steps 3\)"):

@@ -26,7 +26,7 @@ from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, make_config, make_trainer
+from tests.parity.runs import Layout, make_config, make_trainer, trainer_of
 
 Changes = dict[str, Any]
 STAGES: list[Changes] = [{"zero_stage": s, "precision": precision} for s in range(4) for precision in ("fp32", "bf16")]
@@ -46,8 +46,7 @@ def bytes_held(rank: int, dp: int, directory: str, cases: list[Changes]) -> list
     """What a rank holds after a step."""
     found = []
     for changes in cases:
-        config = make_config((1, 1, dp), directory, **{"hidden_size": 64, "micro_batch_size": 1, **changes})
-        trainer = make_trainer(config, build_mesh(config.parallel))
+        trainer = trainer_of((1, 1, dp), directory, **{"hidden_size": 64, "micro_batch_size": 1, **changes})
         trainer.train_step(next(trainer.batches))
         measured = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)
         found.append((measured, trainer.metrics.predicted_memory))
@@ -196,8 +195,7 @@ def builds(rank: int, world_size: int, directory: str, saved: str) -> list[Built
 
 
 def save_one(rank: int, world_size: int, directory: str) -> None:
-    config = make_config((1, 1, 1), directory, **SIZES)
-    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer = trainer_of((1, 1, 1), directory, **SIZES)
     trainer.train_step(next(trainer.batches))
     trainer.save()
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from megacore.parallel.mesh import build_mesh
-from tests.parity.runs import make_config, make_trainer
+from tests.parity.runs import trainer_of
 from tests.unit.packaging_builds import ROOT
 
 # The files that a step of GPT-2 runs through on one process. Add a file if the step needs another subject, and not in
@@ -106,8 +105,7 @@ def expression(code: CodeType, at: int) -> str:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    config = make_config((1, 1, 1), tmp_path_factory.mktemp("run"))
-    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer = trainer_of((1, 1, 1), tmp_path_factory.mktemp("run"))
     trainer.train_step(next(trainer.batches))  # the first makes the schedule, buffers and state
     return record(lambda: trainer.train_step(next(trainer.batches)), str(ROOT / "megacore") + "/")
 

@@ -11,9 +11,8 @@ from unittest import mock
 
 import torch
 
-from megacore.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
-from tests.parity.runs import make_config, make_trainer
+from tests.parity.runs import trainer_of
 
 
 def how_the_host_updates(rank: int, world_size: int, directory: str) -> None:
@@ -30,8 +29,7 @@ def how_the_host_updates(rank: int, world_size: int, directory: str) -> None:
             mock.patch.object(os, "sched_getaffinity", return_value=set(cores)),
             mock.patch.object(torch, "_fused_adamw_", watched),
         ):
-            config = make_config((1, 1, world_size), directory, zero_stage=1, offload_optimizer=True, num_layers=2)
-            trainer = make_trainer(config, build_mesh(config.parallel))
+            trainer = trainer_of((1, 1, world_size), directory, zero_stage=1, offload_optimizer=True, num_layers=2)
             trainer.train_step(next(trainer.batches))
         assert (threads, torch.get_num_threads()) == ({share}, 1)
         data_parallel = trainer.model.data_parallel
