@@ -484,7 +484,7 @@ EXACT_ROWS = [
 ]
 
 EXACT_CONTEXT = [  # over context parallelism, and over tensor parallelism of experts, latent attention, norms of all heads
-    Row("exact-cp", "gpt2", HALVES, ["cp2"], BITWISE),
+    Row("exact-cp", "gpt2", SMALL, ["cp2"], BITWISE),
     Row("exact-cp-packed", "gpt2 packed", SMALL | LLAMA | {"num_query_groups": 2}, ["tp2 cp2 sp z3"], BITWISE),
     Row("exact-cp-dropout", "gpt2", SMALL | {"hidden_dropout": 0.1, "attention_dropout": 0.1}, ["tp2 cp2"], BITWISE, slow=True),
     Row("exact-cp-wide-groups", "gpt2", SMALL | WIDE | LLAMA | {"num_query_groups": 2}, ["cp4"], BITWISE, slow=True),

@@ -79,7 +79,7 @@ def steps(
     ("source", "written_with", "target", "read_with"),
     [
         ((2, 2, 1), {}, (1, 1, 1), {}),
-        # tests/matrix/test_resumes.py has this pair, too.
+        # tests/matrix/test_exact.py has this pair, too.
         pytest.param((1, 1, 1), {}, (2, 2, 2), {"zero_stage": 3}, marks=pytest.mark.slow),
         ((4, 1, 1), {}, (1, 3, 1), {"offload_optimizer": True}),
         ((1, 2, 2), {"zero_stage": 1, "offload_optimizer": True}, (2, 1, 2), {}),
@@ -107,7 +107,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     assert all(torch.equal(resumed[kind][name], value) for kind in whole for name, value in whole[kind].items())
 
 
-@pytest.mark.slow  # tests/matrix/test_resumes.py compares (1, 2, 2) with (1, 1, 4) bitwise
+@pytest.mark.slow  # tests/matrix/test_exact.py compares (1, 2, 2) with (1, 1, 4) bitwise
 def test_a_reproducible_run_goes_on_bitwise_on_another_layout(tmp_path: Path) -> None:
     exact = {"reproducible": True, "micro_batch_size": 1}
     steps((1, 2, 2), tmp_path / "a", None, 2, zero_stage=1, **exact)

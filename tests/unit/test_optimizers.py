@@ -243,5 +243,5 @@ def test_adafactor_takes_the_same_steps_from_gradients_in_16_bits() -> None:
 
 
 def test_every_optimizer_is_compared() -> None:
-    elsewhere = {OneBitAdamConfig, OneBitLambConfig}  # tests/parity/test_onebit.py, with workers
+    elsewhere = {OneBitAdamConfig, OneBitLambConfig}  # tests/parity/test_compressed_gradients.py
     assert {type(settings) for settings, _ in CASES.values()} == set(OPTIMIZER_CLASSES) - elsewhere
