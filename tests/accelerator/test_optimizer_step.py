@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +86,21 @@ class Step:
     bucket_bytes: int
 
 
-def ending(rank: int, world_size: int, output_dir: str, one_pass: bool, options: Options) -> Step:
+def endings(rank: int, world_size: int, output_dir: str, cases: list[tuple[Options, bool]]) -> list[Step]:
+    """Of each case: options, and whether the update is in one pass."""
+    return [
+        ending(world_size, f"{output_dir}/{number}", one_pass, options)
+        for number, (options, one_pass) in enumerate(cases)
+    ]
+
+
+def steps_of(output_dir: Path, ranks: int, *cases: tuple[Options, bool]) -> list[Step]:
+    arguments = (str(output_dir), list(cases))
+    found: list[Step] = run_distributed(endings, ranks, *arguments, backend="pretend", init=ranks > 1)[0]
+    return found
+
+
+def ending(world_size: int, output_dir: str, one_pass: bool, options: Options) -> Step:
     config = make_config((1, 1, world_size), output_dir, **{**SIZE, "train_iters": 3, **options})
     mesh = build_mesh(config.parallel)
     trainer = _trainer(config, mesh, one_pass)
@@ -134,26 +149,24 @@ def _trainer(config: Any, mesh: Mesh, one_pass: bool) -> Trainer:
 BF16: Options = {"precision": "bf16", "clip_grad": 1e-3}
 
 
-@pytest.mark.parametrize(
-    ("options", "one_pass", "expected"),
-    [
-        (
-            BF16,
-            False,
-            46,
-        ),  # by operators: the gradient is scaled in a pass of its own, and the weights are copied in one
+# By ranks: options, whether the update is in one pass, and bytes.
+BYTES: dict[int, list[tuple[Options, bool, int]]] = {
+    1: [
+        (BF16, False, 46),  # by operators: the gradient is scaled, and the weights are copied, in passes of their own
         (BF16, True, 34),
         ({**BF16, "grad_reduce_dtype": "bf16"}, True, 30),
         ({"precision": "fp32", "clip_grad": 1e-3}, True, 32),
-        ({**BF16, "zero_stage": 1}, True, 34),
     ],
-    ids=str,
-)
-def test_bytes_a_parameter(tmp_path: Any, options: Options, one_pass: bool, expected: int) -> None:
+    2: [({**BF16, "zero_stage": 1}, True, 34)],
+}
+
+
+@pytest.mark.parametrize("ranks", BYTES)
+def test_bytes_a_parameter(ranks: int, tmp_path: Path) -> None:
     """The norm reads the gradient (4 bytes); the update reads it and three states (16), and writes these (12) and the
     16-bit weights (2). Of sums that are not whole rows, of what decays and of the norm's own sums there is a little."""
-    ranks = 2 if "zero_stage" in options else 1
-    for step in run_distributed(ending, ranks, str(tmp_path), one_pass, options, backend="pretend", init=ranks > 1):
+    cases = [(options, one_pass) for options, one_pass, _ in BYTES[ranks]]
+    for step, (_, one_pass, expected) in zip(steps_of(tmp_path, ranks, *cases), BYTES[ranks], strict=True):
         assert expected <= step.bytes_per_parameter < expected + 0.5, step.names
         assert step.reduction_bytes_per_parameter == 0  # the collective has written the sum where it is read
         assert len(step.waits) == 1 and "in to_host" in step.waits[0]
@@ -162,23 +175,22 @@ def test_bytes_a_parameter(tmp_path: Any, options: Options, one_pass: bool, expe
             assert not {"mul_", "_foreach_mul_", "_fused_adamw_", "clone"}.intersection(step.names)
 
 
-def test_launches_do_not_grow_with_the_number_of_parameters(tmp_path: Any) -> None:
+def test_launches_do_not_grow_with_the_number_of_parameters(tmp_path: Path) -> None:
     """The matrices of these models lie in as many buckets, without and with biases. The norm of a bucket that is no
     whole number of rows takes 4 launches more, of whatever parameters it is."""
+    cases = [({**BF16, "disable_bias_linear": few, "bucket_size_mb": 1.0}, True) for few in (True, False)]
     counts = []
-    for number, few in enumerate((True, False)):
-        options = {**BF16, "disable_bias_linear": few, "bucket_size_mb": 1.0}
-        (step,) = run_distributed(ending, 1, f"{tmp_path}/{number}", True, options, backend="pretend", init=False)
+    for step in steps_of(tmp_path, 1, *cases):
         expected = Counter(dict.fromkeys(REMAINDER, step.remainders))
         assert step.names >= expected
         counts.append((step.names - expected, step.buckets))
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("one_pass", [False, True])
-def test_gradients_of_16_bits_are_not_widened_all_at_once(tmp_path: Any, one_pass: bool) -> None:
+def test_gradients_of_16_bits_are_not_widened_all_at_once(tmp_path: Path) -> None:
     options = {**BF16, "grad_reduce_dtype": "bf16", "num_layers": 4}
-    (step,) = run_distributed(ending, 1, str(tmp_path), one_pass, options, backend="pretend", init=False)
-    assert step.buckets >= 4
+    by_operators, in_one_pass = steps_of(tmp_path, 1, (options, False), (options, True))
+    assert min(by_operators.buckets, in_one_pass.buckets) >= 4
     # The plain form of the operator makes new states before it writes them; of a kernel's they are registers.
-    assert step.peak <= (8 if one_pass else 2) * step.bucket_bytes
+    assert by_operators.peak <= 2 * by_operators.bucket_bytes
+    assert in_one_pass.peak <= 8 * in_one_pass.bucket_bytes

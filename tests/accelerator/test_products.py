@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,7 @@ LLAMA: dict[str, Any] = {
     "num_layers": 2,
     "train_iters": 3,
 }
+BF16: dict[str, Any] = {"precision": "bf16", "micro_batch_size": 2}
 MICROBATCHES = 4  # of a step of `make_config`
 
 
@@ -94,30 +96,39 @@ def counted(collectives: Counter[str]) -> Iterator[None]:
         yield
 
 
-def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, direct: bool, changes: Any) -> Traced:
-    """Three steps, of which the second is traced."""
-    if not direct:
-        options = recipe._zero_options
-        recipe._zero_options = lambda *args: replace(options(*args), products_add=False)
-    config = make_config(layout, directory, device="pretend", **LLAMA | changes)
-    trainer, traced = make_trainer(config, build_mesh(config.parallel)), Traced()
-    for step in range(3):
-        if step == 1:
-            with Trace(traced), counted(traced.collectives):
+Variant = dict[str, Any]
+
+
+def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, variants: list[Variant]) -> list[Traced]:
+    """Of each of them three steps, of which the second is traced; `apart`: products do not add to sums."""
+    found, options = [], recipe._zero_options
+    for variant in variants:
+        changes, traced = dict(variant), Traced()
+        products_add = {"products_add": False} if changes.pop("apart", False) else {}
+        with patch.object(recipe, "_zero_options", lambda *args, new=products_add: replace(options(*args), **new)):
+            config = make_config(layout, directory, device="pretend", **LLAMA | BF16 | changes)
+            trainer = make_trainer(config, build_mesh(config.parallel))
+        for step in range(3):
+            with ExitStack() as stack:
+                if step == 1:
+                    stack.enter_context(Trace(traced))
+                    stack.enter_context(counted(traced.collectives))
                 result = trainer.train_step(next(trainer.batches))
-        else:
-            result = trainer.train_step(next(trainer.batches))
-        traced.figures += [float(result.loss), float(result.grad_norm)]
-    return traced
+            traced.figures += [float(result.loss), float(result.grad_norm)]
+        found.append(traced)
+    return found
 
 
-BF16: dict[str, Any] = {"precision": "bf16", "micro_batch_size": 2}
+def traced_variants(layout: Layout, directory: Any, *variants: Variant) -> list[Traced]:
+    ranks = math.prod(layout)
+    arguments = (layout, str(directory), list(variants))
+    found: list[Traced] = run_distributed(traced_steps, ranks, *arguments, backend="pretend", init=ranks > 1)[0]
+    return found
 
 
 @pytest.mark.parametrize(
     ("layout", "changes", "forward"),
     [
-        ((1, 1, 1), {}, 8),
         ((1, 1, 1), {"recompute": "full"}, 8 + 6),
         ((1, 1, 2), {"zero_stage": 3, "micro_batch_size": 1}, 8),
     ],
@@ -127,13 +138,7 @@ def test_gradients_of_weights_are_added_by_their_products(
     layout: Layout, changes: Any, forward: int, tmp_path: Any
 ) -> None:
     """A block has qkv, output, gate and up together, and down, which is not computed again; then there is the head."""
-    ranks = layout[2]
-    direct, apart = (
-        run_distributed(
-            traced_steps, ranks, layout, str(tmp_path), flag, BF16 | changes, backend="pretend", init=ranks > 1
-        )[0]
-        for flag in (True, False)
-    )
+    direct, apart = traced_variants(layout, tmp_path, changes, changes | {"apart": True})
     linears = 2 * 4 + 1
     assert direct.products["aten.addmm.dtype_out"] == MICROBATCHES * linears
     assert direct.products.total() == MICROBATCHES * (2 * linears + forward + 1)
@@ -152,19 +157,9 @@ def test_recomputation_ends_before_the_last_product_and_its_collective(
     """A block's product `down` and the sum of its output over ranks run once, also with ZeRO 3, whose weights are
     gathered again for backward. Collectives of sequence parallelism, and the products beside them, are one a sample."""
     microbatches, samples = MICROBATCHES // replicas, BF16["micro_batch_size"]
-    zero_stage = 3 if replicas > 1 else 0
-    kept, light, again = (
-        run_distributed(
-            traced_steps,
-            2 * replicas,
-            (2, 1, replicas),
-            str(tmp_path),
-            True,
-            BF16 | {"zero_stage": zero_stage, "sequence_parallel": sequence_parallel, "recompute": recompute},
-            backend="pretend",
-        )[0]
-        for recompute in ("none", "light", "full")
-    )
+    common = {"zero_stage": 3 if replicas > 1 else 0, "sequence_parallel": sequence_parallel}
+    variants = [common | {"recompute": recompute} for recompute in ("none", "light", "full")]
+    kept, light, again = traced_variants((2, 1, replicas), tmp_path, *variants)
     assert kept.figures == light.figures == again.figures
     assert kept.collectives == light.collectives and kept.products == light.products
     blocks = 2 * microbatches
@@ -182,19 +177,8 @@ def test_recomputation_of_a_split_backward_ends_before_the_last_product(tmp_path
     but the last. Only a schedule from a file splits the backward of such blocks."""
     halves = tmp_path / "halves.csv"
     halves.write_text(",".join(f"0F{n},0I{n},0W{n}" for n in range(MICROBATCHES)) + "\n", encoding="utf-8")
-    kept, again = (
-        run_distributed(
-            traced_steps,
-            1,
-            (1, 1, 1),
-            str(tmp_path),
-            True,
-            BF16 | {"schedule_csv": str(halves), "recompute": recompute},
-            backend="pretend",
-            init=False,
-        )[0]
-        for recompute in ("none", "full")
-    )
+    variants = [{"schedule_csv": str(halves), "recompute": recompute} for recompute in ("none", "full")]
+    kept, again = traced_variants((1, 1, 1), tmp_path, *variants)
     assert kept.figures == again.figures
     assert again.products.total() - kept.products.total() == MICROBATCHES * 2 * (1 + 7) * 4
 
@@ -246,23 +230,28 @@ def test_a_sum_of_input_gradients_in_fp32_is_the_products_own() -> None:
         assert products == {name: 8}
 
 
-def sequence_parallel(rank: int, world_size: int, directory: str, device: str, changes: Any) -> Traced:
-    config = make_config((2, 1, 1), directory, device=device, **LLAMA | {"sequence_parallel": True} | changes)
-    trainer, traced = make_trainer(config, build_mesh(config.parallel)), Traced()
-    for _ in range(3):
-        with Trace(traced):
-            result = trainer.train_step(next(trainer.batches))
-        traced.figures += [float(result.loss), float(result.grad_norm)]
-    return traced
+def sequence_parallel(rank: int, world_size: int, directory: str, device: str, variants: list[Any]) -> list[Traced]:
+    """Two traced steps of each."""
+    found = []
+    for changes in variants:
+        config = make_config((2, 1, 1), directory, device=device, **LLAMA | {"sequence_parallel": True} | changes)
+        trainer, traced = make_trainer(config, build_mesh(config.parallel)), Traced()
+        for _ in range(2):
+            with Trace(traced):
+                result = trainer.train_step(next(trainer.batches))
+            traced.figures += [float(result.loss), float(result.grad_norm)]
+        found.append(traced)
+    return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"schedule": "zero-bubble"}, {"recompute": "full"}], ids=str)
-def test_sequence_parallelism_copies_nothing_around_its_collectives(changes: Any, tmp_path: Any) -> None:
+def test_sequence_parallelism_copies_nothing_around_its_collectives(tmp_path: Any) -> None:
     """At two samples a microbatch, where the pieces of the sequence are not in order."""
-    found = run_distributed(sequence_parallel, 2, str(tmp_path), "pretend", changes, backend="pretend")[0]
-    expected = run_distributed(sequence_parallel, 2, str(tmp_path), "cpu", changes)[0]
-    assert found.clones == 0
-    assert found.figures == pytest.approx(expected.figures, rel=1e-6)
+    variants = [{}, {"schedule": "zero-bubble"}, {"recompute": "full"}]
+    on_device = run_distributed(sequence_parallel, 2, str(tmp_path), "pretend", variants, backend="pretend")[0]
+    on_cpu = run_distributed(sequence_parallel, 2, str(tmp_path), "cpu", variants)[0]
+    for found, expected in zip(on_device, on_cpu, strict=True):
+        assert found.clones == 0
+        assert found.figures == pytest.approx(expected.figures, rel=1e-6)
 
 
 def in_parts_and_whole(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:

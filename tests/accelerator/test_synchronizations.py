@@ -4,6 +4,7 @@ the next batch; whatever the layout, the schedule and the number of microbatches
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -49,22 +50,21 @@ CASES: list[tuple[Layout, list[Options]]] = [
             {"optimizer": "sgd", "recompute": "full", "reproducible": True},
             {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "window_size": 5},
             {"position_embedding_type": "alibi", "num_query_groups": 2, "attention": "fused-softmax"},
-            {"bert_style": "classic", "sentence_task": "sop"},
             {"bert_style": "modern", "window_size": 4},
         ],
     ),
     (
         (2, 1, 1),
         [
-            {"micro_batch_size": 8, "precision": "bf16"},
             {"sequence_parallel": True, "recompute": "selective", "label_smoothing": 0.1},
-            {"bert_style": "classic"},
+            {"bert_style": "classic", "micro_batch_size": 8, "precision": "bf16"},
+            {"optimizer": "muon"},
         ],
     ),
     (
         (1, 2, 1),
         [
-            *({"schedule": schedule} for schedule in ("1f1b", "gpipe", "zero-bubble")),
+            *({"schedule": schedule} for schedule in ("gpipe", "zero-bubble")),
             {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1, "num_layers": 4},
             {"bert_style": "modern", "schedule": "1f1b", "precision": "bf16"},
         ],
@@ -72,13 +72,13 @@ CASES: list[tuple[Layout, list[Options]]] = [
     (
         (1, 1, 2),
         [
-            *({"zero_stage": stage} for stage in range(4)),
             {"zero_stage": 2, "precision": "bf16", "micro_batch_size": 1},
             {"zero_stage": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
-            {"zero_stage": 3, "reproducible": True},
+            {"zero_stage": 3},
+            {"zero_stage": 0, "reproducible": True},
         ],
     ),
-    ((1, 2, 2), [{"zero_stage": 2, "schedule": "zero-bubble", "micro_batch_size": 1}]),
+    ((1, 1, 1), [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}, {"cp": 2, "bert_style": "classic"}]),
 ]
 
 
@@ -124,44 +124,23 @@ def count(rank: int, world_size: int, layout: Layout, output_dir: str, variants:
         assert max(step.bytes_to_host for step in steps) <= 8 * 16, options
 
 
-@pytest.mark.parametrize(("layout", "variants"), CASES, ids=[str(layout) for layout, _ in CASES])
+@pytest.mark.parametrize(("layout", "variants"), CASES)
 def test_a_step_waits_once_and_copies_the_next_batch_alone(
     tmp_path: Path, layout: Layout, variants: list[Options]
 ) -> None:
-    run_distributed(count, layout[0] * layout[1] * layout[2], layout, str(tmp_path), variants, backend="pretend")
+    ranks = math.prod(layout) * variants[0].get("cp", 1)
+    run_distributed(count, ranks, layout, str(tmp_path), variants, backend="pretend")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2)], ids=str)
 def test_every_optimizer_waits_as_often(tmp_path: Path, layout: Layout) -> None:
-    names = [name for name in OPTIMIZERS if name != "adafactor" or layout[0] == 1]
-    variants: list[Options] = [{"optimizer": name, "precision": "bf16"} for name in names]
+    variants: list[Options] = [{"optimizer": name, "precision": "bf16"} for name in OPTIMIZERS]
     variants += [
         {"optimizer": "muon", "muon_split_qkv": "heads"},
         {"param_group": ("blocks.0.*:lr=0.5", "*.bias:freeze")},
     ]
-    run_distributed(count, layout[0] * layout[2], layout, str(tmp_path), variants, backend="pretend", timeout=180)
-
-
-def test_ranks_that_divide_sequences_wait_as_often(tmp_path: Path) -> None:
-    variants: list[Options] = [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}, {"cp": 2, "bert_style": "classic"}]
-    run_distributed(count, 2, (1, 1, 1), str(tmp_path), variants, backend="pretend")
-
-
-def with_experts(rank: int, world_size: int, output_dir: str) -> list[list[str]]:
-    """Causes of the synchronisations of steps of two microbatches, in two layers with experts."""
-    experts = {"num_experts": 4, "ep": world_size, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01}
-    options = {**experts, "micro_batch_size": 4 // world_size}
-    return [step.sync_causes for step in steps_of(trainer_of((1, 1, world_size), output_dir, None, options))]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_layer_with_experts_waits_once_for_the_counts_of_its_rows(ranks: int, tmp_path: Path) -> None:
-    for steps in run_distributed(with_experts, ranks, str(tmp_path), backend="pretend", init=ranks > 1):
-        for causes in steps:
-            assert [("in assign" in cause, "in to_host" in cause) for cause in causes] == [(True, False)] * 4 + [
-                (False, True)
-            ], causes
+    run_distributed(count, layout[2], layout, str(tmp_path), variants, backend="pretend", timeout=180)
 
 
 EXPERTS: Options = {
@@ -250,7 +229,7 @@ def test_a_look_at_a_number_in_a_microbatch_is_counted(tmp_path: Path) -> None:
 # ---- the engine
 
 
-def engine_steps(rank: int, world_size: int, zero_stage: int) -> list[tuple[int, int]]:
+def engine_steps(rank: int, world_size: int) -> list[tuple[int, int]]:
     """Host synchronisations and copied bytes of three steps; in the last one replica meets a size that is new."""
     layers = [Layer(name, partial(torch.nn.Linear, 8, 8)) for name in ("one", "two", "three")]
     engine = PipelineEngine(
@@ -258,7 +237,7 @@ def engine_steps(rank: int, world_size: int, zero_stage: int) -> list[tuple[int,
         loss=torch.nn.functional.mse_loss,
         train_iters=8,
         num_microbatches=4,
-        parallel=ParallelConfig(dp=world_size, zero_stage=zero_stage, device="pretend"),
+        parallel=ParallelConfig(dp=world_size, zero_stage=3, device="pretend"),
     )
     found = []
     for step in range(4):
@@ -270,11 +249,10 @@ def engine_steps(rank: int, world_size: int, zero_stage: int) -> list[tuple[int,
     return found[1:]
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_the_engines_batch(zero_stage: int) -> None:
+def test_the_engines_batch() -> None:
     sample = 4 * 2 * 8 * 4
     old, new = (1, 2 * sample), (1, 3 * sample)
-    assert run_distributed(engine_steps, 2, zero_stage, backend="pretend") == [[old] * 3, [old] * 2 + [new]]
+    assert run_distributed(engine_steps, 2, backend="pretend") == [[old] * 3, [old] * 2 + [new]]
 
 
 # ---- the next batch
@@ -297,12 +275,15 @@ class Samples:
         return {"tokens": tokens, "labels": tokens, "loss_mask": np.ones(3, np.float32)}
 
 
+def loader_of(samples: Samples, **changes: Any) -> DeviceLoader:
+    sizes: Options = {"micro_batch_size": 4, "global_batch_size": 4, "rank": 0, "ranks": 1}
+    loader = BatchLoader(samples, Microbatch, **sizes | changes, pin_memory=True)
+    return DeviceLoader(loader, torch.device("pretend", 0))
+
+
 def fetch(rank: int, world_size: int) -> None:
-    device, samples = torch.device("pretend", 0), Samples(bad=7)
-    loader = DeviceLoader(
-        BatchLoader(samples, Microbatch, micro_batch_size=2, global_batch_size=4, rank=0, ranks=1, pin_memory=True),
-        device,
-    )
+    samples = Samples(bad=7)
+    loader = loader_of(samples, micro_batch_size=2)
     first = next(loader)
     assert (loader.consumed_samples, samples.read) == (4, 4)
     with counting() as counters:
@@ -314,20 +295,7 @@ def fetch(rank: int, world_size: int) -> None:
         next(loader)
     assert loader.consumed_samples == 4
 
-    loader = DeviceLoader(
-        BatchLoader(
-            Samples(bad=-1),
-            Microbatch,
-            micro_batch_size=4,
-            global_batch_size=4,
-            rank=0,
-            ranks=1,
-            consumed_samples=4,
-            pin_memory=True,
-        ),
-        device,
-    )
-    seen = []
+    loader, seen = loader_of(Samples(bad=-1), consumed_samples=4), []
     for (microbatch,) in loader:
         loader.prefetch()
         seen.append((microbatch.index, microbatch.tokens[:, 0].tolist(), loader.consumed_samples))
@@ -340,12 +308,7 @@ def test_the_next_step_is_fetched_ahead_and_counts_once_it_is_due() -> None:
 
 def used_and_dropped(rank: int, world_size: int, *, holds: bool) -> list[int]:
     """The sums of two steps, of which nobody keeps the first while the device may still read it but the loader."""
-    loader = DeviceLoader(
-        BatchLoader(
-            Samples(bad=-1), Microbatch, micro_batch_size=4, global_batch_size=4, rank=0, ranks=1, pin_memory=True
-        ),
-        torch.device("pretend", 0),
-    )
+    loader = loader_of(Samples(bad=-1))
     (first,) = next(loader)
     total = first.tokens.sum()
     del first

@@ -6,7 +6,6 @@ reference on the CPU. What the device computes otherwise than a CPU: `device.ope
 
 from __future__ import annotations
 
-import itertools
 import json
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
-from tests.accelerator.device import counting, needs_pretend, operators_of_the_device
+from tests.accelerator.device import needs_pretend, operators_of_the_device
 from tests.distributed import run_distributed
 from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
@@ -22,7 +21,7 @@ from tests.parity.runs import Layout, make_config, make_trainer
 
 pytestmark = needs_pretend
 
-STEPS = 3
+STEPS = 2
 # Relative, of losses and of gradient norms. 16 bits round at other places where a layout or the attention adds in
 # another order; measured 6e-4 and 4e-3 in bf16, 2e-5 and 3e-4 in fp16.
 TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (5e-5, 1e-3)}
@@ -64,85 +63,56 @@ def zero(stage: int) -> Changes:
     return {"zero_stage": stage}
 
 
-# Every feature with every kind of parallelism that it meets, by pairs.
+# Every feature with every kind of parallelism that it meets.
 CASES: dict[int, list[Case]] = {
     1: [
         ((1, 1, 1), FULL | UNFUSED | {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
         ((1, 1, 1), BF16 | OFFLOAD | SELECTIVE),
         ((1, 1, 1), FP16 | SGD),
-        ((1, 1, 1), GATED | FULL),
         ((1, 1, 1), BERT | OFFLOAD),
         ((1, 1, 1), GATED | OFF),
     ],
     2: [
-        ((1, 1, 2), zero(0) | WAIT | FULL),
         ((1, 1, 2), zero(0) | FP16 | OFFLOAD),
         ((1, 1, 2), zero(1) | OFFLOAD | SELECTIVE),
         ((1, 1, 2), zero(2) | WAIT | BF16 | UNFUSED),
-        ((1, 1, 2), zero(3) | FP16),
         ((1, 1, 2), zero(3) | WAIT | BERT),
         ((1, 2, 1), GPIPE | FULL | OFFLOAD),
         ((1, 2, 1), TWICE | BF16),
         ((1, 2, 1), SPLIT | SELECTIVE | SGD),
-        ((1, 2, 1), BERT),
-        ((1, 2, 1), SPLIT | GATED | BF16),
-        ((2, 1, 1), GATED),
         ((2, 1, 1), GATED | SP),
-        ((2, 1, 1), SP | FULL),
         ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
         ((2, 1, 1), BERT | SP | BF16),
         ((1, 1, 1), context("ring") | GATED | zero(1)),
         ((1, 1, 1), context("allgather") | BERT | zero(3)),
         ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
-        ((1, 2, 1), SPLIT | OFF),
-        ((2, 1, 1), DIVIDED | OFF),
         ((1, 1, 2), EXPERTS | OFF | {"ep": 2, "moe_expert_capacity_factor": 1.0}),
         ((2, 1, 1), EXPERTS | DIVIDED | OFF),
     ],
     4: [
-        ((1, 2, 2), zero(1) | {"schedule": "1f1b"}),
         ((1, 2, 2), zero(3) | SPLIT | WAIT | SELECTIVE),
-        ((1, 2, 2), zero(2) | TWICE | OFFLOAD),
-        ((2, 1, 2), zero(2) | SP | SELECTIVE),
         ((2, 1, 2), zero(3) | SP | BF16 | GATED),
-        ((2, 2, 1), TWICE | SP | FULL),
         ((2, 2, 1), SPLIT | BERT),
-        ((1, 1, 4), zero(3) | OFFLOAD | WAIT),
         ((1, 1, 4), zero(1) | {"reproducible": True}),  # last: it cannot be undone in a process
     ],
 }
-# The full product, of which each launch takes minutes.
-ALL: dict[int, list[Case]] = {
+MORE: dict[int, list[Case]] = {
     2: [
-        *(
-            ((1, 1, 2), zero(stage) | wait | offload | precision)
-            for stage, wait, offload, precision in itertools.product(
-                range(4), ({}, WAIT), ({}, OFFLOAD), ({}, BF16, FP16)
-            )
-        ),
-        *(
-            ((1, 2, 1), schedule | recompute | precision)
-            for schedule, recompute, precision in itertools.product(
-                ({}, GPIPE, TWICE, SPLIT), ({}, SELECTIVE, FULL), ({}, BF16, FP16)
-            )
-        ),
-        *(
-            ((2, 1, 1), sp | recompute | kind | precision)
-            for sp, recompute, kind, precision in itertools.product(
-                ({}, SP), ({}, SELECTIVE, FULL), ({}, BERT), ({}, BF16, FP16)
-            )
-        ),
+        ((1, 1, 2), zero(0) | WAIT | FULL),
+        ((1, 1, 2), zero(3) | FP16),
+        ((1, 2, 1), BERT),
+        ((1, 2, 1), SPLIT | GATED | BF16),
+        ((2, 1, 1), GATED),
+        ((2, 1, 1), SP | FULL),
+        ((2, 1, 1), DIVIDED | OFF),
+        ((2, 1, 1), BERT | FP16 | SELECTIVE),
     ],
     4: [
-        *(
-            ((1, 2, 2), schedule | zero(stage) | wait)
-            for schedule, stage, wait in itertools.product(({}, GPIPE, TWICE, SPLIT), range(4), ({}, WAIT))
-        ),
-        *(
-            ((2, 1, 2), zero(stage) | sp | kind)
-            for stage, sp, kind in itertools.product(range(4), ({}, SP), ({}, BERT))
-        ),
-        *(((2, 2, 1), schedule | sp) for schedule, sp in itertools.product(({}, GPIPE, TWICE, SPLIT), ({}, SP))),
+        ((1, 2, 2), zero(1) | {"schedule": "1f1b"}),
+        ((1, 2, 2), zero(2) | TWICE | OFFLOAD),
+        ((2, 1, 2), zero(2) | SP | SELECTIVE),
+        ((2, 2, 1), TWICE | SP | FULL),
+        ((1, 1, 4), zero(3) | OFFLOAD | WAIT),
     ],
 }
 
@@ -217,12 +187,17 @@ def test_training_gives_the_cpus_losses(ranks: int, folder: str) -> None:
     compare(CASES[ranks], folder)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", MORE)
+def test_further_combinations_give_the_cpus_losses(ranks: int, folder: str) -> None:
+    compare(MORE[ranks], folder)
+
+
 def test_offloaded_activations_of_a_split_backward_change_no_bit(folder: str) -> None:
-    for precision in ({}, BF16):
-        deep = SPLIT | precision | {"num_layers": 8, "micro_batch_size": 2}
-        cases = [((1, 2, 1), deep), ((1, 2, 1), deep | OFF)]
-        plain, offloaded = run_distributed(train_all, 2, cases, "pretend", folder, backend="pretend", timeout=600)[0]
-        assert offloaded == plain
+    deep = SPLIT | {"num_layers": 6, "micro_batch_size": 2}
+    cases = [((1, 2, 1), deep | precision | offload) for precision in ({}, BF16) for offload in ({}, OFF)]
+    found = run_distributed(train_all, 2, cases, "pretend", folder, backend="pretend", timeout=600)[0]
+    assert found[::2] == found[1::2]
 
 
 ENGINES: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -243,39 +218,3 @@ def test_the_engine_trains_any_model_as_plain_torch_does() -> None:
         assert result.norms == pytest.approx(expected.norms, rel=1e-6), name
         if name != "cnn" or dp == 1:  # batch norm's running statistics are those of a replica
             assert result.evaluated == pytest.approx(expected.evaluated, rel=1e-6), name
-
-
-def synchronisations(rank: int, world_size: int, directory: str, planted: bool) -> list[str]:
-    """What makes the host wait in a steady step of four microbatches."""
-    trainer = trainer_of(((1, 1, 1), {"log_interval": 100}), "pretend", directory)
-    plain = trainer.model.runtime.task.loss
-
-    def loss(output: Any, microbatch: Any) -> Any:
-        if planted:
-            output.sum().item()
-        return plain(output, microbatch)
-
-    trainer.model.runtime.task.loss = loss
-    trainer.train_step(next(trainer.batches))
-    with counting() as c:
-        trainer.train_step(next(trainer.batches))
-    assert len(c.sync_causes) == c.host_syncs
-    assert c.operators > 500
-    return c.sync_causes
-
-
-def test_an_item_in_a_microbatch_is_counted(folder: str) -> None:
-    plain, planted = (
-        run_distributed(synchronisations, 1, folder, fault, backend="pretend", init=False)[0] for fault in (False, True)
-    )
-    added = [cause for cause in planted if "in loss" in cause]
-    assert len(added) == 4
-    assert all(cause.startswith("item at ") for cause in added)
-    assert len(planted) - len(added) == len(plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", ALL)
-def test_every_combination_gives_the_cpus_losses(ranks: int, folder: str) -> None:
-    for first in range(0, len(ALL[ranks]), 12):
-        compare(ALL[ranks][first : first + 12], folder)

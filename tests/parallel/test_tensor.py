@@ -49,50 +49,27 @@ def check_slice(parameter: ShardedParameter | None, full_gradient: Tensor | None
     close(parameter.spec.unpadded(parameter.grad), parameter.spec.take(full_gradient), rtol=1e-5)
 
 
-def column_is_linear(rank: int, size: int, bias: bool) -> None:
-    group, twin = world_group(rank, size), torch.nn.Linear(12, 16, bias=bias)
-    layer = ColumnParallelLinear(12, 16, group=group, bias=bias)
-    weight, x, grad = seeded(16, 12), seeded(5, 3, 12, seed=1), seeded(5, 3, 16, seed=2)
-    give(layer.weight, weight)
-    twin.weight.data.copy_(weight)
-    if bias:
-        give(layer.bias, seeded(16, seed=3))
-        twin.bias.data.copy_(seeded(16, seed=3))
+def linear_is_linear(group: Group, kind: type[ColumnParallelLinear] | type[RowParallelLinear], bias: bool) -> None:
+    layer, twin = kind(12, 16, group=group, bias=bias), torch.nn.Linear(12, 16, bias=bias)
+    for seed, (name, parameter) in enumerate(twin.named_parameters()):
+        parameter.data.copy_(seeded(*parameter.shape, seed=seed))
+        give(getattr(layer, name), parameter.data)
+    x, grad = seeded(5, 3, 12, seed=2), seeded(5, 3, 16, seed=3)
     x_parallel, x_twin = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y = gather_from_group(layer(x_parallel), group)
-    expected = twin(x_twin)
-    close(y, expected)
-    y.backward(grad)
-    expected.backward(grad)
-    close(x_parallel.grad, x_twin.grad, rtol=1e-5, atol=1e-6)
-    check_slice(layer.weight, twin.weight.grad)
-    if bias:
-        check_slice(layer.bias, twin.bias.grad)
-
-
-def row_is_linear(rank: int, size: int, bias: bool) -> None:
-    group, twin = world_group(rank, size), torch.nn.Linear(16, 12, bias=bias)
-    layer = RowParallelLinear(16, 12, group=group, bias=bias)
-    weight, x, grad = seeded(12, 16), seeded(5, 3, 16, seed=1), seeded(5, 3, 12, seed=2)
-    give(layer.weight, weight)
-    twin.weight.data.copy_(weight)
-    if bias:
-        give(layer.bias, seeded(12, seed=3))
-        twin.bias.data.copy_(seeded(12, seed=3))
-    x_parallel, x_twin = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, expected = layer(scatter_to_group(x_parallel, group)), twin(x_twin)
+    splits_columns = kind is ColumnParallelLinear
+    y = layer(x_parallel if splits_columns else scatter_to_group(x_parallel, group))
+    y, expected = gather_from_group(y, group) if splits_columns else y, twin(x_twin)
     close(y, expected, rtol=1e-6, atol=2e-6)
     y.backward(grad)
     expected.backward(grad)
-    close(x_parallel.grad, x_twin.grad)
-    check_slice(layer.weight, twin.weight.grad)
-    if bias:
-        check_slice(layer.bias, twin.bias.grad)
+    close(x_parallel.grad, x_twin.grad, rtol=1e-5, atol=1e-6)
+    for name, parameter in twin.named_parameters():
+        check_slice(getattr(layer, name), parameter.grad)
 
 
-def identity_gives_ones_and_eights(rank: int, size: int) -> None:
+def identity_gives_ones_and_eights(group: Group) -> None:
     """The identity through all-ones weights: every output 1, every input gradient 8."""
-    group, x = world_group(rank, size), torch.eye(8, requires_grad=True)
+    x = torch.eye(8, requires_grad=True)
     layer = ColumnParallelLinear(8, 8, group=group, bias=False)
     torch.nn.init.ones_(layer.weight)
     y = gather_from_group(layer(x), group)
@@ -102,8 +79,8 @@ def identity_gives_ones_and_eights(rank: int, size: int) -> None:
     assert torch.equal(x.grad, torch.full((8, 8), 8.0))
 
 
-def embedding_is_embedding(rank: int, size: int, vocab: int) -> None:
-    group, twin = world_group(rank, size), torch.nn.Embedding(vocab, 6)
+def embedding_is_embedding(group: Group, vocab: int) -> None:
+    twin = torch.nn.Embedding(vocab, 6)
     layer = VocabParallelEmbedding(vocab, 6, group=group, multiple=4)
     table, tokens = seeded(vocab, 6), torch.arange(2 * vocab).view(2, vocab) % vocab  # every id, edges included
     give(layer.weight, table)
@@ -116,19 +93,16 @@ def embedding_is_embedding(rank: int, size: int, vocab: int) -> None:
     check_slice(layer.weight, twin.weight.grad)
     spec = layer.weight.spec
     assert layer.weight.grad is not None
-    assert layer.weight.shape[0] == padded_rows(vocab, size, 4)
+    assert layer.weight.shape[0] == padded_rows(vocab, group.size, 4)
     assert torch.all(layer.weight.grad[spec.local_shape[0] :] == 0)
 
 
-def cross_entropy_is_cross_entropy(
-    rank: int, size: int, vocab: int, options: CrossEntropyOptions, shift: float
-) -> None:
-    group = world_group(rank, size)
+def cross_entropy_is_cross_entropy(group: Group, vocab: int, options: CrossEntropyOptions, shift: float) -> None:
     full = seeded(7, 3, vocab) + shift
     targets = torch.arange(21).view(7, 3) % vocab
     targets[0, 1] = targets[6, 2] = options.ignore_index
     weights = seeded(7, 3, seed=4)
-    start, stop = split_evenly(vocab, rank, size)
+    start, stop = split_evenly(vocab, group.rank, group.size)
     local = F.pad(full[..., start:stop], (0, 5), value=99.0)  # padding that would win the softmax
     local.requires_grad_()
     loss = cross_entropy(local, targets, share=vocabulary_share(vocab, group), options=options)
@@ -155,9 +129,9 @@ def cross_entropy_is_cross_entropy(
     assert torch.all(loss[targets == options.ignore_index] == 0)
 
 
-def pairs_are_adjoint(rank: int, size: int) -> None:
+def pairs_are_adjoint(group: Group) -> None:
     """<A x, y> = <x, A^T y> summed over the group, for each autograd pair."""
-    group = world_group(rank, size)
+    rank, size = group.rank, group.size
     for pair, width_in, width_out in (
         (copy_to_group, 8, 8),
         (reduce_from_group, 8, 8),
@@ -172,9 +146,9 @@ def pairs_are_adjoint(rank: int, size: int) -> None:
         out.backward(y)
         assert x.grad is not None
         left, right = (out * y).sum().detach(), (x * x.grad).sum().detach()
-        if not alike_out:
+        if not alike_out and size > 1:
             torch.distributed.all_reduce(left)
-        if not alike_in:
+        if not alike_in and size > 1:
             torch.distributed.all_reduce(right)
         close(left, right, rtol=1e-12, atol=1e-12)
 
@@ -193,10 +167,10 @@ class _Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def argmax_is_argmax(rank: int, size: int, vocab: int) -> None:
-    group, logits = world_group(rank, size), seeded(5, 3, vocab)
-    start, stop = split_evenly(vocab, rank, size)
-    local = torch.full((5, 3, padded_rows(vocab, size, 8)), 100.0)  # the padding is larger than all
+def argmax_is_argmax(group: Group, vocab: int) -> None:
+    logits = seeded(5, 3, vocab)
+    start, stop = split_evenly(vocab, group.rank, group.size)
+    local = torch.full((5, 3, padded_rows(vocab, group.size, 8)), 100.0)  # the padding is larger than all
     local[..., : stop - start] = logits[..., start:stop]
     assert torch.equal(vocab_parallel_argmax(local, vocabulary_share(vocab, group)), logits.argmax(-1))
 
@@ -211,49 +185,33 @@ def collectives_of_cross_entropy(rank: int, size: int) -> list[tuple[str, int]]:
     return sent.found
 
 
-@pytest.mark.parametrize("bias", [True, False])
+CROSS_ENTROPIES: list[tuple[int, CrossEntropyOptions, float]] = [
+    (33, CrossEntropyOptions(), 0.0),
+    (33, CrossEntropyOptions(label_smoothing=0.1), 0.0),
+    (33, CrossEntropyOptions(z_loss=1e-2, label_smoothing=0.2, ignore_index=-1), 0.0),
+    (3, CrossEntropyOptions(z_loss=1e-2, label_smoothing=0.2), 0.0),
+    (33, CrossEntropyOptions(), 1e4),
+    (33, CrossEntropyOptions(), -1e4),
+]
+
+
+def every_layer(rank: int, size: int) -> None:
+    group = world_group(rank, size)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        for bias in (True, False):
+            linear_is_linear(group, kind, bias)
+    identity_gives_ones_and_eights(group)
+    for vocab in (17, 3, 32):
+        embedding_is_embedding(group, vocab)
+    for vocab, options, shift in CROSS_ENTROPIES:
+        cross_entropy_is_cross_entropy(group, vocab, options, shift)
+    argmax_is_argmax(group, 33)
+    pairs_are_adjoint(group)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_column_parallel_linear_is_linear(size: int, bias: bool) -> None:
-    run_distributed(column_is_linear, size, bias)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_row_parallel_linear_is_linear(size: int, bias: bool) -> None:
-    run_distributed(row_is_linear, size, bias)
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_identity_through_ones(size: int) -> None:
-    run_distributed(identity_gives_ones_and_eights, size)
-
-
-@pytest.mark.parametrize("size, vocab", [(1, 17), (2, 17), (4, 17), (4, 3), (4, 32)])
-def test_vocab_parallel_embedding_is_embedding(size: int, vocab: int) -> None:
-    run_distributed(embedding_is_embedding, size, vocab)
-
-
-@pytest.mark.parametrize("size, vocab", [(1, 33), (2, 33), (4, 33), (4, 3)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        CrossEntropyOptions(),
-        CrossEntropyOptions(label_smoothing=0.1),
-        CrossEntropyOptions(z_loss=1e-2, label_smoothing=0.2, ignore_index=-1),
-    ],
-)
-def test_vocab_parallel_cross_entropy_is_cross_entropy(size: int, vocab: int, options: CrossEntropyOptions) -> None:
-    run_distributed(cross_entropy_is_cross_entropy, size, vocab, options, 0.0)
-
-
-def test_vocab_parallel_argmax_is_argmax() -> None:
-    for size, vocab in ((1, 33), (4, 33)):
-        run_distributed(argmax_is_argmax, size, vocab)
-
-
-@pytest.mark.parametrize("shift", [1e4, -1e4])
-def test_cross_entropy_of_shifted_logits(shift: float) -> None:
-    run_distributed(cross_entropy_is_cross_entropy, 2, 33, CrossEntropyOptions(), shift)
+def test_parallel_layers_are_their_twins(size: int) -> None:
+    run_distributed(every_layer, size, stay=True)
 
 
 def test_cross_entropy_makes_one_exchange_of_three_floats_a_token() -> None:
@@ -280,11 +238,6 @@ def test_cross_entropy_in_place_writes_the_gradient_over_the_logits() -> None:
     assert torch.equal(logits.detach(), leaf.grad)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # the logits are gone
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_collective_pairs_are_adjoint(size: int) -> None:
-    run_distributed(pairs_are_adjoint, size)
 
 
 def regions_of_strided_numbers(rank: int, size: int) -> None:
