@@ -17,11 +17,8 @@ from tests.distributed import RankFailed, run_distributed
 pytestmark = needs_pretend
 
 
-def on_device(fn: Any, *args: Any) -> Any:
-    return run_distributed(fn, 1, *args, backend="pretend", init=False)[0]
-
-
 def check_mixing(rank: int, world_size: int) -> None:
+    """Host and device, and two devices, do not mix."""
     here, host = torch.ones(3, device="pretend"), torch.ones(3)
     assert here.device == torch.device("pretend", 0)
     for mix in (lambda: here + host, lambda: torch.where(here > 0, host, here), lambda: here.add_(host)):
@@ -36,11 +33,8 @@ def check_mixing(rank: int, world_size: int) -> None:
     assert (here + there.to("pretend:0")).tolist() == [2.0] * 3
 
 
-def test_host_and_device_and_devices_do_not_mix() -> None:
-    on_device(check_mixing)
-
-
 def check_memory(rank: int, world_size: int) -> None:
+    """Memory is counted, and fresh memory is NaN."""
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     assert torch.empty(7, device="pretend").isnan().all()
@@ -61,46 +55,8 @@ def check_memory(rank: int, world_size: int) -> None:
     limit_memory(1 << 30)
 
 
-def test_memory_is_counted_and_fresh_memory_is_nan() -> None:
-    on_device(check_memory)
-
-
-def check_operators(rank: int, world_size: int) -> None:
-    """Views, in-place and out= operators, results of every kind, and autograd, against the same on the CPU."""
-    torch.manual_seed(0)
-    a, b = torch.randn(4, 6), torch.randn(6, 5)
-    x, y = a.to("pretend").requires_grad_(), b.to("pretend").requires_grad_()
-    loss = ((x @ y).softmax(-1).t()[1:, ::2].cumsum(0) ** 2).sum()
-    loss.backward()
-    u, v = a.clone().requires_grad_(), b.clone().requires_grad_()
-    ((u @ v).softmax(-1).t()[1:, ::2].cumsum(0) ** 2).sum().backward()
-    for found, expected in ((x.grad, u.grad), (y.grad, v.grad)):
-        assert found is not None
-        assert expected is not None
-        assert torch.equal(found.cpu(), expected)
-    out = torch.empty(0, device="pretend")
-    torch.cat([x.detach(), x.detach()], out=out)
-    assert torch.equal(out.cpu(), torch.cat([a, a]))
-    values, places = x.detach().topk(2)
-    assert torch.equal(values.cpu(), a.topk(2).values)
-    assert torch.equal(places.cpu(), a.topk(2).indices)
-    z = x.detach().clone()
-    z[:, 1:3] = 0.0
-    z.view(-1)[::5].mul_(2.0)
-    w = a.clone()
-    w[:, 1:3] = 0.0
-    w.view(-1)[::5].mul_(2.0)
-    assert torch.equal(z.cpu(), w)
-    heads, attend = a.view(1, 2, 4, 3), torch.nn.functional.scaled_dot_product_attention
-    found = attend(*(heads.to("pretend"),) * 3, is_causal=True).cpu()
-    torch.testing.assert_close(found, attend(heads, heads, heads, is_causal=True), rtol=1e-6, atol=1e-6)
-
-
-def test_operators_are_the_cpus() -> None:
-    on_device(check_operators)
-
-
 def check_kernels(rank: int, world_size: int) -> None:
+    """An operator that CPUs have a kernel of is not composed of others."""
     generator = torch.Generator().manual_seed(1)
     x, grad = torch.randn(2, 6, 8, 32, generator=generator).unbind()
     weight, bias = torch.randn(2, 32, generator=generator).unbind()
@@ -122,11 +78,8 @@ def check_kernels(rank: int, world_size: int) -> None:
                 assert torch.equal(one.cpu(), other), (operator, dtype)
 
 
-def test_an_operator_that_cpus_have_a_kernel_of_is_not_composed_of_others() -> None:
-    on_device(check_kernels)
-
-
 def check_counters(rank: int, world_size: int) -> None:
+    """Synchronisations, operators and bytes are counted."""
     x = torch.arange(8.0, device="pretend")
     pinned = torch.empty(8, pin_memory=True)
     causes = {  # what is done -> host synchronisations, bytes to the device, bytes to the host
@@ -158,11 +111,8 @@ def check_counters(rank: int, world_size: int) -> None:
     assert re.fullmatch(r"item at .*test_device\.py:\d+ in check_counters", c.sync_causes[0])
 
 
-def test_synchronisations_operators_and_bytes_are_counted() -> None:
-    on_device(check_counters)
-
-
 def check_copies(rank: int, world_size: int) -> None:
+    """A copy that nobody waits for has not happened."""
     x, pinned = torch.ones(4, device="pretend"), torch.zeros(4, pin_memory=True)
     pinned.copy_(x, non_blocking=True)
     assert pinned.isnan().all()  # nobody has waited
@@ -182,11 +132,8 @@ def check_copies(rank: int, world_size: int) -> None:
     assert pinned.to("pretend", non_blocking=True).tolist() == [10.0] * 4  # ordered on the device, without the host
 
 
-def test_a_copy_that_nobody_waits_for_has_not_happened() -> None:
-    on_device(check_copies)
-
-
 def check_streams(rank: int, world_size: int) -> None:
+    """Streams are ordered by events only."""
     main, side = torch.accelerator.current_stream(), torch.Stream("pretend")
     x = torch.ones(4, device="pretend")
     x.fill_(2.0)
@@ -204,10 +151,6 @@ def check_streams(rank: int, world_size: int) -> None:
     main.wait_event(done)
     assert (y + 1).tolist() == [5.0] * 4
     x.zero_()
-
-
-def test_streams_are_ordered_by_events_only() -> None:
-    on_device(check_streams)
 
 
 def check_reuse(rank: int, world_size: int) -> None:
@@ -248,8 +191,20 @@ def check_reuse(rank: int, world_size: int) -> None:
     torch.accelerator.synchronize()
 
 
-def test_memory_that_another_stream_uses_is_not_freed() -> None:
-    on_device(check_reuse)
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_mixing,
+        check_memory,
+        check_kernels,
+        check_counters,
+        check_copies,
+        check_streams,
+        check_reuse,
+    ],
+)
+def test_one_device_is_as_strict_as_a_gpu(check: Any) -> None:
+    run_distributed(check, 1, backend="pretend", init=False)
 
 
 def check_collectives(rank: int, world_size: int) -> None:

@@ -70,18 +70,21 @@ def test_shards_hold_equal_parts_of_the_matrices(stage: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("replicas", "changes"),
     [
-        {},
-        {"activation": "swiglu", "disable_bias_linear": True, "num_query_groups": 2},
-        {"muon_parameters": "blocks.*.mlp.*"},
-        {"num_experts": 4, "ep": 2, "activation": "swiglu", "disable_bias_linear": True},
-        {"num_experts": 4, "moe_shared_expert_size": 96, "moe_shared_expert_gate": True, "moe_first_dense_layers": 1}
-        | {"activation": "swiglu", "disable_bias_linear": True},
+        (2, {}),
+        (24, {}),
+        (6, {"activation": "swiglu", "disable_bias_linear": True, "num_query_groups": 2}),
+        (6, {"muon_parameters": "blocks.*.mlp.*"}),
+        (6, {"num_experts": 4, "ep": 2, "activation": "swiglu", "disable_bias_linear": True}),
+        (
+            24,
+            {"num_experts": 4, "moe_shared_expert_size": 96, "moe_shared_expert_gate": True}
+            | {"activation": "swiglu", "disable_bias_linear": True, "moe_first_dense_layers": 1},
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("replicas", [2, 6, 24])
 def test_the_planner_has_the_same_buckets(replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
     shape: dict[str, Any] = {"bucket_size_mb": 1, "precision": "bf16", "global_batch_size": replicas}
     config = make_config((1, 1, replicas), tmp_path, **(MUON | shape | changes), micro_batch_size=1, zero_stage=1)

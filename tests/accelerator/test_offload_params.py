@@ -26,6 +26,7 @@ from tests.parity.runs import (
     Layout,
     Outcome,
     bitwise,
+    differences,
     gather,
     losses_around_a_skip,
     make_config,
@@ -56,43 +57,33 @@ CASES: dict[int, list[Case]] = {
     1: [
         ((1, 1, 1), NO_CLIP | BF16 | FULL),
         ((1, 1, 1), NO_CLIP | {"untie_embeddings_and_output_weights": True, "ema_decay": 0.9}),
-        ((1, 1, 1), {"reproducible": True}),
     ],
     2: [
         ((1, 1, 2), BF16),
         ((1, 1, 2), {"overlap_grad_reduce": False, "offload_activations": True} | GATED),
         ((1, 2, 1), NO_CLIP | BF16 | ONE),
     ],
-    4: [
-        ((2, 1, 2), {"sequence_parallel": True} | BF16 | GATED),
-        ((1, 2, 2), ONE | BF16 | FULL),
-    ],
+    4: [((2, 1, 2), {"sequence_parallel": True} | BF16 | GATED)],
 }
 MORE: dict[int, list[Case]] = {
     1: [
-        ((1, 1, 1), NO_CLIP),
-        ((1, 1, 1), NO_CLIP | MUON),
         ((1, 1, 1), NO_CLIP | BF16 | {"grad_reduce_dtype": "bf16"}),
         ((1, 1, 1), NO_CLIP | {"param_group": ("blocks.0.*:freeze",)}),
         ((1, 1, 1), NO_CLIP | BF16 | {"moments_dtype": "int8", "ema_decay": 0.9}),
     ],
     2: [
-        ((1, 1, 2), {}),
         ((1, 1, 2), MUON),
         ((1, 1, 2), {"optimizer": "lamb"} | BF16),
-        ((1, 1, 2), {"moments_dtype": "int8"} | BF16),
         ((1, 1, 2), {"moments_dtype": "bf16", "ema_decay": 0.9} | ONE),
         ((1, 1, 2), {"optimizer": "lion", "recompute": "selective"} | BF16 | ONE),
         ((1, 1, 2), BF16 | {"grad_reduce_compression": "int8"}),
         ((1, 1, 2), NO_CLIP | EXPERTS | BF16),
-        ((1, 2, 1), NO_CLIP | ONE | INTERLEAVED),
         ((1, 2, 1), NO_CLIP | ONE | {"schedule": "zero-bubble"}),
         ((2, 1, 1), NO_CLIP | {"sequence_parallel": True}),
         ((1, 1, 1), {"cp": 2, "cp_comm": "ring"} | BF16),
     ],
     4: [
-        ((1, 2, 2), ONE | INTERLEAVED),
-        ((1, 2, 2), ONE | {"schedule": "zero-bubble"}),
+        ((1, 2, 2), ONE | BF16 | FULL | INTERLEAVED),
         ((1, 1, 4), {"zero_shard_size": 2} | BF16),
         ((1, 1, 4), {"reproducible": True}),  # last: it cannot be undone in a process
     ],
@@ -194,7 +185,7 @@ def steady(rank: int, world_size: int, directory: str, *, slowly: bool, changes:
     )
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Path) -> None:
     """Of two microbatches: parameters travel before each forward and backward; the sum of gradients to the host and,
     before the second, back; for the norm once more. A part of the parameters is checked."""
@@ -261,13 +252,10 @@ def test_a_rollback_gives_the_bits_of_stage_3_on_the_device(tmp_path: Path) -> N
 
 
 def test_an_engine_trains_any_model_as_on_the_device() -> None:
-    models = [("cnn", {"zero_stage": 3}), ("tokens", {"zero_stage": 3})]
-    cases = [(name, 1, 2, {"device": "pretend", **stage, **where}) for name, stage in models for where in ({}, HOST)]
-    found = run_distributed(any_model.train_all, 2, cases, backend="pretend", timeout=120)[0]
-    for plain, on_host in zip(found[::2], found[1::2], strict=True):
-        assert on_host.losses == plain.losses
-        assert on_host.norms == plain.norms
-        assert on_host.evaluated == plain.evaluated
+    cases = [("cnn", 1, 2, {"device": "pretend", "zero_stage": 3, **where}) for where in ({}, HOST)]
+    plain, on_host = run_distributed(any_model.train_all, 2, cases, backend="pretend", timeout=120)[0]
+    for what in ("losses", "norms", "evaluated"):
+        assert getattr(on_host, what) == getattr(plain, what)
 
 
 def resumed(rank: int, world_size: int, directory: str, changes: list[Changes]) -> tuple[list[float], dict[str, Any]]:
@@ -286,10 +274,8 @@ def resumed(rank: int, world_size: int, directory: str, changes: list[Changes]) 
 
 
 def test_checkpoints_go_from_host_to_device_and_back(tmp_path: Path) -> None:
-    """With exact sums, bitwise, on other numbers of replicas too."""
-    plain, plain_weights = run_distributed(resumed, 2, str(tmp_path / "a"), [{}, {}, {}], backend="pretend")[0]
-    for name, ranks, cases in (("b", 2, [HOST, {}, HOST]), ("c", 1, [{}, HOST, HOST])):
-        backend: dict[str, Any] = {"backend": "pretend", "init": ranks > 1}
-        losses, weights = run_distributed(resumed, ranks, str(tmp_path / name), cases, **backend)[0]
-        assert losses == plain
-        assert all(torch.equal(weights[key], value) for key, value in plain_weights.items())
+    """With exact sums, bitwise, on another number of replicas too."""
+    on_two = run_distributed(resumed, 2, str(tmp_path / "a"), [HOST, {}, HOST], backend="pretend")[0]
+    on_one = run_distributed(resumed, 1, str(tmp_path / "b"), [{}, {}, {}], backend="pretend", init=False)[0]
+    assert on_two[0] == on_one[0]
+    assert not differences(on_two[1], on_one[1])

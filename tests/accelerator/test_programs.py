@@ -31,10 +31,8 @@ OPTIONS: dict[str, Any] = {"global_batch_size": 4, "save_interval": 2, "eval_int
 OPTIONS |= {"hidden_dropout": 0, "attention_dropout": 0}  # masks differ between degrees of tp
 SOURCE: dict[str, Any] = {"pp": 2, "dp": 2, "zero_stage": 2, "offload_optimizer": True, "async_save": True}
 TARGETS: list[dict[str, Any]] = [
-    SOURCE,
     {"tp": 2, "dp": 2, "zero_stage": 3},
     {"pp": 2, "schedule": "zero-bubble", "async_save": True},
-    {"dp": 2},
 ]
 
 
