@@ -48,6 +48,7 @@ LONGEST = (
     "accelerator/test_memory.py",
     "e2e/test_gpu_check.py",
     "e2e/test_scripts.py",
+    "plans/test_traced_memory.py",
     "kernels/test_block_attention.py",
     "parity/test_any_model.py",
     "parallel/test_muon_plan.py",

@@ -32,7 +32,7 @@ from megacore.parallel.mesh import ALONE, Mesh
 from tests.parity.runs import VOCAB, make_config, make_trainer
 from tests.patience import patience
 
-FLIPS = 200
+FLIPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_every_flipped_bit_is_refused_by_file_name(newest: Path) -> None:
 def test_every_bit_of_a_manifests_head_counts(newest: Path) -> None:
     file = newest / "manifest.json"
     good = file.read_bytes()
-    for bit in range(8 * 120):
+    for bit in range(0, 8 * 120, 5):
         content = bytearray(good)
         content[bit // 8] ^= 1 << bit % 8
         file.write_bytes(content)
@@ -124,48 +124,26 @@ def test_a_damaged_tokenizer_is_no_other_tokenizer(run: Path, newest: Path) -> N
         check_load(make_config((1, 1, 1), newest.parent, load=str(newest), tokenizer=tokenizer))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_every_truncated_file_is_refused_by_name(newest: Path, share: float) -> None:
+def test_every_truncated_or_missing_file_and_every_shard_of_another_step_is_refused_by_name(newest: Path) -> None:
     for file in files_of(newest):
-        good = file.read_bytes()
-        for size in {int(share * (len(good) - 1)), min(1, int(share * len(good)))}:
-            file.write_bytes(good[:size])
+        good, size = file.read_bytes(), file.stat().st_size
+        other = newest.with_name("step_00000001") / file.relative_to(newest)
+        shards = [other.read_bytes()] if file.suffix == ".safetensors" else []
+        for content in (b"", good[:1], good[: size // 2], good[:-1], *shards):
+            file.write_bytes(content)
             refused(newest, file)
+        file.unlink()
+        refused(newest, file)
         file.write_bytes(good)
 
 
-def test_every_missing_file_is_refused_by_name(newest: Path) -> None:
-    for file in files_of(newest):
-        file.rename(newest.parent / "aside")
-        refused(newest, file)
-        (newest.parent / "aside").rename(file)
-
-
-def test_a_shard_of_another_step_is_refused_by_name(newest: Path) -> None:
-    for file in files_of(newest):
-        other = newest.with_name("step_00000001") / file.relative_to(newest)
-        if file.suffix == ".safetensors":
-            good = file.read_bytes()
-            assert len(good) == other.stat().st_size
-            shutil.copyfile(other, file)
-            refused(newest, file)
-            file.write_bytes(good)
-
-
-def test_a_run_with_nothing_whole_is_refused_and_never_started_afresh(newest: Path) -> None:
-    older = newest.with_name("step_00000001")
-    for directory in (newest, older):
-        (directory / "model-pp0-tp0.safetensors").write_bytes(b"")
+@pytest.mark.parametrize("lost", ["model-pp0-tp0.safetensors", "manifest.json"])
+def test_a_run_with_nothing_whole_is_refused_and_never_started_afresh(newest: Path, lost: str) -> None:
+    for directory in newest.parent.glob("step_*"):
+        (directory / lost).unlink()
     for load in ("auto", str(newest.parent)):
-        with pytest.raises(CheckpointError, match=r"none of the 2 .* can be continued: .*step_00000002/model.*"):
+        with pytest.raises(CheckpointError, match=rf"none of the 2 .* can be continued: .*step_00000002/{lost}.*"):
             choose_checkpoint(make_config((1, 1, 1), newest.parent, load=load), ALONE)
-
-
-def test_a_run_whose_checkpoints_lost_their_manifests_is_never_started_afresh(newest: Path) -> None:
-    for file in newest.parent.glob("step_*/manifest.json"):
-        file.unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 2 .*step_00000002/manifest.json is missing.*step_00000001"):
-        choose_checkpoint(make_config((1, 1, 1), newest.parent, load="auto"), ALONE)
 
 
 def test_checkpoints_that_were_moved_away_and_linked_are_taken(newest: Path) -> None:
@@ -223,15 +201,17 @@ def little_memory() -> Iterator[None]:
 
 
 NAMES = ["../outside", "/etc/passwd", "a/../../outside", "tokenizer/../../outside", "tokenizer/", "..", ".", "", "a\\b"]
+NAMES += ["tokenizer/a/b", "a\0b", "manifest.json"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "tokenizer/a/b", "a\0b", "manifest.json"])
 @pytest.mark.usefixtures("little_memory")
-def test_a_name_outside_the_directory_is_refused(newest: Path, name: str) -> None:
+def test_a_name_outside_the_directory_is_refused(newest: Path) -> None:
     (newest.parent / "outside").write_text("secret")
-    entry = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
-    rewritten(newest, lambda raw: raw["files"].update({name: entry}))
-    assert "names a file outside its directory" in str(whole(newest, ALONE))
+    entry, good = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}, (newest / "manifest.json").read_text()
+    for name in NAMES:
+        rewritten(newest, lambda raw, name=name: raw["files"].update({name: entry}))  # type: ignore[misc]
+        assert "names a file outside its directory" in str(whole(newest, ALONE)), name
+        (newest / "manifest.json").write_text(good)
 
 
 def test_pieces_in_files_outside_the_list_are_refused(newest: Path) -> None:
@@ -262,14 +242,11 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_json_bomb_is_refused(newest: Path, bomb: str, is_sealed: bool) -> None:
-    content = BOMBS[bomb]()
-    if is_sealed:
-        body = b' "serial": 9,\n "x": ' + content + b"}\n"
-        content = b'{\n "manifest_sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
-    (newest / "manifest.json").write_bytes(content)
-    del content
+def test_a_json_bomb_is_refused(newest: Path, bomb: str) -> None:
+    body = b' "serial": 9,\n "x": ' + BOMBS[bomb]() + b"}\n"
+    seal = b'{\n "manifest_sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode()
+    (newest / "manifest.json").write_bytes(seal + body)
+    del body
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     refused(newest, newest / "manifest.json")
     assert time.monotonic() - start < patience(2)
@@ -305,11 +282,11 @@ class Payload:
         return os.system, ("touch /tmp/megacore-executed",)
 
 
-@pytest.mark.parametrize("table", tables())
 @pytest.mark.usefixtures("little_memory")
-def test_a_shard_whose_table_lies_is_refused(newest: Path, table: str) -> None:
-    replaced(newest, "model-pp0-tp0.safetensors", tables()[table])
-    refused(newest, newest / "model-pp0-tp0.safetensors")
+def test_a_shard_whose_table_lies_is_refused(newest: Path) -> None:
+    for content in tables().values():
+        replaced(newest, "model-pp0-tp0.safetensors", content)
+        refused(newest, newest / "model-pp0-tp0.safetensors")
     assert not Path("/tmp/megacore-executed").exists()
 
 

@@ -1,9 +1,8 @@
-"""Packed documents through a block: each is as if it were alone, on one rank and on several, and padding gives no more
-than itself."""
+"""Packed documents through a block: each is as if it were alone, and padding gives no more than itself. On several
+ranks they are rows of tests/matrix."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -17,12 +16,8 @@ from megacore.layers.context import BuildContext
 from megacore.layers.rotary import Rotary
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec
-from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.recompute import Recomputed
-from megacore.parallel.sequence import local_positions
 from megacore.pipeline.stage import Stage
-from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 1}
@@ -86,33 +81,3 @@ def test_neighbours_and_padding_change_no_bit(config: ResolvedModel) -> None:
     one, other = (stage((x, DOCUMENTS, POSITIONS))[0] for x in (before, after))
     same = (DOCUMENTS == 1) | (DOCUMENTS == 3)
     assert torch.equal(one[same], other[same])
-
-
-def on_ranks(rank: int, size: int) -> None:
-    """Output and gradients of a sequence-parallel, recomputed block are the one-rank block's slices."""
-    group = Group(ranks=tuple(range(size)), rank=rank, handle=torch.distributed.group.WORLD)
-    own = local_positions(16, group)
-    for config in (ROPE, dataclasses.replace(ALIBI, activation="swiglu", add_qkv_bias=False)):
-        results = []
-        for tp, mine in ((ALONE, slice(None)), (group, own)):
-            stage = stage_of(config, causal=False, window=6, layer_group=tp, sequence_parallel=tp is group)
-            stage.layers[0] = Recomputed(stage.layers[0], RandomStreams(0, CPU))
-            x = packed()[:, mine].requires_grad_()
-            y, *_ = stage((x, DOCUMENTS, POSITIONS))
-            (y * packed()[:, mine]).sum().backward()
-            results.append((y.detach(), x.grad, stage.by_name()))
-        (y, dx, whole), (y_own, dx_own, parts) = results
-        torch.testing.assert_close(y_own, y[:, own], rtol=1e-5, atol=1e-5)
-        assert dx is not None
-        torch.testing.assert_close(dx_own, dx[:, own], rtol=1e-5, atol=1e-5)
-        for name, part in parts.items():
-            gradient, expected = part.grad, whole[name].grad
-            assert gradient is not None
-            assert expected is not None
-            if part.spec.is_replicated:  # each rank saw its own positions, which the update sums
-                torch.distributed.all_reduce(gradient)
-            torch.testing.assert_close(gradient, part.spec.take(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_documents_on_several_ranks() -> None:
-    run_distributed(on_ranks, 2)

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, WatchConfig
+from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import run_distributed
+from tests.parallel.test_engine import UNIFORM, batch, engine_of
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_decay_style="constant", weight_decay=0.1)
 ADAMW = AdamWConfig()
@@ -48,23 +49,9 @@ def plain_layers() -> list[Layer]:
     ]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(step)
-    return torch.randn(12, 6, generator=draw), torch.randn(12, 6, generator=draw)
-
-
-def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
-    parallel = ParallelConfig(
-        **{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-4, "pipeline_balance": "uniform"}
-        | changes.pop("parallel", {})
-    )
-    settings: dict[str, Any] = {
-        "loss": F.mse_loss,
-        "train_iters": 10,
-        "num_microbatches": 4 // dp,
-        "watch": WatchConfig(hang_timeout_minutes=0.0),
-    }
-    return PipelineEngine(layers, parallel=parallel, optimizer=OPTIMIZER, **settings | changes)
+def engine_on(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
+    parallel = UNIFORM | changes.pop("parallel", {})
+    return engine_of(layers, pp, dp, parallel=parallel, optimizer=OPTIMIZER, **changes)
 
 
 def train(engine: PipelineEngine, first: int, last: int) -> list[float]:
@@ -84,9 +71,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_what_saves_memory_changes_no_bit(schedule: str, changes: dict[str, Any]) -> None:
     """Neither of the losses, nor of the weights, nor of BatchNorm's running averages."""
-    plain = engine_of(plain_layers(), parallel={"schedule": schedule})
+    plain = engine_on(plain_layers(), parallel={"schedule": schedule})
     changes = changes | {"parallel": {"schedule": schedule, **changes.get("parallel", {})}}
-    saving = engine_of(plain_layers(), **changes)
+    saving = engine_on(plain_layers(), **changes)
     assert train(saving, 0, 3) == train(plain, 0, 3)
     assert same(saving.state_dict(), plain.state_dict())
 
@@ -128,7 +115,7 @@ def tanh_layers() -> list[Layer]:
 
 
 def sixteen_bits(rank: int, world_size: int, pp: int, precision: str) -> tuple[dict[str, Tensor], list[float]]:
-    engine = engine_of(
+    engine = engine_on(
         tanh_layers(),
         pp,
         world_size // pp,
@@ -156,7 +143,7 @@ def test_sixteen_bits_are_those_of_plain_torch_on_one_process_and_four(precision
 
 
 def save_two_of_four(rank: int, world_size: int, directory: str) -> list[float]:
-    engine = engine_of(plain_layers(), 2, 1, reproducible=True)
+    engine = engine_on(plain_layers(), 2, 1, reproducible=True)
     train(engine, 0, 2)
     engine.save(directory)
     return train(engine, 2, 4)
@@ -164,13 +151,13 @@ def save_two_of_four(rank: int, world_size: int, directory: str) -> list[float]:
 
 def test_a_checkpoint_of_two_stages_continues_on_one_process_bitwise(tmp_path: Path) -> None:
     after = run_distributed(save_two_of_four, 2, str(tmp_path))[0]
-    one = engine_of(plain_layers(), reproducible=True)
+    one = engine_on(plain_layers(), reproducible=True)
     one.load(tmp_path)
     assert one.step == 2
     assert train(one, 2, 4) == after
     assert one.state_dict()["norm.num_batches_tracked"] == 16
     with pytest.raises(CheckpointError, match=r"of another model: other\.weight is missing"):
-        engine_of([Layer("other", nn.Linear, 6, 6)]).load(tmp_path)
+        engine_on([Layer("other", nn.Linear, 6, 6)]).load(tmp_path)
 
 
 # ---- tensor parallelism
@@ -191,8 +178,8 @@ def tensor_parallel(
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     mesh = build_mesh(ParallelConfig(tp=tp, pp=pp, device="cpu"))
     assert mesh.batch.size == world_size // (tp * pp)
-    parallel = {"tp": tp, "pp": pp, "dp": mesh.batch.size, "zero_stage": zero_stage}
-    engine = engine_of(split_layers(mesh), mesh=mesh, parallel=parallel, num_microbatches=4 // mesh.batch.size)
+    parallel = {"tp": tp, "zero_stage": zero_stage}
+    engine = engine_on(split_layers(mesh), pp, mesh.batch.size, mesh=mesh, parallel=parallel)
     losses, norms = [], []
     for step in range(3):
         losses += train(engine, step, step + 1)
@@ -218,7 +205,7 @@ def test_split_layers_train_as_on_one_process(tmp_path: Path) -> None:
             for name, value in state.items():
                 torch.testing.assert_close(result[2][name], value, rtol=1e-4, atol=1e-5)
     mesh = Mesh(device=torch.device("cpu"))
-    one = engine_of(split_layers(mesh), mesh=mesh)
+    one = engine_on(split_layers(mesh), mesh=mesh)
     one.load(tmp_path / "4-2")
     assert one.step == 3
     torch.testing.assert_close(one.state_dict()["up.weight"], state["up.weight"], rtol=1e-4, atol=1e-5)

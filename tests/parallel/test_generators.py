@@ -8,16 +8,11 @@ from typing import get_args
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import BatchLoader, Microbatch
-from megacore.layers.attention import SelfAttention
-from megacore.layers.context import BuildContext
 from megacore.ops import Attention
 from megacore.parallel.mesh import build_mesh
-from megacore.parallel.random import RandomStreams
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 
@@ -62,18 +57,3 @@ def test_reading_ahead_leaves_the_generator_as_it_was() -> None:
     del loader  # ends its process, whatever the test finds
     assert read == 2
     assert torch.equal(after, before)
-
-
-def test_attention_draws_from_its_site_and_microbatch() -> None:
-    """Bit for bit what torch's operator gives after `manual_seed` with the key of both."""
-    config = make_config((1, 1, 1), "unused", attention_dropout=0.2)
-    streams = RandomStreams(7, torch.device("cpu"))
-    context = BuildContext(device=torch.device("cpu"), streams=streams)
-    layer = SelfAttention(config.model, context, "blocks.0.attention")
-    query, key, value = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(5))
-    streams.microbatch = 3
-    found = layer._mix(query, key, value, documents=None)
-    with torch.random.fork_rng():
-        torch.manual_seed(streams.key("blocks.0.attention", 0))
-        expected: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.2)
-    assert torch.equal(found, expected)

@@ -4,6 +4,7 @@ are transformers' own, and flags that contradict config.json are refused by name
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,37 +68,24 @@ def loss_of(model: nn.Module, batch: int) -> Tensor:
     return (losses * mask.flatten()).sum() / mask.sum()
 
 
+EXPERTS: dict[str, Any] = {"ep": 2, "zero_stage": 1}
+
+
 @pytest.mark.parametrize(
-    ("layout", "changes"),
-    [((2, 2, 1), {}), pytest.param((4, 1, 2), {"zero_stage": 3}, marks=pytest.mark.slow)],
+    ("name", "layout", "changes"),
+    [
+        ("stablelm-12b", (2, 2, 1), {}),  # each rank normalises its heads with their own weights
+        ("qwen3-moe", (2, 1, 2), EXPERTS),  # every rank reads the slices of its experts
+        pytest.param("gpt2", (4, 1, 2), {"zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param("mixtral", (2, 1, 2), EXPERTS, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", (2, 1, 2), EXPERTS, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-def test_a_run_starts_from_the_weights(
-    layout: Layout, changes: dict[str, Any], directory: Path, tmp_path: Path
-) -> None:
-    compare("gpt2", directory, layout, changes, tmp_path)
-
-
-def test_a_run_with_norms_of_each_head_starts_from_the_weights(tmp_path: Path) -> None:
-    """Each rank normalises its heads with their own weights."""
-    source = save_model(make_model("stablelm-12b"), tmp_path / "hf")
-    compare("stablelm-12b", source, (2, 2, 1), {}, tmp_path / "run")
-
-
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "deepseek-v3")]
-
-
-@pytest.mark.parametrize("name", ["qwen3-moe", *_SLOW])
-def test_a_run_with_experts_starts_from_the_weights(name: str, tmp_path: Path) -> None:
-    """Every rank reads the slices of its experts."""
-    source = save_model(make_model(name), tmp_path / "hf")
-    compare(name, source, (2, 1, 2), {"ep": 2, "zero_stage": 1}, tmp_path / "run")
-
-
-def compare(name: str, directory: Path, layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
-    tp, pp, dp = layout
-    found = run_distributed(start, tp * pp * dp, layout, str(directory), str(tmp_path), changes, timeout=120)[0]
-    weights, loss = found
+def test_a_run_starts_from_the_weights(name: str, layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
+    directory = save_model(make_model(name), tmp_path / "hf")
+    arguments = (layout, str(directory), str(tmp_path / "run"), changes)
+    weights, loss = run_distributed(start, math.prod(layout), *arguments, timeout=120)[0]
     hf = open_model(directory)
     for step in hf.plan:
         if step.is_buffer:  # the loss depends on it

@@ -23,8 +23,6 @@ from megacore.config import AdamWConfig
 from megacore.config.dimensions import DIMENSIONS, Dimension, coordinates_of, describe_rank
 from megacore.optim.adamw import AdamW
 from megacore.optim.update import counted_segments, totals
-from megacore.parallel import collectives
-from megacore.parallel.collectives import rows_of_ranks
 from megacore.parallel.mesh import ALONE, Group, Mesh, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
 from megacore.zero.data_parallel import DataParallel
@@ -266,21 +264,3 @@ def all_stages(rank: int, world_size: int, stages: Iterable[int]) -> None:
 
 def test_a_parameter_is_reduced_and_counted_over_the_replica_group_that_it_names() -> None:
     run_distributed(all_stages, 4, range(4))
-
-
-def gather_rows(rank: int, world_size: int, layout: Layout) -> list[list[float]]:
-    """Rows of numbers by messages, which are those by the backend's collective."""
-    mesh = build_mesh(make_config(layout, "unused").parallel)
-    row = (10.0 * rank, math.inf if rank == 1 else -rank / 3)
-    rows = rows_of_ranks(row, mesh)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_FEW_RANKS", 1)
-        torch.testing.assert_close(rows_of_ranks(row, mesh), rows, rtol=0, atol=0)
-    return rows.tolist()
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2), (1, 2, 2)])
-def test_rows_of_all_ranks_are_in_the_order_of_the_ranks(layout: Layout) -> None:
-    ranks = math.prod(layout)
-    expected = [[10.0 * rank, math.inf if rank == 1 else -rank / 3] for rank in range(ranks)]
-    assert run_distributed(gather_rows, ranks, layout) == [expected] * ranks

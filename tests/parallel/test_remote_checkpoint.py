@@ -1,13 +1,11 @@
 """Checkpoints at URLs: what a directory promises, an object store keeps.
 
 `memory://` is a store in one process; `file://` is one that several processes see, without the renaming that a
-directory has. A save that is killed at any point costs nothing that was published, as in test_save_kills.py.
+directory has. That a save which is killed at any point costs nothing is in test_save_kills.py.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,17 +13,14 @@ import fsspec
 import pytest
 import torch
 
-from megacore.checkpoint import storage
 from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint, whole
-from megacore.checkpoint.directory import pointed_to, published, step_of, sweep
+from megacore.checkpoint.directory import pointed_to, published, sweep
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest
 from megacore.errors import CheckpointError, StorageError
-from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from megacore.parallel.mesh import ALONE, Mesh
 from megacore.remote import RemotePath
 from megacore.train.trainer import Trainer
-from tests.distributed import RankFailed, run_distributed
 from tests.parity.runs import make_config, make_trainer
 
 ONE = (1, 1, 1)
@@ -150,74 +145,3 @@ def test_a_store_that_fails_leaves_nothing_unfinished(tmp_path: Path, monkeypatc
     with pytest.raises(StorageError, match=r"run/step_00000002/manifest.json: RuntimeError: the store is busy"):
         step_and_save(trainer)
     assert {name.partition("/")[0] for name in names(URL)} == {"latest", "step_00000001"}
-
-
-# ---- several ranks
-
-
-def shared(directory: Path) -> str:
-    return f"file://{directory}/store"
-
-
-def trainer_of(directory: Path, *, async_save: bool) -> tuple[Trainer, Mesh]:
-    options = {"zero_stage": 1, "async_save": async_save, "keep_last": 1, "train_iters": 1000}
-    config = make_config((1, 2, 2), directory, save=shared(directory), **options)
-    mesh = build_mesh(config.parallel)
-    return make_trainer(config, mesh), mesh
-
-
-def die_in_a_save(rank: int, world_size: int, directory: Path, victim: int, where: str, async_save: bool) -> None:
-    """Publish step 1, and end at a point of the saving of step 2, which would delete step 1 after it."""
-    trainer, mesh = trainer_of(directory, async_save=async_save)
-    step_and_save(trainer)
-    trainer.saving.finish()
-    pids = all_gather_objects(os.getpid(), mesh.world)
-
-    def passing(point: str) -> None:
-        if point == "manifest written":
-            Path(directory, "published").touch()
-        if point == where and rank in (0, victim):
-            Path(directory, "killed").touch()
-            os.kill(pids[victim], signal.SIGKILL)
-
-    storage.passing = passing
-    step_and_save(trainer)
-    signal.pause()  # a rank that is through before the signal arrives
-
-
-def check(directory: Path, victim: int, point: str, async_save: bool) -> None:
-    with pytest.raises(RankFailed):
-        run_distributed(die_in_a_save, 4, directory, victim, point, async_save)
-    assert (directory / "killed").exists()
-    run = RemotePath(shared(directory))
-    config = make_config(ONE, directory, save=str(run), load="auto", keep_last=1, train_iters=1000)
-    choice = choose_checkpoint(config, ALONE)
-    assert choice.directory is not None
-    assert choice.refused == ()
-    step = step_of(choice.directory)
-    assert step is not None
-    assert step >= (2 if (directory / "published").exists() else 1)
-    trainer = alone(directory, str(run), load=str(choice.directory), keep_last=1)
-    assert trainer.step == step
-    step_and_save(trainer)
-    assert [whole(path, ALONE) for path in published(run)] == [None, None]  # the new one and the loaded one
-    assert not [name for name in names(str(run)) if ".tmp-" in name]
-
-
-CHOSEN = [(0, "shard half written", False), (0, "manifest written", True), (0, "half retired", False)]
-ALL = [point for point in storage.POINTS if point not in ("replacement written",)]
-
-
-@pytest.mark.parametrize(("victim", "point", "async_save"), CHOSEN)
-def test_a_save_that_is_cut_off_costs_nothing_published(
-    tmp_path: Path, victim: int, point: str, async_save: bool
-) -> None:
-    check(tmp_path, victim, point, async_save)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("point", ALL)
-@pytest.mark.parametrize("victim", [0, 3])
-def test_every_point(tmp_path: Path, victim: int, point: str, async_save: bool) -> None:
-    check(tmp_path, victim, point, async_save)

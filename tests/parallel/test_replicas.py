@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import build_mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
-from megacore.train.replicas import ReplicaCheck
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from megacore.zero.local_segments import LocalSegment
@@ -64,13 +63,6 @@ def test_every_single_bit_and_every_swap_changes_the_hash() -> None:
         assert bit_hash(values).item() != expected
         values[[one, other]] = values[[other, one]]
     assert bit_hash(values).item() == expected
-
-
-def test_weights_of_a_row_differ_as_the_promise_about_swaps_needs() -> None:
-    weights = _weights(0, _ROW, torch.device("cpu"))
-    assert (weights % 2 == 1).all()
-    assert len((weights & (2**33 - 1)).unique()) == _ROW
-    assert torch.equal(_weights(1, 64, torch.device("cpu")), _weights(1, 1024, torch.device("cpu"))[:64])
 
 
 # ---- flipped bits
@@ -139,7 +131,7 @@ def saves(seed: int) -> bool:
     return seed % 2 == 0
 
 
-def flipped(rank: int, world_size: int, directory: str, trials: list[int]) -> list[Any]:
+def flipped(rank: int, world_size: int, directory: str, trials: Sequence[int]) -> list[Any]:
     """Of each trial: what was flipped, what was said, where, after which step, and what was saved."""
     found = []
     for seed in trials:
@@ -159,7 +151,7 @@ def flipped(rank: int, world_size: int, directory: str, trials: list[int]) -> li
     return found
 
 
-def examine(directory: Path, trials: list[int]) -> None:
+def examine(directory: Path, trials: Sequence[int]) -> None:
     ranks = run_distributed(flipped, 4, str(directory), trials, timeout=120)
     for seed, results in zip(trials, zip(*ranks, strict=True), strict=True):
         name, said, rank, step, saved = results[0]
@@ -173,13 +165,9 @@ def examine(directory: Path, trials: list[int]) -> None:
         assert name.split()[0] in said, where
 
 
-def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
-    examine(tmp_path, [0, 1, 2, 6])
-
-
-@pytest.mark.slow
-def test_thirty_flipped_bits_of_thirty_are_found(tmp_path: Path) -> None:
-    examine(tmp_path, list(range(100, 130)))
+@pytest.mark.parametrize("trials", [[0, 1, 6], pytest.param(range(100, 112), marks=pytest.mark.slow)], ids=str)
+def test_flipped_bits_are_found_and_named(trials: Sequence[int], tmp_path: Path) -> None:
+    examine(tmp_path, trials)
 
 
 # ---- no alarm, no other bits, and the engine
@@ -204,7 +192,7 @@ def checked_and_not(rank: int, world_size: int, directory: str, cases: list[Case
             assert [record["watch/replicas_checked_step"] for record in records] == [2, 3]
 
 
-@pytest.mark.parametrize("cases", [CASES[2:4], pytest.param(CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [CASES[2:4], pytest.param(CASES[4:], marks=pytest.mark.slow)])
 def test_checks_change_no_bit_and_raise_no_alarm(cases: list[Case], tmp_path: Path) -> None:
     run_distributed(checked_and_not, 4, str(tmp_path), cases, timeout=120)
 
@@ -233,15 +221,6 @@ def engine_with_a_flipped_bit(rank: int, world_size: int, directory: str) -> lis
     with pytest.raises(SilentCorruption):
         engine.save(directory)
     return said
-
-
-def test_all_ranks_that_differ_are_named_with_their_hosts() -> None:
-    mesh = SimpleNamespace(describe=lambda rank: f"dp {rank}", world=SimpleNamespace(size=16))
-    check = ReplicaCheck(cast(Any, None), cast(Any, None), cast(Any, mesh), interval=1)
-    hosts = ["a", "b"] * 8
-    assert check._who((3,), hosts) == "rank 3 (dp 3, on b)"
-    assert check._who((1, 4), hosts) == "ranks 1, 4 (rank 1: dp 1, on b; rank 4: dp 4, on a)"
-    assert check._who(tuple(range(6)), hosts) == "ranks 0 to 5 (ranks 0, 2, 4 on a; ranks 1, 3, 5 on b)"
 
 
 def test_an_engine_names_the_replica_that_is_in_the_minority(tmp_path: Path) -> None:

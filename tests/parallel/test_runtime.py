@@ -125,15 +125,11 @@ def random_cases(ranks: int, number: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_no_case_hangs_or_miscounts(ranks: int) -> None:
-    run_distributed(run_cases, ranks, random_cases(ranks, 12), timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-def test_none_of_a_hundred_cases_hangs(ranks: int) -> None:
-    run_distributed(run_cases, ranks, random_cases(ranks, 100), timeout=900)
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(2, 12), (4, 12), *(pytest.param(ranks, 40, marks=pytest.mark.slow) for ranks in (3, 5))]
+)
+def test_no_case_hangs_or_miscounts(ranks: int, number: int) -> None:
+    run_distributed(run_cases, ranks, random_cases(ranks, number), timeout=300)
 
 
 def test_a_loss_of_another_shape_is_refused() -> None:

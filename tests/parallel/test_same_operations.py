@@ -108,26 +108,6 @@ def test_the_first_operation_that_differs_is_named_however_long_the_step(
     assert found() is None
 
 
-def test_votes_cancel_only_for_equal_operations(tmp_path: Path) -> None:
-    """Counted by hand: 3 ranks, a group of all, and messages from 1 to 0."""
-
-    def summed(sizes: Sequence[int]) -> tuple[int, ...]:
-        votes = []
-        for rank, size in enumerate(sizes):
-            ledger = Ledger(tmp_path, identity(rank, 3))
-            ledger.post(Phase.ALL_REDUCE, GROUP.ranks, 100)
-            ledger.post(Phase.ALL_REDUCE, GROUP.ranks, size)
-            if rank < 2:
-                ledger.post(Phase.RECEIVE if rank == 0 else Phase.SEND, PAIR.ranks, 5)
-            votes.append(ledger.votes_on_operations())
-        return tuple(sum(column) for column in zip(*votes, strict=True))
-
-    assert not operations_differ(summed([7, 7, 7]), 3)
-    assert all(operations_differ(summed(sizes), 3) for sizes in ([7, 7, 8], [8, 7, 7], [7, 8, 7], [1, 2, 3]))
-    assert not operations_differ((2, 5), 3), "a rank without a ledger has not voted"
-    assert not operations_differ((), 1)
-
-
 def test_votes_do_not_depend_on_where_the_operations_are_cut(tmp_path: Path) -> None:
     """Ranks end sections, and digest what they have posted, at different points."""
 
