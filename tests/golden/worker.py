@@ -119,8 +119,9 @@ def _save_instead_of_training() -> None:
     launch.launch = lambda config, program: save_toml(config, "config.toml") or 0  # type: ignore[attr-defined]
     importlib.import_module("megacore.watch.start").begin_watch = lambda config: None  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):  # a tree of another time has it elsewhere
-        room = importlib.import_module("megacore.parallel.host_memory").AvailableMemory(MEMORY, "MemAvailable of this machine")
-        importlib.import_module("megacore.plan.fit").host_memory = lambda: room  # type: ignore[attr-defined]
+        kind = importlib.import_module("megacore.parallel.host_memory").AvailableMemory
+        free = kind(MEMORY, "MemAvailable of this machine")
+        importlib.import_module("megacore.plan.fit").host_memory = lambda: free  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
