@@ -41,7 +41,6 @@ LONGEST = (
     "matrix/test_zero.py",
     "accelerator/test_offload_params.py",
     "e2e/test_failures.py",
-    "unit/test_search_refusals.py",
     "unit/test_roofline.py",
     "accelerator/test_products.py",
     "parallel/test_stopping.py",

@@ -75,15 +75,5 @@ def test_a_slower_kernel_than_the_device_has_is_warned_of(
         assert "4 heads of 64 over 2 of keys, 128 positions" in warning
 
 
-@pytest.mark.parametrize(("chosen", "warned"), [(SDPBackend.FLASH_ATTENTION, False), (SDPBackend.MATH, True)], ids=str)
-def test_flash_is_best_with_deterministic_algorithms(
-    chosen: SDPBackend, warned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They rule out cudnn's kernel."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    expected = "math kernel on this device, where flash" if warned else None
-    test_a_slower_kernel_than_the_device_has_is_warned_of((9, 0), chosen, {}, expected, monkeypatch)
-
-
 def test_the_cpu_is_not_warned() -> None:
     assert slower_attention(CPU, AttentionShape(**PLAIN | {"dropout": 0.1})) is None

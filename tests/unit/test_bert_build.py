@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,11 @@ from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.bert.dataset import BertDataset
 from megacore.data.bert.layouts import PackedText, PairText, SegmentText
 from megacore.data.bert.mock import MOCK_TOKENS
-from megacore.data.gpt.blend import BlendedDataset
 from megacore.data.gpt.build import InputErrors, vocabulary_size
 from megacore.data.indexed.preprocess import Job, preprocess
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
 
-Make = Callable[..., ResolvedBertConfig]
 LINES = [
     f"The {thing} came first. It was {thing} number {number}! Was it? It {verb}."
     for number, (thing, verb) in enumerate([("dog", "ran"), ("cat", "sat"), ("bird", "sang"), ("fish", "swam")] * 10)
@@ -83,26 +78,6 @@ def test_the_style_and_the_task_decide_the_layout(tmp_path: Path) -> None:
         assert train[3]["tokens"].max() < load_tokenizer(tmp_path / "wordpiece").vocab_size
 
 
-def test_an_evaluation_has_the_same_masks_every_time_and_other_ones_than_training(tmp_path: Path) -> None:
-    made = config(tmp_path, write(tmp_path, "wordpiece", "d", LINES))
-    one, other = (build_bert_datasets(made, train_samples=n).valid for n in (None, 77))
-    assert one is not None
-    assert other is not None
-    assert all(np.array_equal(one[k][name], other[k][name]) for k in range(8) for name in one[k])
-    train = build_bert_datasets(made).train
-    assert any(not np.array_equal(train[k]["loss_mask"], one[k]["loss_mask"]) for k in range(8))
-
-
-def test_datasets_are_mixed_and_draw_numbers_of_their_own(tmp_path: Path) -> None:
-    a, b = (write(tmp_path, "wordpiece", name, LINES) for name in "ab")  # the same text
-    made = config(tmp_path, "1", a, "3", b)
-    train = build_bert_datasets(made).train
-    assert isinstance(train, BlendedDataset)
-    assert np.bincount(train.dataset_index).tolist() == [10, 30]
-    one, other = train.datasets
-    assert any(not np.array_equal(one[k]["labels"], other[k]["labels"]) for k in range(10))
-
-
 def test_everything_wrong_is_named_at_once(tmp_path: Path) -> None:
     whole = write(tmp_path, "bpe", "whole", LINES, split_sentences=False)
     problems = refused(config(tmp_path, whole, kind="bpe"))
@@ -112,25 +87,6 @@ def test_everything_wrong_is_named_at_once(tmp_path: Path) -> None:
     assert problems[1].startswith("--sentence-task nsp needs documents of several sentences, but no document of")
     assert "whole_text_document.idx" in problems[1]
     assert "--split-sentences, or use --sentence-task none" in problems[1]
-
-
-def test_documents_without_sentences_do_where_no_pairs_are_asked_for(tmp_path: Path) -> None:
-    prefix = write(tmp_path, "wordpiece", "d", LINES, split_sentences=False)
-    ways: list[dict[str, Any]] = [{"sentence_task": "none"}, {"bert_style": "modern"}]
-    for bert in ways:
-        made = config(tmp_path, prefix, **bert)
-        check_bert_inputs(made)
-        assert build_bert_datasets(made).train[0]["sentence_labels"] == -1
-
-
-def test_ends_of_documents_that_no_sample_needs_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    check_bert_inputs(config(tmp_path, write(tmp_path, "wordpiece", "plain", LINES)))
-    assert caplog.messages == []
-    prefix = write(tmp_path, "wordpiece", "ended", LINES, append_eod=True)
-    check_bert_inputs(config(tmp_path, prefix))
-    (message,) = caplog.messages
-    assert message.startswith(f"{prefix} was made with --append-eod")
-    assert "\n" not in message
 
 
 def test_a_split_with_too_few_documents_of_sentences_is_named(tmp_path: Path) -> None:
@@ -162,16 +118,6 @@ def test_a_tokenizer_without_mask_is_named_so(moved: bool, tmp_path: Path) -> No
     assert len(problems) == 1 + moved
     assert any("has no [MASK] token, which BERT needs" in problem for problem in problems)
     assert any("made with another tokenizer" in problem for problem in problems) == moved
-
-
-def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:
-    marked = tmp_path / "marked"
-    check_bert_inputs(config(marked, write(marked, "wordpiece", "d", LINES), whole_word_masking=True))
-    prefix = write(tmp_path, "wordpiece", "d", LINES)
-    path = tmp_path / "wordpiece" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"continuing_subword_prefix": "##"', '"continuing_subword_prefix": ""'))
-    made = config(tmp_path, prefix, whole_word_masking=True)
-    assert any("does not mark where words begin" in problem for problem in refused(made))
 
 
 @pytest.mark.parametrize("bert", [{}, {"sentence_task": "sop"}, {"sentence_task": "none"}, {"bert_style": "modern"}])
@@ -214,11 +160,6 @@ def test_generated_samples_need_a_vocabulary_for_text() -> None:
         training=TrainingConfig(train_iters=1, global_batch_size=1),
     ).resolve(1)
     assert refused(made) == ("--vocab-size 7 is too small for --mock-data: use 8 or more",)
-
-
-def test_checking_loads_no_torch() -> None:
-    code = "import sys, megacore.data.bert.build; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
 def test_a_transformers_directory_is_a_tokenizer_too(tmp_path: Path) -> None:

@@ -12,16 +12,15 @@ import pytest
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import load_toml, save_toml
-from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.pipeline.schedule import Action, Timed, build_schedule, requirements, transfers_of
 from megacore.pipeline.simulator import Costs, Span, simulate
 from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, read_transfers, write_trace
-from megacore.plan.calibration import Calibration, base_of, calibrate, machine_of
+from megacore.plan.calibration import Calibration, calibrate, machine_of
 from megacore.plan.calibration_report import calibration_text
 from megacore.plan.cluster import CLUSTERS, fields_of, load_cluster, to_toml
 from megacore.plan.devices import Case
-from megacore.plan.measured_run import Launch, Machine, MeasuredRun, read_run
+from megacore.plan.measured_run import Machine, MeasuredRun, read_run
 from megacore.plan.step_time import step_time
 from megacore.plan.traffic import stage_message
 from tests.parity.runs import make_config
@@ -152,26 +151,6 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     assert load_cluster(path).source == found.cluster.source
 
 
-def test_no_link_becomes_a_hundred_times_slower(tmp_path: Path) -> None:
-    calibrated(tmp_path, [0.3] * 8)
-    message = 300 * message_seconds(tmp_path)
-    costs = Costs(forward=[0.01, 0.01], input_grad=[0.01, 0.01], weight_grad=[0.01, 0.01], transfer=message)
-    end = trace_of_pipeline(tmp_path / "trace.json", costs, 4)
-    found = calibrated(tmp_path, [end] * 8, costs)
-    assert found.cluster.device.node_link.bandwidth == pytest.approx(CPU.device.node_link.bandwidth / 10)
-    assert any("speed of the links: x 0.1," in line and "measured x 0.003" in line for line in lines_of(found))
-    assert "transfers were too slow or too fast for real links" in found.doubts
-
-
-def test_unsteady_rows_are_doubted(tmp_path: Path) -> None:
-    (doubt,) = calibrated(tmp_path, [1.0, 0.3, 0.6, 0.3, 0.6, 0.3, 0.6]).doubts
-    assert doubt.startswith("steps differ by a factor of")
-
-
-def test_a_speed_that_no_machine_has_is_doubted(tmp_path: Path) -> None:
-    assert "cpu is more than 10,000 times faster or slower than this run" in calibrated(tmp_path, [9e4] * 8).doubts
-
-
 def launched(directory: Path, **about: object) -> MeasuredRun:
     """A run of two ranks that recorded this."""
     calibrated(directory, [0.3] * 8)
@@ -213,43 +192,6 @@ def test_a_fitted_cluster_has_a_device_for_each_core(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(to_toml(found.cluster), encoding="utf-8")
     assert load_cluster(path).device.node_ranks == 4
-
-
-def test_ranks_that_share_cores_remain_on_one_machine_and_are_doubted(tmp_path: Path) -> None:
-    run = launched(tmp_path, cores=1, memory_bytes=8e9, local_ranks=2)
-    found = calibrate(run, CPU, run.launch.machine)
-    assert found.cluster.device.node_ranks == 2
-    assert "2 ranks shared 1 core" in found.doubts
-
-
-def test_ranks_of_several_machines_are_fitted_over_their_network(tmp_path: Path) -> None:
-    run = launched(tmp_path, cores=8, memory_bytes=8e9, local_ranks=1)
-    assert calibrate(run, CPU, run.launch.machine).cluster.device.node_ranks == 1
-
-
-def test_the_base_is_what_the_run_computed_on(tmp_path: Path) -> None:
-    assert base_of(None, Launch()).name == "cpu"
-    assert base_of(None, Launch(device="cpu")).name == "cpu"
-    assert base_of(None, Launch(device="NVIDIA H100 80GB HBM3")).name == "h100"
-    for name, device, said in (
-        (None, "NVIDIA T4", "--cluster is missing: the run computed on NVIDIA T4"),
-        (
-            "h100",
-            "cpu",
-            "--cluster h100 has accelerators, but the run computed on cpu: leave --cluster out, or use --cluster "
-            "laptop, cpu or FILE.toml of a cluster that computes on CPUs",
-        ),
-        (
-            "cpu",
-            "NVIDIA H100 80GB HBM3",
-            "--cluster cpu computes on CPUs, but the run computed on NVIDIA H100 80GB HBM3: leave --cluster out, or "
-            "use --cluster a100-40g, ",
-        ),
-        ("cpu", "NVIDIA T4", "--cluster cpu computes on CPUs, but the run computed on NVIDIA T4: use --cluster a100"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            base_of(name, Launch(device=device))
-        assert refused.value.problems[0].startswith(said)
 
 
 def test_a_sum_takes_what_follows_its_last_rank(tmp_path: Path) -> None:

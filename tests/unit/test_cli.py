@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import SECTIONS, Config, ResolvedConfig, cli
-from megacore.config.cli import flag_names, leave_for_launcher
+from megacore.config import Config, ResolvedConfig, cli
+from megacore.config.cli import leave_for_launcher
 from megacore.config.flags import all_fields
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
 from megacore.errors import ConfigError, DataError
@@ -54,19 +53,6 @@ def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
         assert len({repr(parse(*GOOD, *needed, name, *value)) for name in info.flags}) == 1, info.name
 
 
-RELIED_ON = """
---tensor-model-parallel-size --pipeline-model-parallel-size --tokenizer-model --hidden-size --seq-length --config --load
---global-batch-size --train-iters --lr-warmup-iters --min-lr --clip-grad --weight-decay --adam-beta1 --save --split
---log-interval --eval-interval --eval-iters --num-workers --data-cache-path --lr-decay-style --tp --pp --dp --data-path
---tokenizer --num-layers --num-attention-heads --ffn-hidden-size --micro-batch-size --lr --hidden-dropout --preset
---attention-dropout --seed --output-dir --mock-data
-"""
-
-
-def test_the_names_that_scripts_rely_on_exist() -> None:
-    assert set(RELIED_ON.split()) <= {name for main, others in flag_names().items() for name in (main, *others)}
-
-
 def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> None:
     argv = ("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
     asked: list[Config] = []
@@ -101,14 +87,6 @@ def test_another_machine_names_itself_and_only_its_own_files(refuse: Refuse, mon
     assert text.startswith("megacore: refused on node7: 1 problem\n  - --tokenizer /no/such")
     as_rank(monkeypatch, 5, 1, 8)
     assert refuse(*GOOD, "--tp", "3") == ""
-
-
-def test_a_silent_rank_waits_for_the_one_that_speaks(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, 3, 3, 4)
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    refuse(*GOOD, "--tp", "3")
-    assert len(slept) == 1
 
 
 def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,22 +187,6 @@ def test_a_refusal_is_quick_and_loads_nothing() -> None:
     assert done.stdout == "loaded: []\n"
     assert "Traceback" not in done.stderr
     assert len(problems(done.stderr)) == 2
-
-
-def test_help_is_printed_once_and_names_every_flag() -> None:
-    done = run("--help", "all", COLUMNS="100")
-    assert done.returncode == 0
-    words = set(re.split(r"[\s,]+", done.stdout))
-    for name, others in flag_names().items():
-        assert {name, *others} <= words
-    for section, kind in SECTIONS.items():
-        assert f"[{section}]\n" in done.stdout, kind
-    assert "Default: 768." in done.stdout
-    assert "Required." in done.stdout
-    assert "--tp, --tensor-model-parallel-size INT\n" in done.stdout
-    assert done.stdout.endswith("loaded: []\n")
-    other = run("--help", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
-    assert (other.returncode, other.stdout) == (0, "loaded: []\n")
 
 
 def test_help_into_a_closed_pipe_ends_quietly() -> None:

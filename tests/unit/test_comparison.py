@@ -8,20 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks import many_ranks
 from benchmarks.compare import Comparison, main, next_layers
 from benchmarks.comparison.command_line import parser
 from benchmarks.comparison.fit import misfits
-from benchmarks.comparison.inputs import write_inputs
-from benchmarks.comparison.job import KINDS, ONE, Job, Layout, Sizes, layouts, rank_counts
-from benchmarks.comparison.launcher import SideFailed, Turn, remove_stale_locks
-from benchmarks.comparison.picture import picture
+from benchmarks.comparison.job import KINDS, ONE, Layout, Sizes, layouts
+from benchmarks.comparison.launcher import SideFailed, Turn
 from benchmarks.comparison.results import Largest, Results, Row, difference, markdown, replace_section
 from benchmarks.comparison.stages import cut
-from megacore.drawing.canvas import to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)
@@ -45,32 +40,6 @@ def results() -> Results:
     found.largest.append(Largest(side="torch", layout=KINDS["dp"](2), layers=7, parameters=5_000_000, peak=1 << 29))
     found.missing["deepspeed"] = "not installed"
     return found
-
-
-def test_every_layout_takes_the_ranks_that_it_is_given() -> None:
-    assert rank_counts(6) == [1, 2, 4, 6]
-    for ranks in (2, 4, 8):
-        assert {layout.ranks for layout in layouts(list(KINDS), ranks)} == {ranks}
-    assert "tp-dp" not in {layout.kind for layout in layouts(list(KINDS), 2)}
-    assert len(list(layouts(list(KINDS), 4))) == len(KINDS)
-
-
-def test_a_job_is_read_back(tmp_path: Path) -> None:
-    layout = KINDS["pp"](2)
-    job = Job(
-        side="torch", sizes=TINY, layout=layout, stages=cut(TINY, layout), tokens=tmp_path / "t", weights=None,
-        directory=tmp_path,
-    )  # fmt: skip
-    assert Job.from_json(job.to_json()) == job
-    assert (job.stages[0][0], job.stages[-1][1]) == (0, TINY.layers + 2)
-
-
-def test_inputs_have_the_parameters_that_are_counted(tmp_path: Path) -> None:
-    tokens, weights = write_inputs(TINY, tmp_path)
-    with np.load(weights) as values:
-        assert sum(values[name].size for name in values.files) == TINY.parameters
-    ids = np.load(tokens)
-    assert ids.shape[1] == TINY.seq + 1 and ids.min() >= 0 and ids.max() < TINY.vocab
 
 
 @pytest.mark.parametrize("unit", [1, 2])
@@ -150,24 +119,6 @@ def test_a_run_that_is_ended_early_leaves_its_tables(tmp_path: Path, monkeypatch
     assert found[0] == "" and "one process" in found[1] and "data parallel | 2" in found[2]
 
 
-def test_a_compilation_that_was_ended_holds_up_no_later_run(tmp_path: Path) -> None:
-    (tmp_path / "extension").mkdir()
-    for name in ("lock", "extension.so"):
-        (tmp_path / "extension" / name).touch()
-    remove_stale_locks(tmp_path)
-    assert [path.name for path in (tmp_path / "extension").iterdir()] == ["extension.so"]
-
-
-def test_the_picture_has_a_bar_for_every_figure(results: Results) -> None:
-    svg = to_svg(picture(results))
-    assert "data parallel, torch: 32 tokens/s" in svg and "5 million parameters" in svg
-
-
-def test_a_mode_that_is_given_twice_counts_once() -> None:
-    arguments = parser().parse_args(["--modes", "dp,tp,dp", "--peers", "torch,torch"])
-    assert arguments.modes == ["dp", "tp"] and arguments.peers == ["torch"]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_sizes_that_fit_are_cut(ranks: int) -> None:
     """What is advised of the layers is what megacore's partition takes."""
@@ -195,19 +146,3 @@ def test_wrong_flags_are_refused_before_torch_is_loaded(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("megacore: refused: ")) == (2, 1)
     assert "Traceback" not in done.stderr
-
-
-def test_a_tiny_model_has_layers_for_all_stages_and_one_process_needs_no_pipeline() -> None:
-    flags = "--tp 1 --pp 4 --dp 1 --schedule interleaved --virtual-stages 5"
-    options = many_ranks.parse(flags.split())
-    words = many_ranks.tiny_model(options.layouts, options)
-    assert words[words.index("--num-layers") + 1] == "20"
-    assert "--virtual-stages" in words and "--virtual-stages" not in many_ranks.of_one_process(words)
-
-
-def test_the_sizes_of_a_tiny_model_can_be_chosen() -> None:
-    degrees = ["--tp", "2", "--pp", "1", "--dp", "1", "--tp", "1", "--pp", "2", "--dp", "2"]
-    options = many_ranks.parse([*degrees, "--steps", "2", "--num-attention-heads", "8"])
-    assert options.layouts == [(2, 1, 1), (1, 2, 2)]
-    flags = many_ranks.tiny_model(options.layouts, options)
-    assert flags.count("--num-attention-heads") == 1 and flags[-2:] == ["--num-attention-heads", "8"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import random
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
+import torch
 
 from megacore.config import (
     SECTIONS,
@@ -22,18 +25,24 @@ from megacore.config import (
 )
 from megacore.config import toml as config_file
 from megacore.config.bert import BertConfig, ResolvedBertConfig
-from megacore.config.cli import load_toml, parse_config, save_toml
-from megacore.config.fields import FieldInfo, Range, Section, field_docs, field_infos
+from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
+from megacore.config.fields import FieldInfo, field_docs, field_infos
 from megacore.config.flags import all_fields
-from megacore.config.messages import nearest_name
-from megacore.config.presets import GPT_PRESETS
+from megacore.config.missing_files import missing_files
+from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
+from megacore.config.reproducible import canonical_blocks
+from megacore.errors import ConfigError
+from megacore.train.launch import _for_device
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, Refuse, parse, problems
 
-GOOD: dict[str, Any] = {"train_iters": 100, "mock_data": True, "vocab_size": 64}
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+PLAIN: dict[str, Any] = {"train_iters": 100, "mock_data": True, "vocab_size": 64}
 
 
 def make(**values: Any) -> Config:
     """A configuration from values by field, over one that is valid."""
-    values = {**GOOD, **values}
+    values = {**PLAIN, **values}
     sections = {
         name: section(**{key: values[key] for key in field_infos(section) if key in values})
         for name, section in SECTIONS.items()
@@ -91,7 +100,7 @@ def _read_without_checks(path: Path) -> Config:
 @pytest.mark.parametrize("preset", [None, *GPT_PRESETS])
 def test_a_resolved_configuration_given_back_is_equal(preset: str | None, tmp_path: Path) -> None:
     rng = random.Random(str(preset))
-    for _ in range(10):
+    for _ in range(2):
         argv = ["--mock-data", "--train-iters", str(rng.randint(2, 9)), "--lr", repr(rng.random())]
         argv += ["--preset", preset] if preset else ["--vocab-size", "17"]
         argv += rng.choice([[], ["--hidden-dropout", "0"], ["--num-layers", "5"], ["--adam-eps", "1e-12"]])
@@ -145,42 +154,6 @@ def test_presets_are_valid_whole_shapes(preset: str) -> None:
     assert validate(make(**{"preset": preset, **GPT_PRESETS[preset]}), 1) == []
 
 
-def test_the_small_preset_is_the_124m_model() -> None:
-    model = make(**GPT_PRESETS["gpt2-small"]).resolve(1).model
-    hidden, layers = model.hidden_size, model.num_layers
-    assert model.vocab_size is not None
-    assert model.max_position_embeddings is not None
-    block = 12 * hidden**2 + 13 * hidden  # weights; biases and two norms
-    assert (model.vocab_size + model.max_position_embeddings + 2) * hidden + layers * block == 124_439_808
-
-
-def test_configurations_are_frozen_and_keyword_only() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        make().model.num_layers = 3  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        SECTIONS["parallel"](2)  # type: ignore[call-arg]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Small(Section):
-    """A section whose field has few values and may be left out."""
-
-    few: Annotated[int | None, Range(1, 3)] = None
-    """A number."""
-
-
-def test_a_flag_of_few_values_may_be_left_out() -> None:
-    said = "--few 0 must be at least 1 and at most 3: use 1, 2 or 3, or leave the flag out"
-    assert _Small(few=0).wrong_fields() == {"few": said}
-
-
-def test_an_equal_word_counts_more_than_a_similar_one() -> None:
-    assert nearest_name("heads", ["v-head-dim", "num-attention-heads"]) == "num-attention-heads"
-    assert nearest_name("optimizer.learning_rate", ["optimizer.rate", "a.learning_ratio"]) == "optimizer.rate"
-    assert nearest_name("100", ["a100", "h200"]) == "a100"
-    assert nearest_name("anything", []) is None
-
-
 # ---- resolved sections -----------------------------------------------------------------------------------------------
 
 
@@ -207,3 +180,175 @@ def test_a_resolved_configuration_is_of_its_own_kind() -> None:
     assert type(bert.resolve(1)) is ResolvedBertConfig
     assert list(sections_of(ResolvedBertConfig)) == list(sections_of(BertConfig))
     assert (bert.bert.mask_prob, bert.bert.sentence_task, bert.presets) == (0.15, "nsp", BertConfig.presets)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind"),
+    [
+        *itertools.product(["--config", "--schedule-csv", "--tokenizer"], ["device", "pipe"]),
+        ("--config", "giant"),
+        ("--schedule-csv", "giant"),  # a tokenizer may well be large
+    ],
+)
+def test_what_could_be_read_for_ever_is_refused_at_once(flag: str, kind: str, refuse: Refuse, tmp_path: Path) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "giant":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    (problem,) = problems(refuse(*GOOD, flag, str(path)))
+    assert f"{flag} {path} " in problem
+    assert (" bytes, more than" if kind == "giant" else " no" if flag == "--tokenizer" else " is not a") in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"[optimizer]\nlr = 1{'0' * 400}", "must be a number"),
+        ("x = " + "[" * 5000, "is not valid TOML"),
+        ("[model]\nx = \udcff", "is not valid TOML: 'utf-8'"),
+    ],
+    ids=("endless", "deep", "no text"),
+)
+def test_a_file_that_no_table_can_hold_is_refused(text: str, said: str, refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    (problem,) = problems(refuse(*GOOD, "--config", str(tmp_path / "c.toml")))
+    assert said in problem
+    (problem,) = problems(refuse(*GOOD, "--output-dir", "\udcff"))
+    assert r"--output-dir '\udcff' is not valid UTF-8" in problem
+
+
+def test_load_toml_raises_every_problem(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[training]\ntrain_iters = 'a'\nsave = 3\n")
+    with pytest.raises(ConfigError) as error:
+        load_toml(file)
+    assert len(error.value.problems) == 2
+    file.write_text("[training]\ntrain_iters = 0\n[data]\nmock_data = true\n")
+    with pytest.raises(ConfigError, match="--train-iters 0"):
+        load_toml(file)
+
+
+# ---- missing files and output directories ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody, root included, can write")
+def test_an_output_directory_that_nobody_can_write_is_named() -> None:
+    for directory in ("/proc", "/proc/here"):
+        (problem,) = missing_files(make(output_dir=directory))
+        assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: no file can be created there (")
+        assert problem.endswith("use a directory in which you can create files, such as one in your home directory")
+
+
+def test_a_name_that_is_too_long_is_that_of_a_missing_file() -> None:
+    assert len(missing_files(make(tokenizer="x" * 5000, load="x" * 5000, data_path=("x" * 5000,)))) == 3
+
+
+def test_looking_at_the_output_directory_leaves_nothing_there(tmp_path: Path) -> None:
+    assert missing_files(make(output_dir=str(tmp_path))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- of BERT ---------------------------------------------------------------------------------------------------------
+
+BERT_FLAGS = """--bert-style --sentence-task --num-token-types --mask-prob --short-seq-prob --whole-word-masking
+    --max-ngram --global-attention-interval --local-rotary-base"""
+
+
+def parse_bert(*argv: str) -> ResolvedBertConfig:
+    """The configuration that pretrain_bert.py takes from a command line."""
+    return parse_config([*GOOD, *argv], prog="pretrain_bert.py", description="Pretrain a BERT.", kind=BertConfig)
+
+
+def test_the_flags_are_those_of_every_run_and_berts() -> None:
+    assert flag_names(BertConfig).keys() == flag_names().keys() | set(BERT_FLAGS.split())
+
+
+def test_a_saved_configuration_reads_back_equal_and_only_as_its_own_kind(tmp_path: Path, refuse: Refuse) -> None:
+    path = tmp_path / "config.toml"
+    first = parse_bert("--bert-style", "modern", "--max-ngram", "2")
+    save_toml(first, path)
+    assert "[bert]" in path.read_text()
+    assert load_toml(path, BertConfig).resolve(1) == first
+    again = parse_config(["--config", str(path)], prog="x", description="x", kind=BertConfig)
+    assert again == first
+    assert "[bert] is not a table" in refuse("--config", str(path))
+    assert type(first) is type(first.resolve(1)) is ResolvedBertConfig
+
+
+@pytest.mark.parametrize("preset", BERT_PRESETS)
+def test_presets_read_back_equal(preset: str, tmp_path: Path) -> None:
+    first = parse_bert("--preset", preset)
+    save_toml(first, tmp_path / "config.toml")
+    assert load_toml(tmp_path / "config.toml", BertConfig).resolve(1) == first
+    assert BERT_PRESETS[preset].keys() <= all_fields(BertConfig).keys()
+
+
+# ---- reproducible blocks ---------------------------------------------------------------------------------------------
+
+SHAPE = ["--seq-length", "64", "--hidden-size", "96", "--reproducible"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--num-attention-heads 8", 8),
+        ("--num-attention-heads 16", 8),
+        ("--num-attention-heads 12", 4),
+        ("--num-attention-heads 6", 2),
+        ("--num-attention-heads 3", 1),
+        ("--num-attention-heads 8 --ffn-hidden-size 100", 4),
+        ("--num-attention-heads 8 --reproducible-blocks 2", 2),
+        ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear", 8),
+        ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear --moe-ffn-hidden-size 36", 4),
+        ("--num-attention-heads 8 --num-query-groups 4", 8),
+        ("--num-attention-heads 8 --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads", 4),
+        ("--num-attention-heads 8 --no-reproducible", 1),
+    ],
+)
+def test_the_model_decides_the_number_of_blocks(flags: str, expected: int) -> None:
+    shape = SHAPE[:-1] if "--no-reproducible" in flags else SHAPE
+    assert canonical_blocks(parse(*GOOD, *shape, *flags.split())) == expected
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+EXPERTS = [*GOOD, "--num-experts", "8", "--disable-bias-linear"]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of eight processes."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_which_blocks_hold_experts() -> None:
+    assert all(parse(*EXPERTS).experts.holds(block) for block in range(3))
+    spread = parse(*EXPERTS, "--moe-first-dense-layers", "1", "--moe-layer-freq", "2").experts
+    assert [spread.holds(block) for block in range(5)] == [False, True, False, True, False]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_whole_experts_per_rank_go_with_the_default_of_the_device(refuse: Refuse) -> None:
+    flags = [*EXPERTS, "--tp", "2", "--etp", "1"]
+    said = "--etp 1 with --tp 2 needs --sequence-parallel"
+    assert parse(*flags, computes_on_cpu=lambda _: False).parallel.sequence_parallel is None
+    for hooks in ({}, {"computes_on_cpu": lambda _: True}):
+        (problem,) = problems(refuse(*flags, **hooks))
+        assert problem.startswith(said) and problem.endswith(": add it, or use --etp 2")
+    for off in (["--no-sequence-parallel"], ["--seq-length", "33"]):  # by a flag, and as --tp does not divide it
+        assert said in refuse(*flags, *off, computes_on_cpu=lambda _: False)
+    (problem,) = problems(refuse(*flags, "--seq-length", "0", computes_on_cpu=lambda _: False))
+    assert problem.startswith("--seq-length 0")  # and nothing of a default that depends on it
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_run_whose_device_has_another_default_is_refused() -> None:
+    config = parse(*EXPERTS, "--tp", "2", "--etp", "1", computes_on_cpu=lambda _: False)
+    with pytest.raises(ConfigError, match=r"--etp 1 with --tp 2 needs --sequence-parallel.*: add it, or use --etp 2"):
+        _for_device(config, torch.device("cpu"))

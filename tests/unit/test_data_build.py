@@ -149,15 +149,6 @@ def test_named_validation_sets_are_whole_and_follow_the_split(tmp_path: Path) ->
         check_inputs(unresolved(data_path=(a,), valid_sets=(f"large={large}",)))
 
 
-def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:
-    data_bytes.write(tmp_path / "d", documents(10, 30))
-    build_datasets(config(data_path=(str(tmp_path / "d"),), data_cache_path=str(tmp_path / "elsewhere" / "cache")))
-    assert (tmp_path / "elsewhere" / "cache").is_dir()
-    assert not (tmp_path / "cache").exists()
-    build_datasets(config(data_path=(str(tmp_path / "d"),)))
-    assert (tmp_path / "cache").is_dir()
-
-
 # ---- blends ----------------------------------------------------------------------------------------------------------
 
 
@@ -285,11 +276,3 @@ def test_multimodal_datasets_are_refused(tmp_path: Path) -> None:
         file.write(bytes(3))
     with pytest.raises(DataError, match="a multimodal dataset"):
         check_inputs(unresolved(data_path=(str(prefix),)))
-
-
-def test_a_resumed_run_asks_for_the_samples_it_will_read(tmp_path: Path) -> None:
-    data_bytes.write(tmp_path / "d", documents(90, 30))
-    made = config(data_path=(str(tmp_path / "d"),))
-    assert len(build_datasets(made, train_samples=1234).train) == 1234
-    longer, shorter = build_datasets(made, train_samples=300).train, build_datasets(made).train
-    assert all((longer[k]["tokens"] == shorter[k]["tokens"]).all() for k in range(len(shorter)))

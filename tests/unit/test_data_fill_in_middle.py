@@ -20,9 +20,7 @@ from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from tests.unit import data_bytes
-from tests.unit.refusals import GOOD, Refuse, parse, problems, refuse
 
-__all__ = ["refuse"]
 PRE, MID, SUF, EOD = 1001, 1002, 1003, 1000
 NAMES = KNOWN_SENTINELS[0]
 TEXT = "def middle(first, second):\n    return 'naïve — 中間' + first * second\n"
@@ -210,28 +208,3 @@ def test_a_vocabulary_without_the_tokens_is_refused(files: Path, coder: Tokenize
     train_tokenizer(["some text"], "bpe", 257).save(files / "plain")
     with pytest.raises(InputErrors, match="<fim_prefix>, <fim_middle>, <fim_suffix>, and those of other models"):
         check_inputs(config(files, fim_rate=0.5, tokenizer=str(files / "plain"), fim_cut="token"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--fim-rate 1.5", "--fim-rate 1.5 must be"),
-        ("--fim-rate 0.5 --fim-spm-rate -1", "--fim-spm-rate -1 must be"),
-        ("--fim-rate 0.5", "--fim-rate 0.5 has no effect with --mock-data"),
-        ("--fim-spm-rate 0.1", "--fim-spm-rate 0.1 has no effect with --fim-rate 0"),
-        ("--fim-rate 0.5 --packing best-fit", "--packing best-fit fills samples exactly"),
-        ("--fim-data --fim-split-sample <file_sep>", "--fim-split-sample is a Megatron-LM flag"),
-        ("--fim-data --fim-no-prefix x", "--fim-no-prefix is a Megatron-LM flag"),
-    ],
-)
-def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse) -> None:
-    found = problems(refuse(*GOOD, *flags.split()))
-    assert any(expected in problem for problem in found), found
-
-
-def test_megatrons_flags_are_translated(files: Path) -> None:
-    shape = "--vocab-size 300 --train-iters 4 --seq-length 16 --fim-data --fim-pad-token <X> --fim-eod-token <E>"
-    flags = [*shape.split(), "--data-path", str(files / "d"), "--tokenizer-model", str(files / "t")]
-    data = parse(*flags, "--fim-prefix-token", NAMES[0]).data
-    assert (data.fim_rate, data.fim_spm_rate, data.fim_prefix_token) == (0.5, 0.5, NAMES[0])
-    assert parse(*flags, "--fim-rate", "0.2").data.fim_rate == 0.2

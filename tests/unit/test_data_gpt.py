@@ -92,15 +92,6 @@ def test_every_epoch_holds_every_document_and_every_window_once() -> None:
         assert sorted(shuffle) == list(range(len(shuffle)))
 
 
-def test_one_epoch_shows_every_whole_window_and_nothing_twice() -> None:
-    lengths = np.array([13, 40, 1, 6, 0, 41])
-    whole = (int(lengths.sum()) - 1) // 10
-    indices = build_indices(np.arange(6), lengths, num_samples=whole, seq_length=10, seed=3)
-    assert sorted(indices["shuffle_index"][:whole].tolist()) == list(range(whole))
-    assert len(indices["document_index"]) == 6  # no second pass over the documents
-    assert indices["shuffle_index"].tolist() != list(range(whole))
-
-
 def test_asking_for_more_samples_continues_the_order() -> None:
     for seed, seq_length, num_samples in SHAPES:
         lengths = np.array([5, 0, 11, 2, 30, 1])
@@ -162,13 +153,6 @@ def test_millions_of_epochs_take_seconds() -> None:
     assert time.monotonic() - start < patience(40)
     assert len(indices["document_index"]) == 10_240_001
     assert indices["sample_index"][-1].tolist() == [10_240_000, 0]
-
-
-def test_seeds_and_epochs_differ() -> None:
-    lengths = np.full(50, 10)
-    made = [build_indices(np.arange(50), lengths, num_samples=120, seq_length=10, seed=seed) for seed in (1, 2)]
-    orders = [tuple(epoch) for indices in made for epoch in indices["document_index"].reshape(-1, 50)]
-    assert len(set(orders)) == len(orders)
 
 
 def test_sizes_beyond_32_bits_are_exact() -> None:

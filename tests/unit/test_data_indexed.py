@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import resource
 import struct
 import subprocess
 import sys
@@ -181,26 +180,6 @@ def test_a_broken_dataset_is_refused_at_opening(name: str, tmp_path: Path) -> No
     assert time.process_time() - begun < 1
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
-
-
-def test_a_dataset_beyond_the_limit_of_address_space_is_refused(tmp_path: Path) -> None:
-    zeroed(data_bytes.write(tmp_path / "d", DOCUMENTS))
-    with open("/proc/self/statm") as status:
-        held = int(status.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), before[1]))
-    try:
-        with pytest.raises(DataError, match=r"d\.idx: its 2,\d+,\d+,\d+ bytes cannot be mapped .*ulimit -v"):
-            IndexedDataset(tmp_path / "d")
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def test_a_dataset_without_documents_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"d\.idx: holds no documents"):
-        IndexedDataset(data_bytes.write(tmp_path / "d", []))
-    with IndexedWriter(tmp_path / "e", np.uint16) as writer, pytest.raises(DataError, match="no documents"):
-        writer.commit()
 
 
 def test_damage_behind_the_first_million_sequences_is_found(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from megacore.data.bert.masking import Masking, draw_spans, make_masking, special_tokens
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.data.tokenizers.word_marks import role_tokens, word_starts
+from megacore.data.tokenizers.word_marks import word_starts
 from megacore.errors import DataError
 
 VOCAB, MASK = 1000, 4
@@ -133,14 +132,6 @@ def test_ngrams_are_as_long_as_their_weights_say() -> None:
     assert all(within(lengths[n], total, weight) for n, weight in weights.items())
 
 
-def test_an_ngram_is_words_where_words_are_whole() -> None:
-    rng, rules = np.random.default_rng(5), masking(0.02, words=True, max_ngram=2)
-    tokens = np.where(np.arange(3000) % 2, 9, 7)  # words of two tokens each
-    runs = [len(list(run)) for chosen, run in groupby(rules.choose(tokens, None, rng).tolist()) if chosen]
-    assert set(runs) <= {2, 4, 6, 8}  # neighbours may meet
-    assert {2, 4} <= set(runs)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tokens", [[], [0], [1, 2, 3], [7], [1, 7, 2], [7, 9], [1, 9, 9, 2, 7], [9] * 40])
 def test_short_texts_are_masked_on_average_too(tokens: list[int], way: dict[str, Any]) -> None:
@@ -151,12 +142,6 @@ def test_short_texts_are_masked_on_average_too(tokens: list[int], way: dict[str,
     assert max(counts) <= free
     # A word is chosen as a whole: the variance of the mean is that of all tokens at once, at most.
     assert abs(np.mean(counts) - 0.3 * free) <= 4 * free * (0.3 * 0.7 / 1500) ** 0.5
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nearly_everything_can_be_masked(way: dict[str, Any]) -> None:
-    rng, tokens = np.random.default_rng(7), np.full(300, 7)
-    assert 290 <= int(masking(0.99, **way).choose(tokens, None, rng).sum()) <= 300
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -208,10 +193,3 @@ def test_a_vocabulary_without_marks_has_no_words() -> None:
     steps = {"pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}
     assert word_starts(["Ġa", "b", "Ċ"], {"model": {}, "pre_tokenizer": steps}) == [True, False, True]
     assert word_starts(["▁a", "b"], {"model": {"type": "BPE"}}) == [True, False]
-
-
-def test_the_roles_of_tokens_are_as_named_or_as_usual() -> None:
-    usual = {"cls": "<s>", "sep": "</s>", "mask": "<mask>", "pad": "<pad>"}
-    assert role_tokens(set(usual.values()), {}) == usual
-    assert role_tokens({"[CLS]", "X"}, {"cls": "X", "mask": "gone"}) == {"cls": "X"}
-    assert role_tokens({"[MASK]", "<mask>"}, {}) == {"mask": "[MASK]"}

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.data.gpt.blend import BlendedDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.packing import PackedDataset, best_fit_decreasing
 from megacore.data.indexed.loss_mask import loss_mask_prefix
@@ -176,19 +175,3 @@ def test_documents_without_a_next_token_are_refused(tmp_path: Path) -> None:
     indexed, _ = dataset_of(tmp_path, 6, [0, 1])
     with pytest.raises(DataError, match="none of the 4 documents of this split has two tokens"):
         packed(indexed, "best-fit")
-
-
-def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
-    indexed, _ = dataset_of(tmp_path, 7)
-    data = packed(indexed, "best-fit", 30, vocab_size=5)
-    with pytest.raises(DataError, match=r"d7\.bin: sequence \d+ holds the token id \d+, outside the vocabulary of 5"):
-        _ = [data[k] for k in range(30)]
-
-
-def test_a_blend_weighs_what_its_datasets_say(tmp_path: Path) -> None:
-    parts = [packed(dataset_of(tmp_path, seed, lengths)[0], "none", 40) for seed, lengths in ((8, [2]), (9, [9]))]
-    blend = BlendedDataset(parts, blend_index([1.0, 3.0], 40))
-    assert [part.packing.padding for part in parts] == [0.75, 0.0]
-    assert blend.packing is not None and blend.packing.padding == pytest.approx(0.75 / 4)
-    plain = GPTDataset(dataset_of(tmp_path, 4)[0], range(3), num_samples=4, seq_length=8, seed=1)
-    assert BlendedDataset([plain], blend_index([1.0], 4)).packing is None

@@ -16,7 +16,6 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megacore.data.indexed import workers as workers_module
 from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
 from megacore.data.indexed.documents import BadLine, parse
 from megacore.data.indexed.preprocess import Job, Report, preprocess
@@ -82,19 +81,6 @@ def test_pieces_do_not_change_what_is_read(unit: TextUnit, tmp_path: Path) -> No
     assert len(whole[1]) == 1
     for chunk_bytes in (1, 1000, 50_000):
         assert documents(path, unit, chunk_bytes) == whole
-
-
-@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
-@pytest.mark.parametrize("begins", [b"", b"\xef\xbb\xbf", b"\n\n"])
-def test_a_worker_reads_the_same_bytes_from_the_file(unit: TextUnit, begins: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(begins + "".join(SOURCES).encode() + b"\xff\n\nlast")
-    for chunk_bytes in (1000, 200_000):
-        held = list(read_chunks(str(path), unit, chunk_bytes))
-        placed = list(read_chunks(str(path), unit, chunk_bytes, places=True))
-        assert [chunk.loaded() for chunk in placed] == held
-        assert [chunk.size for chunk in placed] == [len(chunk.data) for chunk in held]
-        assert unit == "file" or sum(len(chunk.data) for chunk in placed) <= chunk_bytes  # the end alone
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -189,13 +175,6 @@ def test_bad_lines_are_located_and_explained(tmp_path: Path) -> None:
     assert documents(path, chunk_bytes=1)[1] == bad
 
 
-def test_inputs_are_opened_before_the_work_begins(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing\.txt cannot be read: No such file"):
-        check_files([str(tmp_path / "nothing.txt")])
-    with pytest.raises(DataError, match="is a directory"):
-        check_files([str(tmp_path)])
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,18 +214,6 @@ def test_the_output_is_the_same_for_any_number_of_workers(
     assert reports[0].documents == 1200
     assert reports[0].tokens == sum(len(document[0]) for document in expected)
     assert reports[0].text_bytes == reports[0].file_bytes == 2 * path.stat().st_size
-
-
-def test_tokens_that_fit_no_slot_are_sent(
-    corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = []
-    for workers, slot_bytes in ((1, 1), (2, 1), (2, 1 << 22)):
-        monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
-        job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / f"{workers}-{slot_bytes}"), workers=workers)
-        preprocess(job, tokenizer)
-        outputs.append([Path(f"{job.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx", "json")])
-    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_sentences_become_sequences_of_their_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -373,26 +340,3 @@ def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Toke
     with pytest.raises(DataError, match=f"{name} would be overwritten, but is one of the inputs"):
         preprocess(Job(inputs=(str(path[through]),), output_prefix=str(tmp_path / "o")), tokenizer)
     assert given.read_bytes() == content
-
-
-def test_the_tokenizer_is_never_written_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path)
-    there = (tmp_path / "tokenizer.json").rename(tmp_path / "o_text_document.json")
-    with pytest.raises(DataError, match=r"o_text_document\.json would be overwritten"):
-        run(tmp_path, "one\n", tokenizer, tokenizer=str(there))
-
-
-def test_an_eod_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
-    class NoEnd:
-        vocab_size, eod, fingerprint = 10, None, ""
-
-    with pytest.raises(DataError, match="--append-eod: this tokenizer has no end-of-document token"):
-        run(tmp_path, "one\n", NoEnd(), append_eod=True)
-
-
-def test_progress_is_reported(corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    job, seen = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o")), list[tuple[int, int]]()
-    preprocess(job, tokenizer, lambda report: seen.append((report.documents, report.file_bytes)))
-    assert len(seen) > 1
-    assert seen == sorted(seen)
-    assert seen[-1] == (600, corpus[0].stat().st_size)

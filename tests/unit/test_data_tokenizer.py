@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -111,16 +110,6 @@ def test_special_tokens_are_where_they_should_be(trained: dict[str, Tokenizer], 
     assert backend.encode("return").tokens[0] == "[CLS]"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_the_vocabularys_own_spelling(kind: str, trained: dict[str, Tokenizer]) -> None:
-    tokenizer = trained[kind]
-    pieces = [tokenizer.piece(index) for index in range(tokenizer.vocab_size)]
-    assert all(pieces)
-    assert len(set(pieces)) == len(pieces)
-    assert tokenizer.eod is not None
-    assert pieces[tokenizer.eod] == ("[SEP]" if kind == "wordpiece" else END_OF_TEXT)
-
-
 def test_the_ids_are_the_libraries_own(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
     trained["bpe"].save(tmp_path / "bpe")
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
@@ -157,13 +146,6 @@ def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tok
     loaded = load_tokenizer(old)
     assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
     assert loaded.eod == trained["bpe"].eod
-
-
-def test_the_end_token_of_a_config_wins(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    trained["wordpiece"].save(tmp_path)
-    for value in ('"[CLS]"', '{"content": "[CLS]", "special": true}'):
-        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {value}}}')
-        assert load_tokenizer(tmp_path).eod == 2
 
 
 # ---- GPT-2's vocab.json and merges.txt, and BERT's vocab.txt ---------------------------------------------------------
@@ -263,12 +245,6 @@ def test_an_unreadable_tokenizer_is_refused_by_name(name: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_replacements_of_different_characters_are_no_growth(tmp_path: Path) -> None:
-    pairs = [(chr(0xBC + number), f"{number}{number}{number}") for number in range(9)]
-    (tmp_path / "t.json").write_bytes(with_steps(normalizer=replacing(*pairs)))
-    assert load_tokenizer(tmp_path / "t.json").encode("a") == [0]
-
-
 @pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
 def test_a_pattern_that_backtracks_without_end_is_refused(place: str, tmp_path: Path) -> None:
     pattern = {"pattern": {"Regex": "(x+x+)+y"}}
@@ -306,13 +282,6 @@ def test_vocab_and_merges_load_with_the_class_that_the_refusal_names(tmp_path: P
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("abba") == [2, 1, 0]
     assert tokenizer.eod == 3
-
-
-def test_without_transformers_its_directories_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match="transformers, which is not installed: pip install transformers, or use"):
-        load_tokenizer(tmp_path)
 
 
 def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_path: Path) -> None:

@@ -71,12 +71,6 @@ def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
     assert not DEEPSPEED_FLAGS.keys() & (ours | FOREIGN.keys())
 
 
-# ---- refusals
-
-
-# ---- configurations as people have them
-
-
 # ---- schedules that are DeepSpeed's step by step
 
 

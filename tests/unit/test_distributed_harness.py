@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import tests.distributed
+from tests import patience as module
 from tests.distributed import RankFailed, run_distributed
-from tests.patience import patience, until
+from tests.patience import MARGIN, Machine, patience, scaled, scaled_minutes, until
 
 
 def sum_of_ranks(rank: int, world_size: int, factor: float) -> dict[str, object]:
@@ -60,15 +61,6 @@ def write_pid(rank: int, world_size: int, pids: str) -> None:
     time.sleep(600)
 
 
-def answer_late(rank: int, world_size: int) -> int:
-    """Rank 0 leaves its last collective first, and must not take its peers' connections with it."""
-    value = torch.ones(4096)
-    for _ in range(20):
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    time.sleep(0.1 * rank)
-    return rank
-
-
 def gone(pid: int) -> bool:
     """Whether a process has ended (a zombie that waits for its parent has)."""
     status = Path(f"/proc/{pid}/stat")
@@ -85,12 +77,6 @@ def test_results_come_back_by_rank() -> None:
     assert {result["threads"] for result in results} == {1}
     for result in results:
         torch.testing.assert_close(result["total"], torch.tensor([3.0]), rtol=0, atol=0)
-
-
-def test_one_rank_and_many_calls_work_in_turn() -> None:
-    for factor in (1.0, 2.0, 3.0):
-        assert run_distributed(sum_of_ranks, 1, factor)[0]["total"].item() == 0.0
-    assert run_distributed(answer_late, 3) == [0, 1, 2]
 
 
 def test_environment_is_torchruns_and_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,23 +106,22 @@ def test_an_exception_names_its_rank_and_keeps_its_traceback() -> None:
     assert time.monotonic() - started < patience(20)  # the peers wait in a barrier for 90 s if they are let
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
-    with pytest.raises(RankFailed, match=f"rank 2 of 3 failed:\nit was killed by {number.name}"):
-        run_distributed(die_on_rank_two, 3, int(number))
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(RankFailed, match="rank 2 of 3 failed:\nit was killed by SIGKILL"):
+        run_distributed(die_on_rank_two, 3, int(signal.SIGKILL))
 
 
 def test_a_hang_shows_every_stack_and_leaves_nothing_running(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"no result within 1.5 s from rank\(s\) 0, 1, 2 of 3") as caught:
-        run_distributed(skip_a_collective, 3, str(tmp_path), timeout=1.5)
+    with pytest.raises(RankFailed, match=r"no result within 1.5 s from rank\(s\) 0, 1 of 2") as caught:
+        run_distributed(skip_a_collective, 2, str(tmp_path), timeout=1.5)
     assert time.monotonic() - started < patience(20)
     text = str(caught.value)
-    assert caught.value.ranks == [0, 1, 2]
-    assert text.count("in skip_a_collective") == 3
-    assert text.count("in barrier") == 2
+    assert caught.value.ranks == [0, 1]
+    assert text.count("in skip_a_collective") == 2
+    assert text.count("in barrier") == 1
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
-    assert len(pids) == 6
+    assert len(pids) == 4
     until(lambda: all(map(gone, pids)), 5, "processes are left")
 
 
@@ -158,3 +143,40 @@ def test_a_killed_caller_takes_its_ranks_along(tmp_path: Path) -> None:
 def test_a_local_function_is_refused_before_any_rank_starts() -> None:
     with pytest.raises((AttributeError, TypeError, Exception), match=r"(?i)pickle"):
         run_distributed(lambda rank, world_size: None, 2)
+
+
+# ---- timeouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slowness", "load_before", "load_now", "expected"),
+    [
+        (0.5, 0.2, 0.9, 10.0),  # a fast, quiet machine
+        (3.0, 0.2, 0.9, 30.0),  # a slow one
+        (1.0, 0.2, 4.0, 40.0),  # it became busy: four processes per core
+        (4.0, 4.0, 4.0, 40.0),  # it was as busy when it was measured
+        (2.0, 2.0, 4.0, 40.0),
+        (4.0, 4.0, 80.0, 60.0),  # what hangs made it busy: the limit
+        (4.0, 4.0, 0.1, 40.0),
+    ],
+)
+def test_timeouts_scale_with_speed_and_load(
+    monkeypatch: pytest.MonkeyPatch, slowness: float, load_before: float, load_now: float, expected: float
+) -> None:
+    monkeypatch.setattr(module, "measured", lambda: Machine(slowness=slowness, load=load_before))
+    monkeypatch.setattr(module, "_load", lambda: load_now)
+    assert scaled(10.0) == expected
+    assert patience(10.0) == MARGIN * expected
+    assert scaled_minutes(10.0 / 60.0) == pytest.approx(expected / 60.0, abs=1e-6)
+
+
+def test_the_machine_is_measured_once() -> None:
+    assert module.measured() is module.measured()
+    assert module.measured().slowness > 0
+
+
+def test_waiting_ends_with_the_condition_or_with_the_message() -> None:
+    answers = iter((False, False, True))
+    until(lambda: next(answers), 60, "never")
+    with pytest.raises(AssertionError, match="what was seen"):
+        until(lambda: False, 0, lambda: "what was seen")

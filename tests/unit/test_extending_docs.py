@@ -30,8 +30,7 @@ from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.zero.local_segments import LocalRun
 from tests.pages import files_of, write_files
-from tests.parallel.test_spikes import GUARD, LAST_SAVED, OPTIONS, POISON, SAVE, STEPS, Text
-from tests.parity.runs import make_config, make_trainer
+from tests.parity.runs import make_config
 
 EXTEND = Path(__file__).parents[2] / "docs" / "extend"
 PAGE, SINK = EXTEND / "extending.md", EXTEND / "sink.md"
@@ -88,16 +87,10 @@ print(config.parallel.degrees, config.training.global_batch_size, config.microba
     [
         ("2", "--copies 2", "{'pp': 1, 'dp': 1, 'cp': 1, 'copy': 2, 'tp': 1} 1 1"),
         ("8", "--copies 2 --tp 2 --global-batch-size 8", "{'pp': 1, 'dp': 2, 'cp': 1, 'copy': 2, 'tp': 2} 8 4"),
-        ("2", "--copies 2 --dp 1", "{'pp': 1, 'dp': 1, 'cp': 1, 'copy': 2, 'tp': 1} 1 1"),
         (
             "2",
             "--copies 2 --dp 2",
             "--copies 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --copies 1, or --dp 1, or leave",
-        ),
-        (
-            "4",
-            "--copies 3",
-            "--copies 3 x --pp 1 = 3 must divide the number of processes, but the run has 4 processes: use --copies 1,",
         ),
     ],
 )
@@ -159,25 +152,6 @@ def test_the_metric_sink_writes_beside_the_files_of_a_run(beside: Path) -> None:
     second = replace(mesh, world=replace(mesh.world, ranks=(0, 1), rank=1))
     sink.on_evaluate(SimpleNamespace(config=config, mesh=second), {"step": 9, "eval/loss": 1.0})
     assert len((beside / "run" / "perplexity.txt").read_text().splitlines()) == 2
-
-
-def test_the_metric_sink_has_one_line_per_step_after_a_rollback_and_a_resume(tmp_path: Path) -> None:
-    spikes: dict[str, Any] = GUARD | {"on_spike": "rollback", "spike_skip_batches": 1}
-    for resumed in (False, True):
-        changes: dict[str, Any] = OPTIONS | spikes | {"save_interval": SAVE, "eval_interval": 1, "eval_iters": 1}
-        if resumed:
-            changes["load"] = str(tmp_path / f"step_{LAST_SAVED:08d}")
-        config = make_config((1, 1, 1), tmp_path, **changes)
-        sink = definitions(files_of(SINK)["my_sink.py"])["PerplexityFile"]()
-        run = make_trainer(config, build_mesh(config.parallel), Text(POISON), callbacks=[sink])
-        run.run()
-        run.saving.finish()
-        assert len(run.rollbacks.done) == 1
-        lines = [line.split() for line in (tmp_path / "perplexity.txt").read_text(encoding="utf-8").splitlines()]
-        records = map(json.loads, (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        losses = [(str(r["step"]), math.exp(r["eval/loss"])) for r in records if "eval/loss" in r]
-        assert [(step, float(value)) for step, value in lines] == losses
-        assert [step for step, _ in lines] == [str(step) for step in range(1, STEPS + 1)]
 
 
 def test_the_products_round_what_they_multiply(beside: Path) -> None:

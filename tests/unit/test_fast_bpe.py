@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from megacore.data.indexed.preprocess import Job, preprocess
 from megacore.data.tokenizers import fast_bpe, word_table
 from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.data.tokenizers.word_division import LLAMA3, QWEN2
+from megacore.data.tokenizers.word_division import DIVISIONS, GPT2, LLAMA3, QWEN2, Division, WordFinder
 from tests.unit import data_bytes
 
 UNKNOWN = LLAMA3.pattern.replace("{1,3}", "{1,2}")
@@ -106,21 +107,6 @@ def test_words_have_the_ids_that_they_have_in_a_text(
         assert 0 < len(fast._words.words) <= 80  # the words of a text come after the limit is looked at
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_several_processes_compare(
-    workers: int, trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast = encoder(trained, workers)
-    assert fast.agrees(TEXTS, workers)
-    encode = fast._tokenizer.encode_batch
-
-    def wrong(texts: list[str]) -> list[list[int]]:
-        return [[1] if text == "a" else ids for text, ids in zip(texts, encode(texts), strict=True)]
-
-    monkeypatch.setattr(fast._tokenizer, "encode_batch", wrong)
-    assert not fast.agrees([*TEXTS, "<|endoftext|>", "a"], workers)
-
-
 def test_texts_with_special_tokens_are_encoded_together(
     trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,34 +153,10 @@ def test_a_vocabulary_whose_ids_are_not_in_the_order_of_its_merges_has_none() ->
     assert fast_encoder(tokenizer) is None
 
 
-class Arrays:
-    """Gives arrays, as tiktoken does, if it agrees on the first texts of an input."""
-
-    divides = False
-
-    def __init__(self, tokenizer: Tokenizer, first: list[str] | None = None) -> None:
-        self._tokenizer, self._differs_in = tokenizer, first
-
-    def agrees(self, texts: list[str], workers: int) -> bool:
-        assert self._differs_in in (None, texts)
-        return self._differs_in is None
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        assert self._differs_in is None
-        return [np.array(self._tokenizer.encode(text), np.uint32) for text in texts]
-
-
 def write(tmp_path: Path, lines: list[dict[str, str]]) -> str:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
-
-
-def test_where_the_first_texts_differ_the_tokenizer_encodes(trained: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path, [{"text": "some text"}, {"text": "more"}])
-    job = Job(inputs=(path,), output_prefix=str(tmp_path / "o"))
-    preprocess(job, trained, fast=Arrays(trained, ["some text", "more"]))  # type: ignore[arg-type]
-    assert data_bytes.read(tmp_path / "o_text_document") == [[trained.encode(text)] for text in ("some text", "more")]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -222,8 +184,70 @@ def test_repeated_documents_are_left_out(workers: int, trained: Tokenizer, tmp_p
 def test_arrays_of_ids_give_the_same_files(sentences: bool, trained: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path, [{"text": "One sentence. And one more."}, {"text": ""}, {"text": "Words"}])
     made = {}
-    for name, fast in (("plain", None), ("fast", Arrays(trained))):
+    for name, fast in (("plain", None), ("fast", encoder(trained))):
         job = Job(inputs=(path,), output_prefix=str(tmp_path / name), append_eod=True, split_sentences=sentences)
-        preprocess(job, trained, fast=fast)  # type: ignore[arg-type]
+        preprocess(job, trained, fast=fast)
         made[name] = [Path(f"{job.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx")]
     assert made["fast"] == made["plain"]
+
+
+# ---- division of words -----------------------------------------------------------------------------------------------
+
+# As the tokenizer.json files of Llama 3 and of Qwen 2 have them.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WHITE = [" ", "  ", "   ", "\n", "\n\n", "\r", "\r\n", "\t", "\v", "\f", "\x85", "\xa0", "\u3000", "\u2028", "\u1680"]
+_ASCII = [*"aBz1'e_.!?-(\"#", "'s", "'S", "'ll", "'Ll", "'VE", "'re", "'d", "''s", "!?", "\0", "\x7f", "\x1c"]
+_ASCII += ["123", "12345", "123456789", "letters", "Word", *_WHITE[:10]]
+_WIDE = [*"é東½Ⅷ²。ßŉǅ\u212aﬅ", "'ſ", "\u0301", "e\u0301", "\U0001f600", "\U0001f469\u200d\U0001f680", "٣٤٥٦", "\u180e"]
+_WIDE += ["\u200b", "\ufeff", "한국어", "नि", "\U0001d7d8", *_WHITE[10:]]
+_CODES = (range(1, 0x3000), range(1, 0xD800), range(0xE000, 0x110000))
+
+
+def random_text(random: Random) -> str:
+    """White space, numbers, signs and contractions of ASCII, often with other characters among them."""
+    kind, length = random.random(), random.randrange(14)
+    if kind < 0.4:
+        return "".join(random.choices(_ASCII, k=length))
+    if kind < 0.8:
+        return "".join(random.choices([*_ASCII, *_WIDE], k=length))
+    if kind < 0.9:
+        return "".join(random.choices(" \n\r\t!a1'\xa0sS.", k=length))
+    letters = (chr(random.choice(random.choice(_CODES))) for _ in range(length))
+    return "".join(letter + random.choice(["", "", "\n", " ", "'s", "!", "1"]) for letter in letters)
+
+
+def pieces(text: str, splitter: pre_tokenizers.Split) -> list[str]:
+    return [text[begin:end] for _, (begin, end) in splitter.pre_tokenize_str(text)]
+
+
+def words(texts: list[str], division: Division) -> list[list[str]]:
+    """Those of texts that are looked through together."""
+    encoded = [text.encode() for text in texts]
+    bounds = np.cumsum([0, *map(len, encoded)])
+    data = b"".join(encoded)
+    begins = WordFinder(division).begins(data, bounds).tolist()
+    ends = [[*(place for place in begins if first <= place < end), end] for first, end in pairwise(bounds.tolist())]
+    return [[data[begin:end].decode() for begin, end in pairwise(cuts)] for cuts in ends]
+
+
+@pytest.mark.parametrize("division", [GPT2, LLAMA3, QWEN2], ids=["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("count", [1500, pytest.param(60_000, marks=pytest.mark.slow)])
+def test_words_are_divided_as_in_their_text(count: int, division: Division) -> None:
+    random, splitter = Random(count), pre_tokenizers.Split(Regex(division.pattern), "isolated")
+    for _ in range(count // 20):
+        texts = [random_text(random) for _ in range(20)]
+        for text, found in zip(texts, words(texts, division), strict=True):
+            divided = [piece for word in found for piece in pieces(word, splitter)]
+            assert divided == pieces(text, splitter), (text, found)
+
+
+def test_patterns_are_known_as_files_have_them() -> None:
+    assert DIVISIONS[LLAMA3_PATTERN] is LLAMA3
+    assert DIVISIONS[QWEN2_PATTERN] is QWEN2
+    assert LLAMA3_PATTERN.replace("{1,3}", "{1,2}") not in DIVISIONS

@@ -17,11 +17,11 @@ import pytest
 from megacore.checkpoint.directory import pointed_to
 from megacore.checkpoint.lock import WriterLock, sees_lock
 from megacore.checkpoint.small_json import read_object
+from megacore.convert.publish import published
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
 from megacore.files import (
     GrowingFile,
-    naming,
     read_bounded,
     replace_bytes,
     replacing,
@@ -59,21 +59,11 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="gone"):
-        replace_bytes(tmp_path / "gone" / "a", b"x")
-
-
 def test_a_file_in_a_directory_that_takes_no_new_files_cannot_be_replaced(tmp_path: Path) -> None:
     why = why_unwritable(Path("/proc/self/comm"))  # which can be written in place
     assert why is not None and "takes no new files" in why
     (tmp_path / "file").write_bytes(b"old")
     assert why_unwritable(tmp_path / "file") is None
-
-
-def test_a_name_that_is_known_stays() -> None:
-    with pytest.raises(OSError, match="'first'"), naming(Path("second")):
-        raise OSError(errno.EIO, "broken", "first")
 
 
 def test_all_is_written_however_little_the_system_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +174,34 @@ def test_a_growing_file_outlives_its_name(tmp_path: Path) -> None:
     replace_bytes(path, b"edited ")
     assert file.append(b"5") == f"{path} was deleted: what follows is appended to the file that has its name"
     assert (path.read_bytes(), there.read_bytes()) == (b"edited 5", b"1")
+
+
+# ---- directories that are published ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [("new/..", "is no name of a new directory"), ("file/out", "cannot be made"), ("/proc/x/y", "cannot be made")],
+)
+def test_an_impossible_output_is_refused_before_anything_is_written(output: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"--output .* {problem}"), published(tmp_path / output):
+        pytest.fail("the conversion began")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from megacore.convert.publish import published\n"
+        "with published(Path(sys.argv[1])) as made: (made / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=False, timeout=patience(60))
+    left = [path.name for path in tmp_path.iterdir()]
+    assert len(left) == 1
+    assert left[0].startswith(".out.tmp-")
+    living, other = tmp_path / f".out.tmp-{os.getppid()}", tmp_path / ".outer.tmp-999999999"
+    living.mkdir()
+    other.mkdir()
+    with published(tmp_path / "out") as made:
+        (made / "whole").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([living.name, other.name, "out"])

@@ -5,7 +5,6 @@ tests/e2e/test_gpu_check.py runs the whole command."""
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +17,12 @@ from torch import Tensor
 from benchmarks import kernels
 from benchmarks.gpu_check import download, parts, training, wheels
 from benchmarks.gpu_check.fitting import largest_fitting
-from benchmarks.gpu_check.markdown import page
 from benchmarks.gpu_check.parts import Outcome, Part, run_parts
 from benchmarks.gpu_check.records import Record, Records, read_records
 from megacore.errors import ConfigError
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.plan import fit
-from tests.patience import patience, scaled, until
+from tests.patience import scaled, until
 from tests.unit.test_distributed_harness import gone
 
 CPU = torch.device("cpu")
@@ -62,26 +60,6 @@ def test_a_part_that_fails_and_one_that_hangs_leave_the_others(tmp_path: Path, m
     until(lambda: gone(child), 5, "a part's own process is left")
 
 
-def test_the_time_that_a_part_leaves_goes_to_the_others(tmp_path: Path) -> None:
-    first, second = outcomes_of(tmp_path, 100.0, part("a", "pass", 3.0), part("b", "pass", 1.0))
-    assert first.limit_seconds == pytest.approx(75.0, abs=0.1)
-    assert second.limit_seconds == pytest.approx(100.0 - first.seconds, abs=patience(0.5))
-
-
-def test_without_a_required_part_nothing_else_starts(tmp_path: Path) -> None:
-    found = outcomes_of(tmp_path, 100.0, part("a", "sys.exit(2)", required=True), part("b", "pass"))
-    assert [one.status for one in found] == ["failed", "not started"]
-
-
-def test_a_line_that_was_cut_off_is_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    records = Records(path)
-    records.add("kernel", seconds=0.5)
-    with path.open("a") as file:
-        file.write('{"kind": "ker')
-    assert read_records(path) == [{"kind": "kernel", "seconds": 0.5}]
-
-
 # ---- the largest micro batch
 
 
@@ -100,12 +78,6 @@ def test_the_largest_micro_batch_is_found(memory: int, known: bool) -> None:
     assert found <= best and len(tried) <= 7
     if known or best < 64:
         assert found >= best * 0.8 - 1
-
-
-def test_a_curve_that_bends_upwards_is_followed_down() -> None:
-    assert 16 <= largest_fitting(lambda size: size**2 if size <= 31 else None, memory=1000, at_most=1024) <= 31
-    assert largest_fitting(lambda size: None, memory=1000, at_most=1024) == 0
-    assert largest_fitting(lambda size: size, memory=None, at_most=4) == 4
 
 
 # ---- training
@@ -153,14 +125,6 @@ def test_training_is_measured_beside_its_formulas(trained: Path) -> None:
     attention, head = length / (6 * h), vocabulary / (12 * layers * h)
     assert found["tflops_full"] == pytest.approx(base * (1 + attention + head), rel=1e-9)
     assert found["tflops_causal"] == pytest.approx(base * (1 + attention / 2 + head), rel=1e-9)
-
-
-def test_the_profile_names_the_heaviest_operators(trained: Path) -> None:
-    rows = recorded(trained, "profile")["operators"]
-    assert len(rows) == 10
-    assert {"aten::mm", "aten::addmm"} <= {row["name"] for row in rows}
-    assert [row["ms"] for row in rows] == sorted((row["ms"] for row in rows), reverse=True)
-    assert sum(row["share"] for row in rows) <= 1.0 + 1e-3
 
 
 def test_too_large_a_micro_batch_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +179,6 @@ def test_a_kernel_that_raises_leaves_the_others() -> None:
                for figure in figures if figure.seconds is not None)  # fmt: skip
 
 
-def test_every_operator_is_timed() -> None:
-    """All that megacore.ops has a kernel for; gelu is bias_gelu without the bias."""
-    names = {workload.name.split()[0] for workload in kernels.Workloads(device=CPU, small=True)}
-    assert names == {
-        "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "causal", "cross_entropy", "swiglu", "bias_gelu",
-        "rotary", "dropout_add", "adamw",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("workload", list(kernels.Workloads(device=CPU, small=True)), ids=lambda one: one.name)
 def test_what_a_kernel_is_timed_beside_computes_the_same(workload: kernels.Workload) -> None:
     torch.manual_seed(0)
@@ -243,40 +198,6 @@ def test_what_a_kernel_is_timed_beside_computes_the_same(workload: kernels.Workl
 # ---- the page
 
 
-def test_the_page_has_every_table(trained: Path) -> None:
-    figures: list[Record] = []
-    kernels.measure_all(
-        list(kernels.Workloads(device=CPU, small=True))[:1], CPU, copy=1e9, compile_too=False,
-        report=lambda figure: figures.append({"kind": "kernel", **vars(figure)}),
-    )  # fmt: skip
-    tests = [{"kind": "test", "name": "tests/a.py::b", "outcome": "failed", "message": "E  assert 1 == 2"}]
-    seconds = {f"{act}_{who}": 2.0 for act in ("save", "load") for who in ("ours", "torch")} | {"stall": 0.1}
-    checkpoint = [{"kind": "checkpoint", "bytes": 3e9, "seconds": seconds}]
-    done = {"status": "done", "seconds": 1.0, "limit_seconds": 2.0}
-    sections = [
-        {"name": "all", "records": read_records(trained) + figures + tests + checkpoint, **done},
-        {"name": "kernels", "records": [], **done, "status": "cut off"},
-    ]
-    text = page(
-        {
-            "started": "now",
-            "seconds": 3.0,
-            "small": False,
-            "source": {"commit": "c", "sha256": "d" * 64},
-            "parts": sections,
-        }
-    )
-    for line in (
-        "| kernels | cut off | 1 of 2 s | 0 |", "1 failed.", "- `tests/a.py::b`: assert 1 == 2",
-        "| save, GB/s | 1.50 | 1.50 |  |", "### Training", "### Memory", "### Kernels",
-        "| peak GiB, measured / estimated |",
-        "### Where a step of gpt2-small, plain, goes",
-    ):  # fmt: skip
-        assert line in text, text
-    widths = {len(row.split("|")) for row in text.split("### Training")[1].split("###")[0].splitlines() if "|" in row}
-    assert len(widths) == 1
-
-
 # ---- wheels
 
 
@@ -289,25 +210,3 @@ def test_the_wheels_are_what_setup_cfg_requires_pinned() -> None:
     assert not [name for name in found if name.startswith("nvidia")]
     assert {"markdown-it-py", "iniconfig", "execnet"} <= found.keys()  # of rich, pytest, xdist
     assert all(version == download.pins().get(name, version) for name, version in found.items())
-
-
-def test_only_what_is_lacking_is_installed(tmp_path: Path) -> None:
-    folder, target = tmp_path / "wheels", tmp_path / "site"
-    folder.mkdir()
-    for name in ("rich", "no_such_package_here"):
-        info = f"{name}-1.0.dist-info"
-        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
-            archive.writestr(f"{name}.py", "")
-            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
-    assert wheels.missing_packages(["no-such-package-here", "Rich"]) == ["no-such-package-here"]
-    assert wheels.install_missing(folder, target) == target
-    assert (target / "no_such_package_here.py").exists() and not (target / "rich.py").exists()
-    assert wheels.missing_packages(["no-such-package-here"], path=target) == []
-
-
-def test_a_package_that_setup_cfg_requires_is_noticed() -> None:
-    names = {wheels.name_of(line) for line in wheels.requirements()}
-    assert {"torch", "rich", "tomli-w", "zstandard", "pytest"} <= names
-    assert wheels.missing_packages() == []

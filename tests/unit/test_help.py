@@ -9,16 +9,13 @@ from unittest import mock
 import pytest
 
 import megacore
-from megacore.arrive.megatron_flags import FOREIGN
-from megacore.config import SECTIONS, Config, TrainingConfig, sections_of
+from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
-from megacore.config.fields import field_docs, field_infos
-from megacore.config.flags import all_fields, read_flags, setting_files
-from megacore.config.help import DRY_RUN_FLAGS, help_text, help_topic
+from megacore.config.flags import read_flags, setting_files
+from megacore.config.help import DRY_RUN_FLAGS, help_text
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
-from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
 from megacore.errors import UserError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, parse
@@ -70,23 +67,6 @@ def test_the_sections_together_have_every_flag_once(kind: type[Config]) -> None:
     )
 
 
-@KINDS
-def test_it_names_the_presets_of_the_entry_point(kind: type[Config]) -> None:
-    text = help_of("all", kind)
-    for name in (*GPT_PRESETS, *BERT_PRESETS):
-        assert (re.search(rf"\b{re.escape(name)}\b", text) is not None) == (name in kind.presets), name
-
-
-def test_a_text_ends_with_the_default_where_a_value_does_not_say_it() -> None:
-    for section in sections_of(BertConfig).values():
-        for name, doc in field_docs(section).items():
-            derived = field_infos(section)[name].optional
-            assert doc.count("Default: ") == derived, name
-            assert not derived or re.search(r" Default: [^.]+(\.[^.\s][^.]*)*\.$", doc), name
-    for name, doc in BertConfig.help_texts.items():
-        assert doc.count("Default: ") == all_fields(BertConfig)[name].optional, name
-
-
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_berts_defaults_are_those_that_a_run_has(style: str) -> None:
     shown = entries(help_of("all", BertConfig))
@@ -101,21 +81,6 @@ def test_berts_defaults_are_those_that_a_run_has(style: str) -> None:
         first, *others = hint.split("; ")
         for_style = [other for other in others if other.endswith(f" with --bert-style {style}")]
         assert (for_style[0].split()[0] if for_style else first) == text, (name, hint)
-
-
-def test_a_window_is_described_as_each_model_has_it() -> None:
-    gpt = "Sliding window: each token attends only to the last N tokens, including itself."
-    assert gpt in entries(help_of("model", Config))["--window-size"]
-    bert = entries(help_of("model", BertConfig))["--window-size"]
-    assert "tokens at most N / 2 away, on either side" in bert
-    assert "Default: no window with --bert-style classic, 128 with modern." in bert
-
-
-def test_equal_bits_of_equal_seeds_are_claimed_for_cpus_alone() -> None:
-    """On cuda operators may add in any order, unless a flag forbids it."""
-    claim = field_docs(TrainingConfig)["seed"]
-    assert "on CPUs; on cuda only with --deterministic or --reproducible" in claim
-    assert FOREIGN["--deterministic-mode"].becomes == "--deterministic"
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -165,16 +130,6 @@ def test_a_terminal_sees_flags_in_bold_unless_it_asks_for_none(monkeypatch: pyte
     assert "\x1b" not in help_of("lr", Config)
 
 
-@pytest.mark.parametrize("topic", ["lr", "--lr", "lr "])
-def test_a_flag_has_a_page(topic: str) -> None:
-    assert help_of(topic, Config).splitlines() == [
-        "  --lr FLOAT",
-        "      Peak learning rate, reached at the end of the warm-up. Default: 0.0003.",
-        "      Range: above 0.",
-        "      In a file: lr under [optimizer].",
-    ]
-
-
 def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
     by_name = help_of("norm_epsilon", Config)
     assert by_name == help_of("--norm-epsilon", Config) == help_of("layernorm-epsilon", Config)
@@ -182,17 +137,6 @@ def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
     assert help_of("optimizer", Config).startswith("[optimizer]\n")  # the section
     assert help_of("--optimizer", Config).startswith(f"  --optimizer {{{','.join(OPTIMIZERS)}}}\n")  # the flag
     assert help_of("config", Config).startswith("  --config FILE.toml\n")
-
-
-@KINDS
-@pytest.mark.parametrize("flag", ["--dry-run", "--world-size", "--cluster"])
-def test_flags_of_dry_runs_have_help_although_they_are_no_settings(flag: str, kind: type[Config]) -> None:
-    page = help_of(flag.removeprefix("--"), kind)
-    assert page == help_of(flag.replace("-", "_").replace("__", "--"), kind)
-    assert page.startswith(f"  {flag} ")
-    assert page in help_of("all", kind)
-    with pytest.raises(UserError, match=rf"did you mean {flag}\?"):
-        help_of(f"{flag}x", kind)
 
 
 @pytest.mark.parametrize(
@@ -211,25 +155,6 @@ def test_an_unknown_topic_is_refused_with_the_choices(topic: str, kind: type[Con
     with pytest.raises(UserError) as error:
         help_text(topic, kind, prog="x", description="y")
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("argv", "topic"),
-    [
-        ([], None),
-        (["--tp", "2"], None),
-        (["--help"], ""),
-        (["-h"], ""),
-        (["--tp", "2", "--help"], ""),
-        (["--help", "--tp", "2"], ""),
-        (["--help", "--tp"], "--tp"),
-        (["--help", "data"], "data"),
-        (["--help=data"], "data"),
-        (["--tp", "2", "-h", "data", "--lr", "1"], "data"),
-    ],
-)
-def test_the_topic_is_the_word_after_help(argv: list[str], topic: str | None) -> None:
-    assert help_topic(argv) == topic
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,26 @@ another spelling is understood; and so are the configurations of released models
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
+from megacore.convert.plan import make_plan, model_layers, model_shapes, their_shapes
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
-from megacore.models.hf.family import same_bert
+from megacore.models.hf.family import Family, same_bert
 from megacore.models.outline import gpt_outline
+from megacore.pipeline.stage import Stage
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("hf_configs.json").read_text())
 SMALL: dict[str, dict[str, Any]] = TABLES["small"]
@@ -139,3 +145,44 @@ def test_a_released_model_is_understood_or_refused_by_what_it_computes(name: str
         tied = 0 if model.untie_embeddings_and_output_weights else model.vocab_size * model.hidden_size
         parameters = sum(layer.parameters for layer in gpt_outline(model, 1)) - tied
         assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=5e-3)
+
+
+# ---- orders of rows --------------------------------------------------------------------------------------------------
+
+LAYERS = 5
+
+
+def model_of(model_type: str) -> tuple[Family, ResolvedModel, ResolvedBert | None]:
+    """A family and a small model of it, of several layers."""
+    family = FAMILIES[model_type]
+    small = SMALL[model_type]
+    (layers,) = small.keys() & {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
+    values = {**small, layers: LAYERS}
+    if "attention_types" in values:  # a list of all layers
+        values["attention_types"] = [[["global"], LAYERS]]
+    config = family.to_model(values, "config.json")
+    return family, config, family.to_bert(values, "config.json", paired=model_type == "bert")
+
+
+@pytest.mark.parametrize("model_type", list(SMALL))
+def test_runs_cover_every_row_once(model_type: str) -> None:
+    plan = make_plan(*model_of(model_type))
+    places: dict[str, list[int]] = {}
+    for step in plan:
+        runs = list(step.runs())
+        assert sum(run.rows for run in runs) == math.prod(step.shape[: max(len(step.shape) - 1, 1)])
+        for run in runs:
+            places.setdefault(step.theirs[run.source], []).extend(range(run.start, run.stop))
+    transposed = {name for step in plan if step.transposed for name in step.theirs}
+    for name, shape in their_shapes(plan).items():
+        assert sorted(places[name]) == list(range(shape[-1 if name in transposed else 0])), name
+
+
+@pytest.mark.parametrize("model_type", list(SMALL))
+def test_shapes_are_those_of_the_whole_model(model_type: str) -> None:
+    _, config, bert = model_of(model_type)
+    for layers in (1, 2, LAYERS):
+        config = dataclasses.replace(config, num_layers=layers)
+        built = Stage(model_layers(config, torch.device("meta"), bert)).by_name()
+        expected = [(name, parameter.spec.shape) for name, parameter in built.items()]
+        assert list(model_shapes(config, bert).items()) == expected

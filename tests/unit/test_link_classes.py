@@ -19,7 +19,6 @@ from megacore.plan.links import Crossing, crossing, groups_between_nodes
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.traffic import Sent, bytes_by_link, rank_traffic, stage_message, tied_gradients
 from tests.parity.runs import make_config
-from tests.unit.planning import planned
 
 Groups = Iterable[tuple[int, ...]]
 NODES = range(1, 17)
@@ -90,7 +89,7 @@ def sharing(groups: Groups, node: int) -> int:
     return across(groups, node).groups
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> None:
     config = random_layout(seed)
     layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
@@ -113,7 +112,7 @@ def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> No
         assert groups_between_nodes(tied.ranks, tied.stride, tied.among, node) == sharing(ends, node)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_bytes_are_those_of_the_rank_that_sends_most_over_each_class_of_links(seed: int) -> None:
     config = random_layout(1000 + seed)
     layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
@@ -244,52 +243,3 @@ def test_devices_share_network_cards_that_are_fewer() -> None:
     assert seconds_of("message", 2, 8, 16, device) == pytest.approx(0.1 / 2)  # eight
     assert seconds_of("all-gather", 16, 1, 16, device) == pytest.approx(15 / 16 * 0.1 / 16)
     assert seconds_of("all-to-all", 16, 1, 16, device) == pytest.approx(8 / 16 * 0.1 / 2)
-
-
-def test_links_in_a_node_and_between_nodes_have_efficiencies_of_their_own() -> None:
-    device = replace(DEVICE, link_efficiency=Range(0.5, 0.5, 0.5), network_efficiency=Range(0.25, 0.25, 0.25))
-    assert seconds_of("all-gather", 8, 1, 64, device) == pytest.approx(7 / 8 * 0.1 / 50)
-    assert seconds_of("all-gather", 2, 8, 64, device) == pytest.approx(1 / 2 * 0.1 / 0.5)
-
-
-def test_without_a_switch_a_group_has_the_links_among_its_ranks() -> None:
-    """Eight devices, each with seven links that reach 100 GB/s together."""
-    device = replace(DEVICE, node_mesh=True)
-    assert seconds_of("all-gather", 8, 1, 8, device) == pytest.approx(7 / 8 * 0.1 / 100)
-    assert seconds_of("all-gather", 2, 1, 8, device) == pytest.approx(1 / 2 * 0.1 / (100 / 7))
-    assert seconds_of("message", 8, 1, 8, device) == pytest.approx(0.1 / (100 / 7))
-
-
-@pytest.mark.parametrize(
-    ("layout", "between", "within"),
-    [
-        # On nodes of 8: 0-5 and 6-11; 6 and 7 are in another node than 8 to 11, and 2 is in another than 8.
-        ("--pp 2 --dp 6", {"pipeline", "data parallel"}, {"pipeline"}),
-        ("--pp 4 --dp 3 --schedule 1f1b", {"pipeline", "data parallel"}, {"pipeline"}),
-        ("--pp 2 --dp 4", set(), {"pipeline", "data parallel"}),
-        ("--pp 4 --dp 4", {"pipeline"}, {"pipeline", "data parallel"}),
-        ("--tp 4 --dp 6", {"data parallel"}, {"tensor parallel"}),
-    ],
-)
-def test_a_plan_says_which_transfers_leave_a_node(
-    layout: str, between: set[str], within: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = f"pretrain_gpt.py --preset llama-3-8b --global-batch-size 48 --zero-stage 1 --cluster a100-80g {layout}"
-    names = planned(capsys, flags)["bytes_per_rank_and_step"]
-    assert {name.removesuffix(", between nodes") for name in names if name.endswith(", between nodes")} == between
-    assert {name.removesuffix(", in a node") for name in names if name.endswith(", in a node")} == within
-
-
-def test_nodes_that_the_tensor_parallel_ranks_do_not_divide(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of `--tp 4` on nodes of 6 ranks, the ranks 4 to 7 are in two; with 4 ranks all are in one."""
-    cluster = tmp_path / "six.toml"
-    cluster.write_text('based_on = "a100-80g"\ngpus_per_node = 6\n')
-    flags = f"pretrain_gpt.py --preset llama-3-8b --global-batch-size 48 --tp 4 --cluster {cluster}"
-    seconds = {}
-    for dp in (1, 3):
-        plan = planned(capsys, f"{flags} --dp {dp} --zero-stage 1" if dp > 1 else flags)
-        link = "in a node" if dp == 1 else "between nodes"
-        assert f"tensor parallel, {link}" in plan["bytes_per_rank_and_step"]
-        assert len([name for name in plan["bytes_per_rank_and_step"] if "tensor" in name]) == 1
-        seconds[dp] = plan["step_parts"]["tensor"]["value"] * dp
-    assert seconds[3] > 1.5 * seconds[1]  # of as many tokens; 300 GB/s in a node, and its 8 cards have 200 GB/s

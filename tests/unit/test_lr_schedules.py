@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from megacore.config import OptimizerConfig
+from megacore.config.rampup import BatchSizes, Ramp
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 from megacore.parallel.mesh import Mesh
 from megacore.train.lr_range import PICTURE, TABLE, smoothed, suggested
 from tests.parity.runs import make_config, make_trainer
-from tests.unit import refusals
 from tests.unit.refusals import GOOD, parse
 from tools import draw_lr
 
-alone, refuse = refusals.alone, refusals.refuse  # fixtures
 STEPS = 40
 
 
@@ -57,21 +56,6 @@ def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
     config = OptimizerConfig(lr=0.1, **changes)
     found = [momentum(step, config, usual=0.95, train_iters=STEPS) for step in range(1, STEPS + 1)]
     assert found == pytest.approx(momenta, rel=1e-9)
-
-
-def test_other_styles_leave_the_momentum() -> None:
-    assert momentum(3, OptimizerConfig(), usual=0.9, train_iters=STEPS) == 0.9
-
-
-def test_plain_sgd_stays_so(tmp_path: Path) -> None:
-    """A momentum would need state that plain SGD neither counts nor saves."""
-    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "optimizer": "sgd", "sgd_momentum": 0.0}
-    config = make_config((1, 1, 1), tmp_path, **changes, train_iters=4, lr_warmup_iters=2, num_layers=1)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
-    for _ in range(3):
-        trainer.train_step(next(trainer.batches))
-    optimizer = trainer.update.optimizer
-    assert optimizer.kinds == () and not any(optimizer.state.values())
 
 
 @pytest.mark.parametrize(("factor", "warmup"), [(1, 0), (2, 0), (2, 5)])
@@ -196,3 +180,39 @@ def test_a_picture_translates_lengths_in_samples(capsys: pytest.CaptureFixture[s
         assert draw_lr.main([*flags.split(), "--global-batch-size", "10"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 42 and printed[:21] == printed[21:]
+
+
+# ---- ramps of the batch ----------------------------------------------------------------------------------------------
+
+RAMPS = [(1536, 16, 16, 5_859_375), (2048, 192, 16, 9_765_625), (64, 8, 8, 1000), (16, 4, 12, 7), (32, 32, 8, 100)]
+
+
+def reference(full: int, start: int, increment: int, samples: int, steps: int) -> list[int]:
+    """The sizes as Megatron-LM's calculator gives them from the samples consumed so far."""
+    increments, consumed, sizes = (full - start) // increment, 0, list[int]()
+    for _ in range(steps):
+        level = increments if consumed >= samples else consumed * increments // samples
+        sizes.append(start + level * increment)
+        consumed += sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize(("full", "start", "increment", "samples"), RAMPS)
+def test_sizes_follow_the_samples(full: int, start: int, increment: int, samples: int) -> None:
+    ramp = BatchSizes(full, Ramp(start, increment, samples))
+    steps = ramp.steps(samples) + 50
+    expected = reference(full, start, increment, samples, steps)
+    assert [ramp.of_step(step) for step in range(1, steps + 1)] == expected
+    assert expected[-1] == full
+    total = 0
+    for step, size in enumerate(expected, 1):
+        assert ramp.steps(total) == ramp.steps(total + size - 1) == step - 1
+        total += size
+        assert ramp.samples(step) == total
+    assert ramp.samples(0) == 0
+
+
+def test_without_a_ramp_nothing_changes() -> None:
+    sizes = BatchSizes(24)
+    assert (sizes.of_step(1), sizes.of_step(999), sizes.samples(7), sizes.steps(167)) == (24, 24, 168, 6)
+    assert type(sizes.full_steps(7)) is int

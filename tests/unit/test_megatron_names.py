@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED, TABLES
-from megacore.arrive.megatron_model import MODEL
-from megacore.arrive.megatron_training import TRAINING
+from megacore.arrive.megatron_flags import FOREIGN, NOT_YET, REPLACED
 from megacore.arrive.translation import Shape
+from megacore.checkpoint.manifest import find_checkpoint
 from megacore.config.bert import BertConfig
 from megacore.config.flags import flags_by_name, read_flags
+from megacore.config.model import padded_rows
+from megacore.errors import CheckpointError
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, parse
 
 NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
 THEIRS = {f"--{name}": words for words, names in NAMES.items() for name in names.split()}
@@ -29,25 +32,6 @@ def test_each_of_their_names_is_known_once() -> None:
     unknown = [name for name in THEIRS if not any(name in table for table in tables)]
     assert not unknown
     assert not [name for name in THEIRS if sum(name in table for table in tables) > 1]
-
-
-def test_the_file_has_each_flag_once() -> None:
-    accepted = [name for kind in ("becomes", "implies", "computed", "idle_at", "off_at") for name in TABLES[kind]]
-    usages = "\n".join([*accepted, *TABLES["idle"].values()]).replace(", ", "\n").split("\n")
-    assert len([usage for usage in usages if usage]) == len(FOREIGN)
-    refused = [flags.split() for kind in ("replaced", "not_yet") for flags in TABLES[kind].values()]
-    assert sum(map(len, refused)) == len(REPLACED) + len(NOT_YET)
-
-
-def test_no_table_has_a_name_that_is_not_theirs() -> None:
-    assert not (ACCEPTED.keys() | REPLACED.keys() | NOT_YET.keys()) - THEIRS.keys()
-    assert LISTS.keys() <= OURS.keys() & THEIRS.keys()
-
-
-def test_a_row_names_every_function() -> None:
-    rows = [*TABLES["computed"].values(), *TABLES["computed_lists"].values()]
-    assert {row["by"] for row in rows} == MODEL.keys() | TRAINING.keys()
-    assert not MODEL.keys() & TRAINING.keys()
 
 
 def test_a_flag_takes_as_many_values_as_there() -> None:
@@ -86,3 +70,33 @@ def test_flags_without_effect_set_nothing(words: str) -> None:
     for setting in given.foreign:
         translation = setting.translate(Shape(None, None))
         assert not (translation.values or translation.implied or translation.dropped)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+
+
+def test_a_checkpoint_of_megatron_is_told_from_none(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    for given in (tmp_path, tmp_path / "iter_0000010"):
+        with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {given} --output DIR"):
+            find_checkpoint(given)
+
+
+def test_a_split_may_be_quoted_as_megatrons_scripts_do() -> None:
+    quoted, plain = (parse(*GOOD, "--split", split).data for split in ("'99,1,0'", "99,1"))
+    assert quoted.split_shares() == plain.split_shares()
+
+
+@pytest.mark.parametrize(("size", "tp"), [(128, 2), (127, 2), (1000, 1)])
+def test_a_null_tokenizer_has_one_token_more(size: int, tp: int) -> None:
+    """The token that ends a document is the last one, and padding comes after it, as Megatron-LM counts."""
+    given = ["--mock-data", "--train-iters", "10", "--vocab-size", str(size), "--tokenizer-type", "NullTokenizer"]
+    model = parse(*given).model
+    padded = size + 1
+    while padded % (128 * tp):
+        padded += 1
+    assert model.vocab_size == size + 1
+    assert tp * padded_rows(model.vocab_size, tp, model.make_vocab_size_divisible_by) == padded

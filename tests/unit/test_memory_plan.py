@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
-from megacore.models.outline import ModelLayer, outline
+from megacore.models.outline import outline
 from megacore.parallel.host_memory import AvailableMemory, host_capacity, host_memory
 from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.schedule import Op, rank_order
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.limits import size_text
-from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
-from megacore.plan.state import state_bytes
+from megacore.plan.memory import GIB, fullest_rank, plan_memory
 from tests.unit import refusals
 from tests.unit.refusals import Refuse, parse
 
@@ -58,14 +53,6 @@ def test_llama_3_8b_is_refused_on_24_gib_in_one_message(machine: AvailableMemory
     assert "a smaller model" in text
     assert "--no-memory-check" in text
     assert parse(*LLAMA, "--no-memory-check", checks=[check_memory]).model.num_layers == 32
-
-
-def test_a_mixture_is_refused_with_ways_out(machine: AvailableMemory, refuse: Refuse) -> None:
-    """Sixteen bytes for each of Mixtral's 46,702,792,704 parameters, however few of them a token uses."""
-    text = refuse(*MOCK, "--preset", "mixtral-8x7b", "--device", "cpu", checks=[check_memory])
-    assert f"state        {16 * 46_702_792_704 / GIB:.1f} GiB" in text
-    assert len(ways(text)) == 3
-    assert "--zero-stage 3, on 128 machines" in ways(text)[0]
 
 
 @pytest.mark.parametrize(
@@ -194,49 +181,6 @@ def on_device(flags: tuple[str, ...], device: float, host: float, monkeypatch: p
     return ways(text)
 
 
-@pytest.mark.parametrize(
-    ("flags", "local", "device"),
-    [
-        (("--preset", "qwen3-0.6b", "--load", "auto", "--seq-length", "128"), 1, True),
-        (("--preset", "gpt2-large", "--num-layers", "30", "--pp", "4", "--recompute", "selective"), 4, False),
-        (("--preset", "llama-3-8b", "--tp", "2", "--pp", "2", "--offload-optimizer"), 2, False),
-        (("--preset", "bloom-176b", "--pp", "2", "--dp", "2", "--load", "auto"), 1, True),
-        (("--preset", "gpt2-xl", "--load", "auto", "--recompute", "full", "--precision", "bf16"), 1, True),
-    ],
-    ids=lambda value: " ".join(value[1:4]) if isinstance(value, tuple) else "",
-)
-def test_there_are_three_ways_out_on_devices_and_many_ranks(
-    flags: tuple[str, ...], local: int, device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With 0.3 GiB, which no rank fits into: the others name larger devices, and need less than the run as it is."""
-    degrees = [int(value) for flag, value in itertools.pairwise(flags) if flag in ("--tp", "--pp", "--dp")]
-    ranks_of(math.prod(degrees), monkeypatch, local)
-    config = parse(*MOCK, *flags)
-    memory = AvailableMemory(0.3 * GIB, "")
-    text = (fit.device_problem if device else _on_host)(config, outline(config), 0, memory)
-    assert text is not None
-    found = ways(text)
-    assert len(set(found)) == len(found) >= 3
-    sizes = {way: float(re.findall(r"at least ([\d,.]+) GiB per rank$", way)[0].replace(",", "")) for way in found}
-    (as_it_is,) = (way for way in found if way.startswith("the same flags"))
-    assert all(size < sizes[as_it_is] for way, size in sizes.items() if way != as_it_is)
-
-
-def _on_host(config: ResolvedConfig, layers: Sequence[ModelLayer], place: int, memory: AvailableMemory) -> str | None:
-    return host_problem(config, layers, memory=memory)
-
-
-def test_offloading_on_a_cpu_is_told_to_be_left_out() -> None:
-    """Copies of the gradients on their way to the host are 4 bytes for each parameter."""
-    given = (*MOCK, "--preset", "gpt2-large", "--device", "cpu")
-    with_offload = parse(*given, "--offload-optimizer")
-    (rank,) = plan_memory(parse(*given), outline(with_offload), on_cpu=True)
-    text = host_problem(with_offload, outline(with_offload), memory=AvailableMemory(rank.expected, ""))
-    assert text is not None
-    assert ways(text)[0].startswith("--no-offload-optimizer: ")
-    assert not parse(*given, "--no-offload-optimizer").parallel.offload_optimizer
-
-
 def test_no_device_is_told_to_offload_more_than_its_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 16 bytes for each of 8.03e9 parameters are 119.7 GiB."""
     flags = ("--preset", "llama-3-8b", "--precision", "bf16")
@@ -244,28 +188,6 @@ def test_no_device_is_told_to_offload_more_than_its_host_has(monkeypatch: pytest
     found = on_device(flags, 79, 100, monkeypatch)
     assert "--offload-optimizer" not in " ".join(found)
     assert len(found) >= 3
-
-
-def test_llama_3_8b_trains_on_one_device_of_141_gb_with_gradients_in_bf16() -> None:
-    """By hand: 2 bytes of weight, 2 of gradient, 4 of master weight and 8 of moments for each of 8,030,261,248
-    parameters are 128.5 GB. With fp32 sums, 18 bytes, the state alone takes 144.5 GB."""
-    count, device = 8_030_261_248, 141e9
-
-    def planned(*flags: str, gradients: str = "bf16") -> RankMemory:
-        given = ("--mock-data", "--train-iters", "10", "--preset", "llama-3-8b", "--precision", "bf16")
-        config = parse(*given, "--grad-reduce-dtype", gradients, *flags)
-        assert config.data.seq_length == 8192
-        (rank,) = plan_memory(config, outline(config), on_cpu=False)
-        return rank
-
-    many = planned("--recompute", "full", "--global-batch-size", "8")
-    assert dict(many.state) == {"params": 2 * count, "grads": 2 * count, "optimizer": 12 * count, "buffers": 0.0}
-    assert many.expected <= device
-    assert planned("--recompute", "full", "--global-batch-size", "8", gradients="fp32").certain > device
-    # Of a single microbatch gradients take the place of activations that backward has used.
-    one = planned("--recompute", "light", "--global-batch-size", "1")
-    assert one.expected_tensors == 14 * count + one.activations + one.working
-    assert one.certain <= device
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
@@ -277,19 +199,6 @@ def test_devices_split_the_sequence_unless_it_is_forbidden(on_cpu: bool, monkeyp
     needed, with_it, without = (plan_memory(c, outline(c), on_cpu=on_cpu)[0].expected for c in (unset, split, whole))
     assert with_it < without
     assert needed == (without if on_cpu else with_it)
-
-
-def test_what_is_recommended_for_devices_splits_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of one device that is told to take four splits the sequence there; on two there is nothing to turn on."""
-    flags = ("--preset", "gpt2-small", "--micro-batch-size", "32", "--recompute", "full")
-    (way,) = (way for way in on_device(flags, 4, 100, monkeypatch) if way.startswith("--tp 4,"))
-    ranks_of(4, monkeypatch)
-    config = parse(*MOCK, *flags, *way.partition(",")[0].split())
-    told = size_text(plan_memory(config, outline(config), on_cpu=False)[0].expected)
-    assert f": {told} per rank" in way
-    ranks_of(2, monkeypatch)
-    of_two = on_device((*flags, "--tp", "2"), 0.5, 100, monkeypatch)
-    assert of_two and not [way for way in of_two if "--sequence-parallel" in way]
 
 
 def test_a_checkpoint_is_not_given_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,41 +218,6 @@ def test_torch_counts_once() -> None:
     assert host_problem(config, outline(config), memory=memory, torch_is_loaded=True) is None
 
 
-@pytest.mark.parametrize(("precision", "size"), [("fp32", 4 + 4), ("bf16", 2 + 4 + 4)])
-def test_one_step_has_no_moments_beside_its_activations(precision: str, size: int) -> None:
-    """Bytes of parameters, gradients and master weights while activations are there; then with moments, without
-    them."""
-    flags = shlex.split(
-        f"--mock-data --preset gpt2-small --precision {precision} --micro-batch-size 4 --global-batch-size 8"
-    )
-    (two,), (one,) = (
-        plan_memory(config, outline(config), on_cpu=False)
-        for config in (parse(*flags, "--train-iters", count) for count in ("2", "1"))
-    )
-    assert one.expected_tensors == size * one.parameters + one.activations + one.working
-    assert two.expected_tensors == one.expected_tensors + 8 * one.parameters
-    (small,) = (
-        plan_memory(config, outline(config), on_cpu=False)[0]
-        for config in [parse("--mock-data", "--preset", "gpt2-small", "--train-iters", "1", "--seq-length", "8")]
-    )
-    assert small.certain == 16 * small.parameters  # the update is the peak
-
-
-def test_sizes_are_told_in_units_that_say_something() -> None:
-    assert [size_text(size) for size in (5.25 * GIB, 0.5 * GIB, 3 * 2**20, 2048)] == [
-        "5.2 GiB",
-        "512.0 MiB",
-        "3.0 MiB",
-        "2.0 KiB",
-    ]
-    config = parse(*MOCK, "--preset", "gpt2-small")
-    (rank,) = plan_memory(config, outline(config), on_cpu=True)
-    text = host_problem(config, outline(config), memory=AvailableMemory(rank.certain - 2**20, ""))
-    assert text is not None
-    needed, available = re.findall(r"([\d,.]+) MiB", text.splitlines()[0])
-    assert float(needed.replace(",", "")) - float(available.replace(",", "")) == pytest.approx(1.0, abs=0.01)
-
-
 def test_what_may_not_fit_is_warned_of() -> None:
     config = parse(*MOCK, "--preset", "gpt2-small", "--micro-batch-size", "1")
     (rank,) = plan_memory(config, outline(config), on_cpu=True, torch_is_loaded=True)
@@ -357,19 +231,6 @@ def test_what_may_not_fit_is_warned_of() -> None:
         told,
     )
     assert fit.host_warning(config, outline(config), AvailableMemory(rank.expected, "")) is None
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("gpt2-small", "--micro-batch-size", "4"),
-        ("gpt2-large", "--recompute", "full"),
-        ("qwen3-0.6b", "--recompute", "full", "--precision", "bf16"),
-    ],
-    ids=" ".join,
-)
-def test_what_fits_is_not_refused(flags: tuple[str, ...], machine: AvailableMemory) -> None:
-    parse(*MOCK, "--device", "cpu", "--preset", *flags, checks=[check_memory])
 
 
 def test_ranks_that_share_a_machine_share_its_memory(machine: AvailableMemory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,47 +273,6 @@ def test_more_microbatches_than_fill_the_pipeline_change_nothing(schedule: Seque
                 held += (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
                 most = max(most, held)
             assert sum(in_flight(parallel, rank, count, until=Op.WEIGHT_GRAD)) == most
-
-
-def test_microbatches_in_flight() -> None:
-    """Narayanan et al. 2021, section 2.2: p - r for 1F1B, m for GPipe; interleaved 2 (p - r - 1) + (v - 1) p + 1 of
-    thin stages; ZB-H1 as 1F1B, and p of them until their weight gradients (Qi et al. 2023, section 2)."""
-    four = dataclasses.replace(parse(*MOCK, "--vocab-size", "64").parallel, pp=4)
-    assert [sum(in_flight(four, rank, 8)) for rank in range(4)] == [4, 3, 2, 1]
-    assert [sum(in_flight(four, rank, 2)) for rank in range(4)] == [2, 2, 2, 1]
-    gpipe = dataclasses.replace(four, schedule="gpipe")
-    assert [sum(in_flight(gpipe, rank, 100)) for rank in range(4)] == [100] * 4
-    thin = dataclasses.replace(four, schedule="interleaved", virtual_stages=2)
-    assert [sum(in_flight(thin, rank, 800)) for rank in range(4)] == [11, 9, 7, 5]
-    zero_bubble = dataclasses.replace(four, schedule="zero-bubble")
-    assert [sum(in_flight(zero_bubble, rank, 8)) for rank in range(4)] == [4, 3, 2, 1]
-    assert [sum(in_flight(zero_bubble, rank, 8, until=Op.WEIGHT_GRAD)) for rank in range(4)] == [4, 4, 4, 4]
-
-
-def test_the_optimizers_moments() -> None:
-    config = parse(*MOCK, "--vocab-size", "64")
-    sgd = OptimizerConfig(optimizer="sgd").resolved_as(ResolvedOptimizer, lr_decay_iters=1)
-    plain = dataclasses.replace(config, optimizer=sgd, sgd=SGDConfig(sgd_momentum=0.0))
-    for own, moments in ((config, 2), (dataclasses.replace(plain, sgd=SGDConfig()), 1), (plain, 0)):
-        assert state_bytes(100, own)["optimizer"] == 4 * 100 * moments
-
-
-def test_muon_keeps_one_number_for_the_matrices_of_blocks() -> None:
-    """By hand: those of a block of GPT-2 have 12 h^2 parameters."""
-    config = parse(*MOCK, "--preset", "gpt2-small", "--optimizer", "muon", "--precision", "fp32")
-    (rank,) = plan_memory(config, outline(config), on_cpu=True)
-    matrices = 12 * 12 * 768**2
-    assert rank.state["optimizer"] == 4 * matrices + 8 * (rank.parameters - matrices)
-
-
-def test_offloaded_state_lies_in_host_memory() -> None:
-    """ZeRO-Offload by hand: the device keeps 2 + 4 bytes a parameter, the host 12 and 4 for gradients on their way."""
-    config = parse(*MOCK, "--preset", "gpt2-small", "--precision", "bf16", "--offload-optimizer")
-    (rank,) = plan_memory(config, outline(config), on_cpu=False)
-    assert rank.on_host == 16 * rank.parameters
-    assert sum(rank.state.values()) - rank.on_host == 6 * rank.parameters
-    assert plan_memory(config, outline(config), on_cpu=True)[0].on_host == 0
-    assert state_bytes(1, config)["grads"] == 4
 
 
 # ---- how much there is -----------------------------------------------------------------------------------------------
@@ -527,24 +347,3 @@ def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:
     memory = host_memory(root)
     assert memory is not None
     assert memory.available == 200_000 + 80_000
-
-
-def test_a_million_positions_take_a_rank_what_its_share_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 ranks of 2^20 positions hold the activations of one rank with 8,192, beside the keys that travel."""
-    words = (*MOCK, "--preset", "llama-3-8b-128k", "--device", "cpu", "--no-memory-check", "--global-batch-size", "1")
-    ranks_of(1, monkeypatch)
-    (one,) = plan_memory(share := parse(*words, "--seq-length", "8192"), outline(share), on_cpu=False)
-    ranks_of(128, monkeypatch)
-    length = ("--seq-length", "1048576", "--max-position-embeddings", "1048576", "--cp", "128")
-    (rank,) = plan_memory(whole := parse(*words, *length), outline(whole), on_cpu=False)
-    assert whole.context_comm == "ring" and whole.rank_positions == share.rank_positions
-    assert rank.activations == pytest.approx(one.activations, rel=0.01)
-
-
-def test_offloaded_activations_do_not_count_against_the_state() -> None:
-    """The peak of the device holds the whole state, whatever lies in host memory beside it."""
-    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 8 --hidden-size 256 --num-attention-heads 4"
-    config = parse(*flags.split(), "--micro-batch-size", "16", "--offload-activations", "--precision", "bf16")
-    (rank,) = plan_memory(config, outline(config), on_cpu=False)
-    assert rank.on_host == rank.host["activations"] > 0
-    assert rank.certain >= sum(rank.state.values())

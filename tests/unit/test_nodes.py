@@ -8,10 +8,6 @@ import torch.distributed as dist
 from megacore.config.nodes import torchrun_flags
 from megacore.parallel.mesh import lost_store
 from megacore.train.causes import lost_connection
-from tests.unit import refusals
-from tests.unit.refusals import GOOD, Refuse, problems
-
-refuse = refusals.refuse  # fixture
 
 
 @pytest.mark.parametrize(
@@ -31,19 +27,6 @@ def test_the_flags_of_torchrun(counts: tuple[int, ...], world: int | None, local
     values = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}
     environment = {name: str(value) for name, value in values.items() if value is not None}
     assert torchrun_flags(*counts, environment=environment) == flags
-
-
-def test_a_refusal_speaks_of_nodes_where_one_is_too_small(refuse: Refuse) -> None:
-    (problem,) = problems(refuse(*GOOD, "--tp", "4", "--pp", "12"))
-    assert "start 48 processes (torchrun --nnodes 6 --nproc-per-node 8; for a plan --world-size)" in problem
-
-
-def test_a_refusal_speaks_of_the_nodes_that_a_job_has(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (job | {"MASTER_PORT": 29500}).items():
-        monkeypatch.setenv(name, str(value))
-    (problem,) = problems(refuse(*GOOD, "--tp", "4", "--pp", "3"))
-    assert "start 12 processes (torchrun --nnodes 3 --nproc-per-node 4;" in problem
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from megacore.config.cli import parse_config
 from megacore.config.pipeline_layout import parse_layout
 from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
-from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.partition import partition, stage_ranges
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.stage_time import speed_of, stage_time
@@ -100,32 +99,11 @@ def planned(flags: str) -> ResolvedConfig:
     return parse_config(words, prog="pretrain_gpt.py", description="", kind=Config, planned=True)
 
 
-def blocks_of_stages(config: ResolvedConfig) -> list[int]:
-    layers = outline(config)
-    return [sum(layers[i].is_block for i in stage) for stage in stage_ranges(layers, config)]
-
-
-def test_a_layer_by_hand() -> None:
-    """W1 on a core of 48 GFLOP/s and 5.6 GB/s: forward and two as long of backward, then the sum of 12 bytes of
-    gradient per parameter; without the norms' 1,024 parameters a block has 4 h^2 of attention and 8 h^2 of MLP."""
-    config, h, tokens = planned(W1), 256, 512
-    seconds = [layer_seconds(config, layer) for layer in outline(config)]
-    parameters = [(8192 + 256) * h, 12 * h * h + 13 * h, 8192 * h + 2 * h]
-    sums = [12 * count / 5.6e9 for count in parameters]
-    head = tokens * (3 * 2 * h * 8192 / 48e9 + 4 * 4 * 8192 / 5.6e9)
-    scores = 2.0 * 256 * h  # of the causal half
-    block = tokens * (3 * (24 * h * h + scores) / 48e9 + scores / 2 / 48e9 + 3 * 4 * (10 + 8 + 4) * h / 5.6e9)
-    expected = [3 * tokens * 4 * h / 5.6e9, *[block] * 4, head]
-    assert seconds == pytest.approx([e + sums[min(i, 1) + (i == 5)] for i, e in enumerate(expected)], rel=1e-9)
-
-
 @pytest.mark.parametrize(
     "flags",
     [
         W1,
-        "--preset gpt2-small --pp 4 --micro-batch-size 4",
         "--preset llama-3.2-1b --pp 4 --tp 2 --precision bf16 --recompute full",
-        "--preset llama-3-8b --pp 8 --precision bf16",
         "--preset bloom-176b --pp 12 --tp 4 --precision bf16 --micro-batch-size 2",
         "--preset mistral-7b --pp 4 --precision bf16 --seq-length 32768",
     ],
@@ -142,29 +120,6 @@ def test_the_slowest_stage_is_near_the_best_that_the_step_time_knows(flags: str)
 
     best = slowest(partition(layers, config.parallel.pp, costs))
     assert slowest(stage_ranges(layers, config)) <= 1.06 * best
-
-
-def test_the_head_counts_by_the_vocabulary_and_attention_by_the_length() -> None:
-    assert blocks_of_stages(planned(W1)) == [3, 1]
-    assert blocks_of_stages(planned(W1.replace("8192", "64"))) == [2, 2]
-    assert blocks_of_stages(planned(W1.replace("256 --vocab", "16384 --vocab"))) == [2, 2]
-    assert blocks_of_stages(planned(W1 + " --pipeline-balance parameters")) == [2, 2]
-
-
-def test_blocks_that_are_computed_again_count_where_every_stage_computes_all_of_its_own_again() -> None:
-    """The head then weighs less beside them. One more block in each stage changes nothing."""
-    flags = "--preset qwen3-0.6b --pp 4 --precision bf16"
-    none, full = blocks_of_stages(planned(flags)), blocks_of_stages(planned(f"{flags} --recompute full"))
-    assert none == [8, 9, 9, 2] and full == [8, 8, 8, 4]
-    few, all_of_a_stage = (planned(f"{flags} --recompute full --recompute-num-layers {n}") for n in (1, 7))
-    assert blocks_of_stages(few) == none
-    assert blocks_of_stages(all_of_a_stage) == full
-    layers, speed = outline(all_of_a_stage), speed_of(all_of_a_stage, CLUSTERS["a100-80g"], "expected")
-
-    def slowest(stages: list[range]) -> float:
-        return max(stage_time(all_of_a_stage, [layers[i] for i in stage], speed).total for stage in stages)
-
-    assert slowest(stage_ranges(layers, all_of_a_stage)) < 0.97 * slowest(stage_ranges(layers, few))
 
 
 def test_partition_has_the_smallest_sum_of_squares_that_stages_in_order_give() -> None:

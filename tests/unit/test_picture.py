@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shlex
 import subprocess
 import sys
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from megacore.pipeline.schedule import Action, Schedule, build_schedule
+from megacore.pipeline.schedule import Action, Schedule, Timed, build_schedule
 from megacore.pipeline.simulator import Costs, simulate
+from megacore.pipeline.trace_file import RankTrace, TracedStep, write_trace
 from megacore.plan.closed_forms import closed_form
 from tests.unit.packaging_builds import ROOT
 from tools.draw_schedule import main
@@ -101,57 +105,10 @@ def test_the_boxes_are_the_simulators_spans(drawn: tuple[Case, Path]) -> None:
             assert row[str(span.action)] == pytest.approx((span.start, span.end), abs=1e-3 * timeline.end / 100)
 
 
-def test_boxes_have_the_colour_of_their_kind_and_stage_and_the_number_of_their_microbatch(
-    drawn: tuple[Case, Path],
-) -> None:
-    (name, ranks, _, virtual, *_), path = drawn
-    found = [box for box in boxes(path) if box.note != "bubble"]
-    fills = defaultdict(set)
-    for box in found:
-        if match := re.match(r"(\d+)([FBIW])\d+:", box.note):
-            fills[match[2], int(match[1]) // ranks].add(box.fill)
-    assert all(len(of_kind) == 1 for of_kind in fills.values())
-    assert len(set.union(*fills.values())) == len(fills) == virtual * (3 if name == "zero-bubble" else 2)
-    kinds = set()
-    for text in ElementTree.parse(path).iter(f"{SVG}text"):
-        x, y, size = (float(text.attrib[key]) for key in ("x", "y", "font-size"))
-        inside = [box for box in found if box.x < x < box.x + box.width and box.y < y < box.y + box.height]
-        if text.attrib.get("text-anchor") != "middle" or not inside:
-            continue
-        (box,) = inside
-        match = re.match(r"\d+([FBIW])(\d+):", box.note)
-        assert match is not None and match[2] == text.text
-        assert size >= 6 and len(match[2]) * 0.55 * size < box.width  # a digit of Helvetica is 0.556 of its size
-        kinds.add(match[1])
-    assert {"F"} < kinds  # 12 ranks with 64 microbatches, too: the picture is then wider
-
-
 def title(path: Path) -> str:
     found = ElementTree.parse(path).getroot().find(f"{SVG}title")
     assert found is not None and found.text is not None
     return found.text
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--schedule 1f1b --pp 4 --microbatches 8", "bubble 27.3% of the ranks' time = (p − 1) / (m + p − 1)"),
-        ("--schedule gpipe --pp 4 --microbatches 8", "bubble 27.3% of the ranks' time = (p − 1) / (m + p − 1)"),
-        (
-            "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 8",
-            "bubble 15.8% of the ranks' time = (p − 1) / (v m",
-        ),
-        ("--schedule zero-bubble --pp 4 --microbatches 8", "bubble 11.1% of the ranks' time = (p − 1)(f + b − w) / (m"),
-        (
-            "--schedule 1f1b --pp 2 --microbatches 1 --transfer 3",  # 3 a rank, in 6 + 2 x 3
-            "bubble 75.0% of the ranks' time ((p − 1) / (m + p − 1) without transfers: 50.0%)",
-        ),
-        ("--schedule zero-bubble --pp 4 --microbatches 2", " of the ranks' time"),
-    ],
-)
-def test_the_title_states_the_bubble(flags: str, said: str, tmp_path: Path) -> None:
-    assert main([*flags.split(), "-o", str(tmp_path / "out.svg")]) == 0
-    assert said in title(tmp_path / "out.svg")
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.9), (2.0, 1.5, 1.5), (1.0, 1.0, 1.5)], ids=str)
@@ -194,15 +151,6 @@ def test_a_terminal_shows_every_name_in_its_place(
 def letter(action: Action, ranks: int) -> str:
     name = f"{action.op.value}{action.microbatch}"
     return name.lower() if action.stage // ranks % 2 else name
-
-
-def test_a_terminal_shows_what_there_is_room_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(plain("1f1b", 12, 64)) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
-    assert {len(row) for row in rows} == {80}
-    assert all(set(row[8:]) == {"F", "B", "·"} for row in rows[:11])
-    # The first rank waits for its first gradient: 22 of 225 units of time, in 72 columns.
-    assert rows[0][8:].strip("FB").count("·") == pytest.approx(22 / 225 * 72, abs=1)
 
 
 def test_the_tool_does_not_load_torch() -> None:
@@ -268,15 +216,6 @@ def test_every_picture_of_the_documentation_has_its_command_and_its_place() -> N
 PLAIN = "--schedule 1f1b --pp 2 --microbatches 4"
 
 
-@pytest.mark.parametrize("output", [[], ["-o", "out.svg"]], ids=str)
-@pytest.mark.parametrize("flags", ["--costs 1e6,1e-6,1e6", "--costs 1e-6,1e-6,1e-6 --transfer 1e6", "--transfer 1e6"])
-def test_times_at_the_bounds_are_drawn(
-    flags: str, output: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*PLAIN.split(), *flags.split(), *output]) == 0
-
-
 def test_png_without_matplotlib_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,8 +225,105 @@ def test_png_without_matplotlib_is_refused(
     assert "-o out.png needs matplotlib, which is not installed: use -o out.svg, or" in capsys.readouterr().err
 
 
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    flags = ("--schedule", "--csv", "--from-trace", "--pp", "--microbatches", "--virtual-stages", "--costs")
-    assert all(flag in said for flag in (*flags, "--transfer", "--step", "--output"))
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+NOT_ONE = "is not a trace.json that a run with --trace wrote"
+
+
+def planned_trace(path: Path, change: Callable[[dict[str, Any]], None] = lambda content: None) -> list[str]:
+    """The flags that draw a trace of two ranks, changed after it was written; a forward takes 100 microseconds."""
+    schedule = build_schedule("1f1b", 2, 3)
+    timeline = simulate(schedule, Costs.uniform(2))
+    ranks = []
+    for rank, spans in enumerate(timeline.spans):
+        done = tuple(Timed("compute", (s.action,), 1e-4 * s.start, 1e-4 * s.end) for s in spans)
+        ranks.append(RankTrace(coordinates={"pp": rank, "dp": 0, "tp": 0}, steps=(TracedStep(2, 0.0, 1.2e-3, done),)))
+    write_trace(path, ranks, schedule)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return ["--from-trace", str(path)]
+
+
+def of(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """The event of a computation."""
+    (found,) = (event for event in content["traceEvents"] if event["name"] == name)
+    assert isinstance(found, dict)
+    return found
+
+
+def everywhere(key: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        for event in content["traceEvents"]:
+            if event.get("cat") == "compute":
+                (event if key in event else event["args"])[key] = value
+
+    return change
+
+
+def test_a_trace_is_drawn_as_it_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*planned_trace(tmp_path / "t.json"), "-o", str(tmp_path / "t.svg")]) == 0
+    simulated, measured = capsys.readouterr().out.splitlines()
+    assert "simulated with each stage's mean times: " in simulated and "simulated bubble 25.0% of" in simulated
+    assert measured.endswith("1.2 ms: measured bubble 25.0% of the ranks' time")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (everywhere("dur", 0), NOT_ONE),
+        (everywhere("dur", math.nan), NOT_ONE),
+        (everywhere("dur", 1e308), NOT_ONE),
+        (everywhere("ts", math.nan), NOT_ONE),
+        (everywhere("ts", True), NOT_ONE),
+        (everywhere("step", None), NOT_ONE),
+        (everywhere("step", "2"), NOT_ONE),
+        (lambda c: c["otherData"].update(virtual_stages="1"), NOT_ONE),
+        (lambda c: c["otherData"].update(virtual_stages=None), NOT_ONE),
+        (lambda c: c["otherData"].update(microbatches="1"), NOT_ONE),
+        (lambda c: c["otherData"].update(schedule=["1f1b"]), NOT_ONE),
+        (lambda c: c.update(traceEvents=[]), NOT_ONE),
+        (lambda c: of(c, "0F1").update(dur=-10.0), NOT_ONE),
+        (lambda c: of(c, "0F1").update(dur=1000.0), "is not whole: rank 0: 0B0 begins before 0F1 ends"),
+        (lambda c: of(c, "0F1").update(ts=905.0, dur=90.0), "is not whole: the schedule deadlocks: rank 0 waits"),
+        (lambda c: of(c, "0B2").update(name="0I2"), "is not whole: rank 0 never does 0W2"),
+        (lambda c: c["otherData"].update(microbatches=2), "is not whole: rank 0: 0F2 does not exist"),
+        (lambda c: c["otherData"].update(microbatches=4), "is not whole: rank 0 never does 0F3"),
+        (lambda c: c["otherData"].update(virtual_stages=2), "is not whole: "),
+        (
+            lambda c: [e["args"].update(pp=0) for e in c["traceEvents"] if e["name"] == "process_name"],
+            "is not whole: its processes are the pipeline ranks 0, 0",
+        ),
+        (
+            lambda c: [e["args"].update(pp="a") for e in c["traceEvents"] if e["name"] == "process_name"],
+            NOT_ONE,
+        ),
+    ],
+)
+def test_a_trace_that_cannot_be_right_is_refused(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(planned_trace(tmp_path / "t.json", change)) == 2
+    output, errors = capsys.readouterr()
+    assert output == "" and errors.count("\n") == 1
+    assert said in errors
+
+
+def test_a_deeply_nested_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text("[" * 200_000)
+    assert main(["--from-trace", str(tmp_path / "t.json")]) == 2
+    assert NOT_ONE in capsys.readouterr().err
+
+
+def test_clocks_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second rank's clock is 150 microseconds late: its forwards seem to begin before they have their input."""
+
+    def change(content: dict[str, Any]) -> None:
+        for event in content["traceEvents"]:
+            if event.get("cat") == "compute" and event["pid"] == 1:
+                event["ts"] += 1000.0 - 150.0
+            elif event.get("cat") == "compute":
+                event["ts"] += 1000.0
+
+    assert main([*planned_trace(tmp_path / "t.json", change), "-o", str(tmp_path / "t.svg")]) == 0
+    assert "the ranks' clocks differ by at least 0.15 ms" in capsys.readouterr().out.splitlines()[1]

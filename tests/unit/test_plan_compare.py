@@ -80,28 +80,6 @@ def test_a_run_is_compared_by_its_file(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("flags", "layouts", "said"),
-    [
-        ("--tp 2", ["--tp 3", "--cp 8 --sofware x"], "'--tp 3': --tp 3 must divide --num-attention-heads 32"),
-        ("--tp 2", ["--tp 3", "--cp 8 --sofware x"], "'--cp 8 --sofware x': --sofware is not a flag: did you mean"),
-        ("--tp 2", ["--tp 2 --top 3"], "'--tp 2 --top 3': --top is for all layouts: give it outside of the quotes"),
-        ("--tp 2", ["tp 8"], 'tp is no flag: give the flags of a layout in quotes, as in --compare "--tp 8"'),
-        ("--tp 2", ["--tp '8"], "No closing quotation: close the quotes"),
-        ("--tp 2", ["--tp 8", "--tp 16"], "the layouts have 8, 16 ranks: add --world-size 16"),
-        ("--tp 2", ["--global-batch-size 32"], "a step trains 64, 32 sequences: add --global-batch-size 64"),
-        ("--tp 2", ["--seq-length 4096"], "sequences have 8192, 4096 tokens: use one --seq-length"),
-        ("--tp 2", ["--preset llama-3.2-1b --seq-length 8192"], "the models have 8.03B, 1.24B parameters: give one"),
-        ("--tp 2", [], "--compare needs a value: --compare FLAGS"),
-        ("--world-size 8 --search", ["--tp 8"], "--search has no effect with --compare: leave one of them out"),
-    ],
-)
-def test_refused(flags: str, layouts: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared(flags, *layouts) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err and not captured.out
-
-
-@pytest.mark.parametrize(
     ("flags", "steps"),
     [
         ("--cluster h100 --software megatron-core --tp 8", 7),

@@ -9,7 +9,6 @@ import pytest
 
 from megacore.plan.plan_json import described
 from tests.unit.planning import BLOOM, numbers_without_unit, planned
-from tools.plan import main
 
 EXPERTS = (
     "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8 "
@@ -18,10 +17,6 @@ EXPERTS = (
 SPLIT = (
     "pretrain_gpt.py --preset llama-3-8b --cluster h100 --tp 2 --pp 4 --dp 8 --zero-stage 1 --global-batch-size 64 "
     "--schedule zero-bubble"
-)
-UNEVEN = (
-    "pretrain_gpt.py --preset gpt2-xl --cluster h100 --tp 1 --pp 4 --dp 8 --zero-stage 2 --global-batch-size 256 "
-    "--schedule zero-bubble --recompute none --micro-batch-size 1"
 )
 
 
@@ -71,18 +66,6 @@ def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(flags: str, capsys: 
             assert sum(term[end] for term in rank["terms"].values()) == pytest.approx(rank["peak"][end])
     for end in ("low", "value", "high"):
         assert report["peak"][end] == max(rank["peak"][end] for rank in report["memory"])
-
-
-def test_the_low_end_of_the_peak_is_the_largest_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """In JSON, in the report, and in a search."""
-    report = planned(capsys, UNEVEN)
-    peaks = [rank["peak"] for rank in report["memory"]]
-    low = report["peak"]["low"]
-    assert low == max(peak["low"] for peak in peaks)
-    assert main(UNEVEN.split()) == 0
-    assert f"({low / 2**30:.1f} to " in capsys.readouterr().out
-    layouts = planned(capsys, f"{UNEVEN} --search --world-size 32")["layouts"]
-    assert report["peak"] in [pytest.approx(found["peak"]) for found in layouts]
 
 
 @pytest.mark.parametrize("flags", [f"{EXPERTS} --search", f"{SPLIT} --search --world-size 64"])

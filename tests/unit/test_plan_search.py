@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -28,36 +26,6 @@ from tests.unit.refusals import parse
 from tools.plan import main
 
 
-def test_a_search_is_for_the_software(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset gpt2-small --world-size 2 --global-batch-size 8 --cluster a100-80g --search"
-    own, theirs = planned(capsys, flags), planned(capsys, f"{flags} --software megatron-lm")
-    assert theirs["software"] == "megatron-lm"
-    assert theirs["layouts"][0]["step_seconds"]["value"] > own["layouts"][0]["step_seconds"]["value"]
-    assert main([*flags.split(), "--software", "megatron-lm"]) == 0
-    assert "software megatron-lm" in capsys.readouterr().out.splitlines()[0]
-
-
-@pytest.mark.parametrize(("preset", "is_small"), [("gpt2-small", True), ("llama-3.2-1b", False)])
-def test_a_search_marks_low_confidence_as_a_plan_does(
-    preset: str, is_small: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = f"pretrain_gpt.py --preset {preset} --global-batch-size 8 --cluster h100"
-    found = planned(capsys, f"{model} --world-size 2 --search")
-    assert {row["low_confidence"] for row in [*found["layouts"], *found["frontier"]]} == {is_small}
-    assert planned(capsys, f"{model} --dp 2")["low_confidence"] == is_small
-    assert main([*f"{model} --world-size 2 --search".split()]) == 0
-    text = capsys.readouterr().out
-    assert ("; low confidence |" in text) == ("\nLow confidence: " in text) == is_small
-
-
-def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    cluster = tmp_path / "large.toml"
-    cluster.write_text('based_on = "h100"\nmemory_gb = 1000', encoding="utf-8")
-    flags = f"pretrain_gpt.py --preset bloom-176b --cluster {cluster} --world-size 32 --search --min-tp 9 --max-pp 1"
-    found = planned(capsys, f"{flags} --max-micro-batch-size 1 --global-batch-size 2")
-    assert {row["layout"]["tp"] for row in found["layouts"]} == {16}
-
-
 def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first layout of a search is the fastest of all that it lists, and planning it gives the same time."""
     picture = tmp_path / "found.svg"
@@ -74,6 +42,11 @@ def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[s
     assert all(row["peak_bytes"] <= found["capacity_bytes"] for row in found["layouts"])
     plan = planned(capsys, f"{flags} {best['flags']}")
     assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
+    assert plan["peak_bytes"] == pytest.approx(best["peak_bytes"])
+    for name in ("layout", "flags", "fits"):
+        assert plan[name] == best[name]
+    for name in ("model", "cluster", "world_size", "global_batch_size", "capacity_bytes"):
+        assert plan[name] == found[name]
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 
 
@@ -89,8 +62,9 @@ def test_a_search_keeps_the_layout_flags_that_are_given(capsys: pytest.CaptureFi
     assert all(
         row["flags"].endswith("--zero-stage 1 --sequence-parallel --recompute light") for row in found["layouts"]
     )
-    assert main([*flags.split(), "--tp", "2", "--max-pp", "1"]) == 0
-    assert "As given, and not searched for: `--tp 2`." in capsys.readouterr().out
+    megatron = "--tensor-model-parallel-size 2 --use-distributed-optimizer --max-pp 1"
+    assert main([*flags.split(), *megatron.split()]) == 0
+    assert "As given, and not searched for: `--tp 2`, `--zero-stage 1`." in capsys.readouterr().out
 
 
 def test_a_search_has_no_two_equal_layouts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,13 +91,6 @@ def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[s
     assert layouts[0]["flags"] in rows[0]
     slowest = max(layout["step_seconds"]["value"] for layout in layouts)
     assert f"; {len(layouts) - 1} other schedules, up to {four_digits(slowest)} s" in rows[0]
-
-
-def test_a_search_tries_every_microbatch_that_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset llama-3-8b --global-batch-size 24 --seq-length 2048 --cluster h100 --world-size 8"
-    found = planned(capsys, f"{flags} --search --max-pp 1 --max-tp 1 --top 1000")
-    assert {row["layout"]["micro_batch_size"] for row in found["layouts"]} == {1, 3}
-    assert found["layouts"][0]["layout"]["micro_batch_size"] == 3
 
 
 def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,19 +191,6 @@ def times(share: float, on_host: float = 1.0) -> FindsMemory:
     return find
 
 
-def test_the_memory_that_is_lacking_is_that_which_is_named() -> None:
-    """Layouts that fit on the device as estimated, and as they are traced only there, or not even there."""
-    device = dataclasses.replace(CLUSTERS["h100"].device, host_memory=4 * GIB)
-    cluster = dataclasses.replace(CLUSTERS["h100"], device=device)
-    # All are tried, as there are fewer than three times `count`.
-    lacks_host = found_with(times(1.0, 1000.0), cluster, "--offload-optimizer", count=1000)
-    assert not lacks_host.layouts
-    assert (lacks_host.least_memory, (lacks_host.least_on_host or 0) > 4 * GIB) == (None, True)
-    lacks_device = found_with(times(1e6), cluster, "--offload-optimizer", count=1000)
-    assert not lacks_device.layouts
-    assert (lacks_device.least_on_host, (lacks_device.least_memory or 0) > lacks_device.capacity) == (None, True)
-
-
 def test_traced_and_estimated_memory_are_not_compared() -> None:
     """An estimate that is too small by the same share everywhere changes neither the divisions nor the frontier."""
     estimated = found_with(plan_memory, CLUSTERS["h100"])
@@ -265,24 +219,10 @@ def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: 
             assert plan["step_seconds"]["value"] == pytest.approx(row["step_seconds"]["value"]), row["flags"]
 
 
-def test_a_search_refuses_what_the_plan_says_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a split backward a rank in the middle of the pipeline takes most: 11.95 GiB, and 12 GB are 11.2."""
-    given = "--pp 4 --tp 1 --schedule zero-bubble --micro-batch-size 2 --zero-stage 1 --recompute none"
-    given += " --no-offload-optimizer"
-    flags = f"pretrain_gpt.py --preset gpt2-xl --cluster a100-40g --global-batch-size 48 --world-size 16 {given}"
-    peak = planned(capsys, flags)["peak_bytes"]
-    assert peak / GIB == pytest.approx(11.950, abs=0.005)
-    assert main([*flags.split(), "--search", "--max-memory-gb", "12"]) == 2
-    assert f"the smallest needs {math.ceil(peak / 1e8) / 10} GB per rank" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "flags",
     [
-        "--preset llama-3-8b --global-batch-size 64 --world-size 64 --max-memory-gb 2",
-        "--preset llama-3-8b --global-batch-size 64 --world-size 64 --max-memory-gb 4.02",
         "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --world-size 16 --max-memory-gb 0.5",
-        "--preset gpt2-large --global-batch-size 16 --world-size 8 --zero-stage 0 --recompute none --max-memory-gb 3",
         "--preset gpt2-large --global-batch-size 16 --world-size 8 --offload-optimizer --max-memory-gb 1",
     ],
 )
@@ -303,26 +243,15 @@ def test_what_the_smallest_layout_needs_is_enough_for_it_and_less_is_not(
     assert f"the smallest needs {said[1]} GB" in capsys.readouterr().err
 
 
-def test_a_search_takes_no_more_memory_than_the_device_has() -> None:
-    """The planner uses 97 % of it; of less that is given, all is taken."""
-    config = parse("--mock-data", "--train-iters", "9", "--vocab-size", "512", "--global-batch-size", "2")
-    usable = 0.97 * CLUSTERS["h100"].device.memory_bytes
-    for given, capacity in ((None, usable), (200e9, usable), (usable, usable), (10e9, 10e9)):
-        found = search(config, CLUSTERS["h100"], Constraints(world_size=2, memory_bytes=given))
-        assert found.capacity == pytest.approx(capacity)
-
-
 @pytest.mark.parametrize(
     ("flags", "fixed"),
     [
-        ("--preset mixtral-8x7b --num-layers 5 --global-batch-size 16", {}),
-        ("--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --optimizer muon", {"micro_batch_size": 1}),
-        ("--preset qwen3-0.6b --num-layers 6 --global-batch-size 16 --grad-reduce-dtype bf16", {}),
-        ("--preset gpt2-small --num-layers 4 --global-batch-size 16 --offload-optimizer", {"zero_stage": 2}),
         (
-            "--preset llama-3-8b-128k --num-layers 4 --global-batch-size 2",
-            {"recompute": "full", "recompute_num_layers": 1},
+            "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --optimizer muon",
+            {"micro_batch_size": 1, "dp": 4},
         ),
+        ("--preset gpt2-small --num-layers 4 --global-batch-size 16 --offload-optimizer", {"zero_stage": 2}),
+        ("--preset llama-3-8b-128k --num-layers 4 --global-batch-size 2", {"recompute": "full"}),
     ],
 )
 def test_what_layouts_have_in_common_is_that_of_each(flags: str, fixed: dict[str, Any]) -> None:
@@ -341,6 +270,7 @@ def test_what_layouts_have_in_common_is_that_of_each(flags: str, fixed: dict[str
 def test_what_is_estimated_has_no_range(capsys: pytest.CaptureFixture[str]) -> None:
     """In the table and in JSON."""
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4 --search"
+    flags += " --max-micro-batch-size 1 --max-tp 1"
     rows = planned(capsys, f"{flags} --top 100000 --tokens 1e9")["layouts"]
     assert {row["simulated"] for row in rows} == {True, False}
     for row in rows:
@@ -355,19 +285,6 @@ def test_what_is_estimated_has_no_range(capsys: pytest.CaptureFixture[str]) -> N
     for row in rows:
         line = next((line for line in table if f"`{row['flags']}`" in line), None)
         assert line is None or (" | estimated | " in line) is not row["simulated"]
-
-
-def test_a_search_lists_no_recomputation_that_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that differ in recomputation alone are rows of different memory."""
-    flags = "pretrain_gpt.py --preset gpt2-medium --cluster cpu --global-batch-size 32 --world-size 8 --search"
-    assert main([*flags.split(), "--top", "1000"]) == 0
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    memory: dict[str, list[float]] = {}
-    for row in rows:
-        layout = re.sub(r" --(schedule|virtual-stages|pipeline-balance|recompute) \S+", "", row[6].split("`")[1])
-        memory.setdefault(layout, []).append(float(row[5]))
-    several = [sizes for sizes in memory.values() if len(sizes) > 1]
-    assert several and all(a != b for sizes in several for a, b in itertools.combinations(sizes, 2))
 
 
 def test_a_search_tries_every_recomputation_that_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,95 +320,71 @@ def test_what_a_search_leaves_out_is_worse_in_time_and_memory() -> None:
     assert left_out == found.left_out > 0
 
 
-def test_a_plan_and_a_search_name_the_same_things_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
-    found = planned(capsys, f"{flags} --search --top 3 --tokens 1e9")
-    plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']} --tokens 1e9")
-    run = {"model", "precision", "seq_length", "global_batch_size", "cluster", "world_size", "capacity_bytes"}
-    assert {key: found[key] for key in run} == {key: plan[key] for key in run}
-    assert plan["model"]["preset"] == "mixtral-8x7b" and plan["model"]["num_layers"] == 4
-    assert plan["model"]["parameters"] == plan["parameters"]["value"]
-    assert plan["model"]["active_parameters"] == plan["active_parameters"]["value"]
-    assert (plan["precision"], plan["seq_length"], plan["global_batch_size"]) == ("bf16", 4096, 16)
-    assert plan["fits"] and all(row["fits"] for row in found["layouts"])
-    best = found["layouts"][0]
-    assert best["layout"] == plan["layout"]
-    assert best["flags"] == plan["flags"]
-    assert best["peak_bytes"] == pytest.approx(plan["peak_bytes"])
-    assert best["throughput"]["tokens/s"]["value"] == pytest.approx(plan["throughput"]["tokens/s"]["value"])
-    assert best["training"]["days"]["value"] == pytest.approx(plan["training"]["days"]["value"])
+SMALL = "pretrain_gpt.py --preset gpt2-small --cluster h100"
 
 
-def test_a_search_has_layouts_for_fewer_samples_than_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 2 --cluster a100-40g --world-size 8 --search"
-    found = planned(capsys, f"{flags} --max-pp 1 --max-micro-batch-size 1")
-    assert {row["layout"]["dp"] for row in found["layouts"]} == {2}
-
-
-def test_the_flags_of_a_row_name_how_many_blocks_are_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset llama-3-8b --cluster h100 --world-size 16 --global-batch-size 64"
-    given = "--recompute full --recompute-num-layers 8"
-    best = planned(capsys, f"{flags} {given} --search --tp 2 --micro-batch-size 1")["layouts"][0]
-    assert best["flags"].endswith(given)
-    plan = planned(capsys, f"{flags} {best['flags']}")
-    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
-    assert plan["flags"] == best["flags"] and plan["layout"] == best["layout"]
-    assert plan["layout"]["recompute_num_layers"] == 8
-    assert main([*flags.split(), *best["flags"].split()]) == 0
-    assert f"{given}`, bf16" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("given", ["--min-pp 2", "--tp 2", "--dp 2 --pp 2", "--config {file}"])
-def test_a_search_without_a_batch_has_one_that_no_degree_changes(
-    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--max-cp 2 --cp-comm ring --attention-dropout 0", {"cp": {2}}),
+        ("--zero-shard-size 2 --tp 1", {"zero_stage": {1, 2, 3}, "dp": {2, 4}}),
+        ("--distribute-saved-activations --pp 1", {"tp": {2, 4}, "recompute": {"full"}, "sequence_parallel": {False}}),
+        ("--offload-params --offload-optimizer --tp 2", {"zero_stage": {3}, "dp": {1, 2}}),
+    ],
+)
+def test_flags_that_need_what_a_search_chooses_restrict_it(
+    flags: str, kept: dict[str, set[object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is shown, and it is among the flags, so that planning a row gives the same time."""
-    file = tmp_path / "run.toml"
-    file.write_text("[training]\ntrain_iters = 10\n[data]\nmock_data = true\n", encoding="utf-8")
-    given = given.replace("{file}", str(file))
-    flags = f"pretrain_gpt.py --preset gpt2-large --cluster h100 --world-size 8 --max-micro-batch-size 1 {given}"
-    found = planned(capsys, f"{flags} --search --top 1")
-    best = found["layouts"][0]
-    assert found["global_batch_size"] == 8 and best["flags"].endswith(" --global-batch-size 8")
-    run = re.sub("--(min|max)[a-z-]+ [0-9]+|--[a-z]p 2", "", flags)
-    plan = planned(capsys, f"{run} {best['flags']}")
-    assert plan["global_batch_size"] == 8
-    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
-    assert main([*flags.split(), "--search"]) == 0
-    _, _, model, batch, *_ = capsys.readouterr().out.splitlines()
-    assert model == "- model: gpt2-large, 774,030,080 parameters (exact)"
-    assert batch == "- batch: 8 sequences of 1,024 tokens"
+    """Alone, for one layout, each of them is refused."""
+    found = planned(capsys, f"{SMALL} --world-size 4 --search --max-micro-batch-size 1 --top 100000 {flags}")["layouts"]
+    assert {name: {row["layout"][name] for row in found} for name in kept} == kept
 
 
-def test_the_batch_of_a_file_is_that_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.toml"
-    text = "[training]\ntrain_iters = 10\nglobal_batch_size = 48\n[data]\nmock_data = true\n"
+FILES = {
+    "--config": (
+        "[model]\npreset = 'gpt2-small'\n[training]\nrecompute = 'full'\nrecompute_num_layers = 2\n[parallel]\n"
+        "pp = 2\nzero_stage = 1\nvirtual_stages = 2\nschedule = 'interleaved'\n",
+        {"recompute": {"full"}, "recompute_num_layers": {2}, "pp": {1, 2, 4}, "schedule": {"1f1b", "interleaved"}},
+    ),
+    "--deepspeed-config": (
+        '{"train_micro_batch_size_per_gpu": 2, "train_batch_size": 48, "zero_optimization": {"stage": 2}}',
+        {"micro_batch_size": {2}, "zero_stage": {2}},
+    ),
+}
+
+
+@pytest.mark.parametrize("flag", FILES)
+def test_a_search_tries_the_values_of_a_file_and_its_flags_replace_them(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan with the flags of a layout and the same file has the layout and the batch."""
+    file, (text, kept) = tmp_path / "run.file", FILES[flag]
     file.write_text(text, encoding="utf-8")
-    flags = f"pretrain_gpt.py --preset gpt2-large --cluster h100 --world-size 8 --search --max-pp 1 --config {file}"
-    found = planned(capsys, flags)
-    assert found["global_batch_size"] == 48
-    assert all(row["flags"].endswith(" --global-batch-size 48") for row in found["layouts"])
-    given = planned(capsys, f"{flags} --global-batch-size 16")
-    assert given["global_batch_size"] == 16
-    assert not any("--global-batch-size" in row["flags"] for row in given["layouts"])
+    run = f"{SMALL} {flag} {file}"
+    report = planned(capsys, f"{run} --world-size 4 --search --top 100000")
+    found = report["layouts"]
+    assert {name: {row["layout"][name] for row in found} for name in kept} == kept
+    for row in {row["layout"]["pp"]: row for row in found}.values():
+        plan = planned(capsys, f"{run} {row['flags']}")
+        assert {**plan["layout"], "num_microbatches": 0} == {**row["layout"], "num_microbatches": 0}
+        assert plan["global_batch_size"] == report["global_batch_size"]
 
 
 def test_a_search_counts_the_memory_that_the_software_of_a_trainer_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """Its loss copies all logits in fp32: 2 x 8,192 x 256,000 x 4 bytes are more than half of the peak."""
     run = "pretrain_gpt.py --preset gemma-2-2b --cluster a100-40g --global-batch-size 64 --software megatron-core"
-    layout = (
-        "--tp 1 --pp 2 --micro-batch-size 2 --zero-stage 1 --recompute full --schedule 1f1b "
-        "--pipeline-balance parameters"
-    )
-    plan = planned(capsys, f"{run} {layout} --dp 4")
-    assert not plan["fits"]
-    for way in plan["ways_out"]:
-        flags = re.split("[:,]", way)[0]
-        kept = re.findall(r"--\S+ \S+", f"{layout} --dp 4")
-        unchanged = " ".join(one for one in kept if one.split()[0] not in flags.split())
-        fits = planned(capsys, f"{run.replace(' --global-batch-size 64', '')} {unchanged} {flags}")["fits"]
-        assert fits, way
-    found = planned(capsys, f"{run} --search --world-size 8")["layouts"]
-    assert not any(layout in row["flags"] for row in found)
-    for row in found[:3]:
+    layout = "--tp 1 --pp 2 --micro-batch-size 2 --zero-stage 1 --recompute full --schedule 1f1b"
+    layout += " --pipeline-balance parameters"
+    assert not planned(capsys, f"{run} {layout} --dp 4")["fits"]
+    found = planned(capsys, f"{run} --search --world-size 8 --pp 2 --zero-stage 1")["layouts"]
+    assert not any({*layout.split()} <= {*row["flags"].split()} for row in found)
+    for row in found[:2]:
         assert row["peak"] == pytest.approx(planned(capsys, f"{run} {row['flags']}")["peak"])
+
+
+def test_the_ways_out_of_a_search_lead_to_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which tests/tools.toml has as they are proposed."""
+    run = f"{SMALL} --world-size 64 --global-batch-size 64 --search --top 1 --max-micro-batch-size 1 --zero-stage 1"
+    for way in ("--tp 2 --min-dp 32", "--tp 4 --min-dp 16", "--schedule interleaved --min-pp 4"):
+        assert main([*run.split(), *way.split()]) == 0
+    capsys.readouterr()

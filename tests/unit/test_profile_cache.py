@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -103,18 +102,6 @@ def test_damaged_files_are_traced_anew(traced: Traced, tmp_path: Path) -> None:
         assert path.read_text(encoding="utf-8") == good
 
 
-def test_old_and_unfinished_files_go(traced: Traced, tmp_path: Path) -> None:
-    assert traced() == 1
-    (path,) = profiles(tmp_path)
-    unfinished = path.with_name(".a.json.tmp-1")
-    unfinished.touch()
-    for old, age in ((path, 31 * 86400), (unfinished, 2 * 3600)):
-        os.utime(old, times=(time.time() - age,) * 2)
-    assert traced("--hidden-size", "64") == 1
-    assert len(profiles(tmp_path)) == 1
-    assert not path.exists()
-
-
 def test_a_step_that_fails_names_its_rank_and_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config, said = config_of("--pp", "2", "--global-batch-size", "4"), r"rank 1 .*RuntimeError: no operator.*--estimate"
@@ -137,9 +124,3 @@ def test_a_user_without_a_home_keeps_no_profile(
     assert cache_home() is None
     assert [traced(), traced()] == [1, 1]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_relative_home_of_caches_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
-    assert cache_home() == tmp_path / ".cache" / "megacore"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from megacore import progress
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import published
-from megacore.data.indexed.writer import IndexedWriter, merge
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.progress import Bars, Progress
 from tests.parity.runs import make_config, make_trainer
@@ -66,16 +64,3 @@ def test_saving_and_verifying_show_every_byte(
         shares = [line for line in lines if line.startswith(f"{what}: ")]
         assert shares, lines
         assert shares[-1].startswith(f"{what}: 100%, "), shares[-1]
-
-
-def test_merging_counts_every_byte(tmp_path: Path) -> None:
-    sizes = []
-    for number in (1, 2):
-        with IndexedWriter(str(tmp_path / f"{number}"), np.dtype(np.uint16)) as writer:
-            writer.add(np.arange(7 * number))
-            writer.end_document()
-            writer.commit()
-        sizes.append((tmp_path / f"{number}.bin").stat().st_size)
-    copied: list[int] = []
-    merge([str(tmp_path / "1"), str(tmp_path / "2")], str(tmp_path / "out"), on_copied=copied.append)
-    assert copied == sizes == [14, 28]

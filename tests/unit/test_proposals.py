@@ -14,8 +14,6 @@ import pytest
 from megacore.config import SECTIONS, Config, violations
 from megacore.config.cli import save_toml
 from megacore.config.fields import FieldInfo, field_infos
-from megacore.config.problem import Problem, Values, Way
-from megacore.config.proposals import with_tried_ways
 from megacore.config.validation import Validation, degrees_product
 from megacore.errors import ConfigError
 from tests.unit.refusals import field_of, proposals
@@ -109,7 +107,7 @@ def _is_about(problem: str, names: set[str]) -> bool:
     return bool(names & {field_of(flag) for flag in re.findall(r"--[a-z-]+", problem.partition(": ")[0])})
 
 
-@pytest.mark.parametrize(("kind", "part"), [(_layouts, 0), (_layouts, 1), (_layouts, 2), (_runs, 0)])
+@pytest.mark.parametrize(("kind", "part"), [(_layouts, 0), (_runs, 0)])
 def test_every_proposal_of_a_random_layout_is_valid(kind: Callable[[], _Runs], part: int) -> None:
     layouts, tried, proposed = kind(), 0, 0
     for _ in range(part * 100):
@@ -162,52 +160,3 @@ def _wrong_values(info: FieldInfo) -> Iterator[Any]:
 def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output-dir 'run.udcff' is not valid UTF-8"):
         save_toml(make(output_dir="run\udcff"), tmp_path / "config.toml")
-
-
-def _refused_unless(is_valid: Callable[[Mapping[str, Any]], bool], *ways: Way) -> list[str]:
-    """Two messages about one constraint that some values keep, with what is proposed on 7 processes with --tp 3."""
-    found = [Problem("--tp 3 is not possible", *ways), Problem("--tp 3 is wrong", *ways)]
-    given = {"tp": 3, "pp": 1, "world_size": 7}
-    return with_tried_ways(found, lambda changes: [] if is_valid({**given, **changes}) else found, processes=7)
-
-
-def test_a_combination_is_named_once() -> None:
-    ways = Values(name="tp", among=range(1, 9), near=3), Values(name="pp", among=range(1, 9), near=1)
-    first, second = _refused_unless(lambda one: one["tp"] == 4 and one["pp"] == 2, *ways)
-    assert first == "--tp 3 is not possible: use --tp 4 --pp 2"
-    assert second == "--tp 3 is wrong: the change proposed above solves this too"
-
-
-def test_other_processes_are_named_where_flags_are_no_way_out() -> None:
-    ways = (Values(name="tp", among=range(1, 9), near=3),)
-    start = r"start 4 or 8 processes \(torchrun --nproc-per-node 4 or 8; for a plan --world-size\)"
-    first, second = _refused_unless(lambda one: one["world_size"] % 4 == 0, *ways)
-    assert re.fullmatch(f"--tp 3 is not possible: {start}", first)
-    processes = Values(name="world_size", among=range(1, 20), near=7, around=True)
-    first, second = _refused_unless(lambda one: one["world_size"] % 4 == 0 and one["tp"] == 4, *ways, processes)
-    assert re.fullmatch(f"--tp 3 is not possible: use --tp 4, and {start}", first)
-    assert second.endswith(": the change proposed above solves this too")
-
-
-def test_flags_are_named_beside_other_processes() -> None:
-    ways = Values(name="tp", among=range(1, 9), near=3), Values(name="pp", among=range(1, 9), near=1)
-    processes = Values(name="world_size", among=[6, 8], near=7, around=True)
-
-    def is_valid(one: Mapping[str, Any]) -> bool:
-        return one["world_size"] == 8 or (one["tp"], one["pp"]) == (7, 2)
-
-    first, second = _refused_unless(is_valid, *ways, processes)
-    assert first.endswith("for a plan --world-size), or use --pp 2 --tp 7")
-    assert second.endswith("for a plan --world-size)")
-
-
-def test_a_constraint_is_known_by_its_fields_and_not_by_its_words() -> None:
-    """What another group says may depend on a change: it is the same constraint all the same."""
-
-    def violated(tp: int) -> list[str]:
-        heads = Problem(f"--tp {tp} is odd", Values(name="tp", among=[2], near=tp))
-        return [*([heads] if tp % 2 else []), f"--lr is too {'low' if tp == 3 else 'high'}: use another"]
-
-    first, second = with_tried_ways(violated(3), lambda changes: violated(changes.get("tp", 3)), processes=None)
-    assert first == "--tp 3 is odd: use --tp 2"
-    assert second == "--lr is too low: use another"

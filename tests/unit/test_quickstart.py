@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -48,17 +47,6 @@ def test_the_global_batch_is_a_multiple_near_the_wanted_one(dp: int, expected: i
     assert quickstart.global_batch_for(dp, TRAINING) == expected
 
 
-def test_what_is_printed_is_what_runs() -> None:
-    for step in quickstart.steps(0, TRAINING):
-        words = shlex.split(step.line)
-        assert [word for word in words if word not in {f"{k}={v}" for k, v in step.environment}] == list(step.words)
-    line = quickstart.steps(0, TRAINING)[4].line
-    assert "--nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2 --dp 2 --config examples/quickstart.toml" in line
-    assert "--global-batch-size" not in line
-    assert "--global-batch-size 12" in quickstart.steps(3, TRAINING)[4].line
-    assert any("--temperature 0.8 --top-k 40" in step.line for step in quickstart.steps(0, TRAINING))
-
-
 def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: Path) -> None:
     library = tmp_path / "library"
     names = ("b.py", "a.py", "c.txt", "empty.py", "pkg/z.py", "test/no.py", "site-packages/no.py", "pkg/tests/no.py")
@@ -73,68 +61,6 @@ def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: 
     assert [json.loads(line)["text"] for line in lines] == ["# b.py: é\n", "# pkg/z.py: é\n", "# a.py: é\n"]
 
 
-SOURCE = '''"""Tools for the text of a page.
-
-They need no other package, and they
-are the same on every machine.
-"""
-class Page:
-    """A page of a book (see :class:`Book`) with the text that is on it.
-
-    Parameters
-    ----------
-    width : int
-        The number of letters that fit into a line.
-    height : int, optional (default: 5)
-
-    >>> Page("This is the text of a page in a book.")
-    Page(1)
-
-    - The first of its two rules.
-    - The second one goes over
-      two lines of the text.
-    """
-    def words(self):
-        """words() -> list of str"""
-    if True:
-        def copy(self):
-            """They need no other package, and they are the same on every machine."""
-'''
-PROSE = [
-    "Tools for the text of a page.",
-    "They need no other package, and they are the same on every machine.",
-    "A page of a book (see Book) with the text that is on it.",
-    "The number of letters that fit into a line.",
-    "The first of its two rules.",
-    "The second one goes over two lines of the text.",
-]
-TOPIC = """The "with" statement
-********************
-
-The "with" statement is used to wrap a block.
-
-   with_stmt ::= "with" expression ["as" target]
-
-They need no other package, and they are the same on every machine.
-"""
-
-
-def test_the_corpus_is_english_without_code_and_repetition(tmp_path: Path) -> None:
-    library = tmp_path / "library"
-    library.mkdir()
-    (library / "page.py").write_text(SOURCE, encoding="utf-8")
-    (library / "copy.py").write_text(SOURCE, encoding="utf-8")
-    (library / "_private").mkdir()
-    (library / "_private" / "no.py").write_text('"""This is not a part of the corpus."""', encoding="utf-8")
-    (library / "broken.py").write_text("not Python", encoding="utf-8")
-    target = tmp_path / "out" / "corpus.jsonl"
-    documents, size = quickstart.write_corpus([library], {"with": TOPIC}, target)
-    texts = [json.loads(line)["text"] for line in target.read_text(encoding="utf-8").splitlines()]
-    assert (documents, size) == (len(texts), sum(len(text.encode()) for text in texts))
-    lines = [line for text in texts for line in text.splitlines()]
-    assert sorted(lines) == sorted([*PROSE, 'The "with" statement is used to wrap a block.'])
-
-
 def test_a_failing_step_gives_its_status_and_its_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,14 +73,6 @@ def test_a_failing_step_gives_its_status_and_its_command(
     assert "step 1 (break) ended with status 7" in printed.err
     assert "never" not in printed.out
     assert quickstart.run(Step(title="t", words=("sh", "-c", "kill -9 $$")), "1/1") == 137
-
-
-def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
-    records = [{"step": 10, "train/loss": 8.0}, {"step": 100, "train/loss": 3.25}, {"step": 100, "eval/loss": 3.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    text = quickstart.summary(tmp_path)
-    assert "8.000 at step 10 -> 3.250 at step 100" in text
-    assert "3.500" in text
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megacore.config import ResolvedConfig
-from megacore.models.flops import block_flops, flops_per_sequence
-from megacore.models.outline import gpt_outline
+from megacore.models.flops import flops_per_sequence
 from megacore.ops.visibility import Visibility
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.devices import DEVICES, Device, Link, Range
+from megacore.plan.devices import Device, Link, Range
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
-from megacore.tracer import operator_costs, step_trace
+from megacore.tracer import step_trace
 from megacore.tracer.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools.plan import main
@@ -183,8 +182,7 @@ def step_of(tp: int = 1, dp: int = 1, **changes: Any) -> tuple[ResolvedConfig, S
     return recorded(tp, dp, tuple(sorted(changes.items())))
 
 
-@pytest.mark.parametrize("changes", [{"vocab_size": 128}, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "changes"), [(1, {"vocab_size": 128}), (2, LLAMA)], ids=["gpt2", "llama"])
 def test_flops_of_the_operators_are_those_of_the_formula(tp: int, changes: dict[str, Any]) -> None:
     config, events = step_of(tp, **changes)
     sequences = config.training.micro_batch_size
@@ -216,23 +214,6 @@ def test_experts_multiply_and_send_the_rows_of_the_tokens_that_use_them() -> Non
     assert reduced[0] - reduced[1] == pytest.approx(4 * 3 * 8 * 64 * 64, rel=0.01)
 
 
-def test_recomputation_adds_the_forward_of_the_blocks() -> None:
-    """But for the last product: nothing that backward reads comes after it."""
-    config, plain = step_of(**LLAMA)
-    _, again = step_of(recompute="full", **LLAMA)
-    last = 2.0 * config.model.inner_size * config.model.hidden_size
-    blocks = config.model.num_layers * (block_flops(config.model, config.data.seq_length) - last)
-    added = config.training.micro_batch_size * config.data.seq_length * blocks
-    flops = [sum(e.flops for e in events.one if isinstance(e, Launch)) for events in (plain, again)]
-    assert flops[1] - flops[0] == added
-
-
-def test_a_step_of_devices_splits_the_sequence() -> None:
-    """Unless it is forbidden: the recorded step is that of a GPU, whatever has this process's defaults."""
-    unset, split, whole = (step_of(2, num_layers=1, sequence_parallel=given)[1] for given in (None, True, False))
-    assert unset.one == split.one != whole.one
-
-
 def test_elementwise_operators_move_each_byte_once() -> None:
     """bf16; [b, s, h] is n numbers, its rows have an fp32 statistic, and the MLP is f wide."""
     config, events = step_of(**LLAMA)
@@ -246,19 +227,6 @@ def test_elementwise_operators_move_each_byte_once() -> None:
     assert first["swiglu_forward"] == 2 * 3 * f
     assert first["swiglu_backward"] == 2 * 5 * f
     assert first["cross_entropy_gradient_"] >= 2 * 2 * rows * config.model.vocab_size  # read, and written in its place
-
-
-def test_the_update_reads_a_gradient_twice_and_moves_the_rest_once() -> None:
-    """bf16: the norm and AdamW read fp32 gradients; AdamW reads and writes weights and two moments, and writes the copy
-    in bf16. A byte for 32 elements says whether they decay."""
-    config, events = step_of(hidden_size=256, **{k: v for k, v in LLAMA.items() if k != "hidden_size"})
-    moved: dict[str, float] = {}
-    for event in events.one:
-        if isinstance(event, Launch) and event.phase == "update":
-            moved[event.name] = moved.get(event.name, 0.0) + event.bytes
-    parameters = sum(layer.parameters for layer in gpt_outline(config.model, 1)) - config.model.vocab_size * 256
-    assert moved["adamw_"] == pytest.approx((4 + 3 * 8 + 2 + 1 / 32) * parameters, rel=0.001)
-    assert moved["linalg_vector_norm"] == pytest.approx(4 * parameters, rel=0.01)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
@@ -277,7 +245,7 @@ def test_the_operators_of_a_step_do_not_grow_with_the_replicas(
 
     monkeypatch.setattr(step_trace, "Recorder", Counting)
     counts = []
-    for dp in (8, 256):
+    for dp in (8, 128):
         calls = 0
         given = {"num_layers": 1, "zero_stage": zero_stage, "micro_batch_size": 1, "global_batch_size": dp}
         record_step(config_of(1, dp, **given))
@@ -298,12 +266,10 @@ def test_visible_pairs_are_those_of_the_mask(causal: bool, window: int | None) -
 @pytest.mark.parametrize(
     ("changes", "pairs"),
     [
-        ({}, 2048 * 2049 / 2),
         ({"window_size": 512}, 2048 * 512 - 512 * 511 / 2),
-        ({"window_size": 4096}, 2048 * 2049 / 2),
         ({"position_embedding_type": "alibi"}, 2048 * 2049 / 2),
     ],
-    ids=["causal", "window", "wide window", "alibi"],
+    ids=["window", "alibi"],
 )
 def test_attention_computes_the_pairs_that_are_seen(changes: dict[str, Any], pairs: float) -> None:
     """Forward two products of head size by pair, backward five; FLOPs by convention do not know causality."""
@@ -328,12 +294,6 @@ def test_an_operator_of_unknown_cost_is_an_error() -> None:
     ):
         with pytest.raises(NotImplementedError, match=f"cost of the operator {name} is not known"), Recorder():
             run()
-
-
-def test_every_operator_of_megacore_has_a_cost() -> None:
-    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("megacore::")}
-    known = set(operator_costs._COSTS) | {f"megacore::{name}" for name in operator_costs._MEMORY_ONLY}
-    assert names and names == {name for name in known if name.startswith("megacore::")}
 
 
 def test_bytes_of_operators() -> None:
@@ -382,56 +342,14 @@ def test_collectives_are_recorded_with_their_group() -> None:
 # ---- devices and the tool
 
 
-def test_every_device_has_its_peak() -> None:
-    for device in DEVICES:
-        assert device.peak("bf16") is not None, device.name
-
-
 TINY = ["pretrain_gpt.py", "--operators", "--cluster", "h200", "--preset", "gpt2-tiny"]
 
 
 def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
+    assert main([*TINY, "--num-layers", "1"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(
-        "Estimate for gpt2-tiny on 4 x h200: `--tp 2 --pp 1 --dp 2 --micro-batch-size 1 --sequence-parallel "
-    )
-    for line in (
-        "times are estimated, not measured",
-        "MFU, full",
-        "MFU, causal",
-        "Exposed communication, tensor parallel",
-    ):
-        assert line in text
-
-
-def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = []
-    for flags in ([], ["--sequence-parallel"], ["--no-sequence-parallel"]):
-        assert main([*TINY, "--num-layers", "1", "--tp", "2", "--json", *flags]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != printed[2]
-
-
-def test_ranks_that_divide_sequences_divide_the_flops_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    flops = []
-    for flags in ([], ["--cp", "2"]):
-        assert main([*TINY, "--num-layers", "1", "--attention-dropout", "0", "--json", *flags]) == 0
-        found = json.loads(capsys.readouterr().out)
-        flops.append(found["mfu_full_attention"]["expected"] * found["step_seconds"]["expected"])
-    assert flops[1] == pytest.approx(flops[0] / 2, rel=1e-6)
-
-
-def test_flops_of_a_pattern_are_those_of_its_blocks() -> None:
-    windowed = {"position_embedding_type": "rope", "window_size": 16, "num_layers": 4}
-    configs = [config_of(1, 1, **windowed, attention_pattern=pattern) for pattern in ("w", "f", "3*w,f")]
-    flops = [flops_per_sequence(config.model, 64) for config in configs]
-    assert flops[2] == pytest.approx((3 * flops[0] + flops[1]) / 4, rel=1e-12)
-    assert flops[0] < flops[1]
-
-
-def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--json"]) == 0
+    assert text.startswith("Estimate for ") and "MFU, causal" in text
+    assert main([*TINY, "--num-layers", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["estimate"] is True and found["device"] == "h200"
     seconds, flops = found["step_seconds"], sum(row["flops"] for row in found["operators"])
@@ -440,7 +358,7 @@ def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["mfu_causal_attention"]["expected"] < found["mfu_full_attention"]["expected"]
 
 
-@pytest.mark.parametrize(("zero_stage", "moved"), [("0", 30.16 + 4 / 8), ("1", 34.16), ("2", 34.16)])
+@pytest.mark.parametrize(("zero_stage", "moved"), [("0", 30.16 + 4 / 8), ("2", 34.16)])
 def test_bytes_of_the_update_are_those_of_the_parameters_that_a_rank_updates(
     zero_stage: str, moved: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,20 +367,3 @@ def test_bytes_of_the_update_are_those_of_the_parameters_that_a_rank_updates(
     flags = ["--dp", "8", "--zero-stage", zero_stage, "--global-batch-size", "8", "--hidden-size", "512"]
     assert main([*TINY, *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["update_bytes_per_parameter"] == pytest.approx(moved, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--tp 5", "--tp 5"),
-        ("--pp 2", "--pp 2: --operators knows no pipeline: use --pp 1"),
-        ("--offload-activations", "--offload-activations: --operators knows no copies over the host link"),
-        ("--offload-optimizer --compile", "--compile: --operators knows no kernels"),
-        ("--estimate --search --world-size 2", "--estimate has no effect with --operators: leave one of them out"),
-        ("--cluster cpu", "--cluster is given twice"),
-    ],
-)
-def test_operators_are_refused(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, *flags.split()]) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err and not captured.out

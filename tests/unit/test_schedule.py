@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 
+from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megacore.pipeline.schedule import (
     Action,
     Op,
@@ -18,8 +20,10 @@ from megacore.pipeline.schedule import (
     with_transfers,
     zero_bubble,
 )
+from megacore.pipeline.schedule_file import check_schedule, load_schedule
 from megacore.pipeline.simulator import Costs, Simulator, simulate
 from megacore.pipeline.validation import held, in_flight, prove
+from tools.plan import main
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in (1, 2, 3, 4))]
 SOME = (1, 2, 3, 4, 5, 7, 8, 13, 16, 32)  # microbatches; the slow test takes all from 1 to 32
@@ -85,29 +89,6 @@ def test_what_the_manual_says_is_kept() -> None:
     zero = build_schedule("zero-bubble", 4, 8)
     assert [in_flight(zero, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [held(zero, rank) for rank in range(4)] == [4, 4, 4, 4]
-
-
-def idle_share(name: str, ranks: int, microbatches: int, *times: float) -> float:
-    """Of ranks whose passes take these times, or equal ones."""
-    f, b, w = ([time] * ranks for time in times or (1.0, 1.0, 1.0))
-    costs = Costs(forward=f, input_grad=b, weight_grad=w)
-    return simulate(build_schedule(name, ranks, microbatches), costs).idle_share
-
-
-def test_shares_that_are_known() -> None:
-    """Zero bubble: (p - 1) (f + b - w) beside m (f + b + w) of computation, as long as w is at most f and b. BLOOM."""
-    assert idle_share("zero-bubble", 4, 8) <= 0.5 * idle_share("1f1b", 4, 8)
-    p, m, f, b, w = 4, 12, 1.0, 1.2, 0.8
-    idle, busy = (p - 1) * (f + b - w), m * (f + b + w)
-    assert idle_share("zero-bubble", p, m, f, b, w) == pytest.approx(idle / (idle + busy), abs=1e-9)
-    assert idle_share("1f1b", 12, 128) == pytest.approx(0.07914, abs=1e-5)
-
-
-def test_transfers_cost_time() -> None:
-    """One microbatch through p ranks and back: 2 (p - 1) transfers stand in its way."""
-    for ranks in (2, 3, 4):
-        schedule = build_schedule("1f1b", ranks, 1)
-        assert simulate(schedule, Costs.uniform(ranks, transfer=0.5)).end == 3 * ranks + 0.5 * 2 * (ranks - 1)
 
 
 def test_evaluation_goes_forward_through_all_stages() -> None:
@@ -204,3 +185,66 @@ def test_transfers_that_would_block_are_refused() -> None:
     prove(
         with_transfers("mine", order, virtual_stages=1, microbatches=3)
     )  # the same computations, well placed transfers
+
+
+# ---- schedules of files ----------------------------------------------------------------------------------------------
+
+GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "mine.csv"
+    path.write_text(text)
+    return path
+
+
+def test_cells_become_the_schedule_and_transfers_are_added(tmp_path: Path) -> None:
+    schedule = load_schedule(written(tmp_path, GOOD))
+    assert [list(map(str, schedule.computations(rank))) for rank in range(2)] == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1B1"],
+    ]
+    assert (schedule.ranks, schedule.virtual_stages, schedule.microbatches) == (2, 1, 2)
+    assert sum(action.op.is_transfer for actions in schedule.actions for action in actions) == 8
+
+
+@pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("zero-bubble", 1), ("interleaved", 3)])
+def test_a_built_in_one_survives_the_way_through_a_file(name: str, virtual: int, tmp_path: Path) -> None:
+    built = build_schedule(name, 3, 5, virtual)
+    rows = [",".join(map(str, built.computations(rank))) for rank in range(3)]
+    assert load_schedule(written(tmp_path, "\n".join(rows))).actions == built.actions
+
+
+def test_an_unreadable_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        load_schedule(tmp_path / "mine.csv")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_cell(tmp_path: Path) -> None:
+    assert load_schedule(written(tmp_path, "\ufeff" + GOOD)) == load_schedule(written(tmp_path, GOOD))
+
+
+@pytest.mark.parametrize("pp, batch, fits", [(2, 2, True), (2, 4, False), (4, 2, False)])
+def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) -> None:
+    config = Config(
+        parallel=ParallelConfig(pp=pp, schedule_csv=str(written(tmp_path, GOOD))),
+        model=ModelConfig(vocab_size=8),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=1, global_batch_size=batch),
+    ).resolve(pp)
+    if fits:
+        check_schedule(config)
+        return
+    expected = rf"is for --pp 2, .* 2 microbatches per replica, but the run has --pp {pp}"
+    with pytest.raises(ScheduleError, match=expected):
+        check_schedule(config)
+
+
+def test_a_plan_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, GOOD)
+    flags = f"--preset gpt2-small --pp 2 --global-batch-size 2 --micro-batch-size 1 --schedule-csv {file}"
+    assert main(["pretrain_gpt.py", *flags.split(), "--cluster", "h100"]) == 0
+    report = capsys.readouterr().out
+    assert f"--schedule-csv {file}" in report
+    assert "schedule auto" not in report

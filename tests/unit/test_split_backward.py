@@ -3,12 +3,14 @@ does: buckets of ZeRO-3 are reduced one after the other, and not held until all 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megacore.parallel.recompute import computed_again
 from megacore.pipeline.backward import input_half
 
 LAYERS = 4
@@ -87,3 +89,17 @@ def test_the_second_half_runs_functions_whose_outputs_are_gone() -> None:
     half.run()
     assert found is not None
     assert all(map(torch.equal, [found, *(weight.grad for weight in weights)], expected))  # type: ignore[arg-type]
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_that_keeps_its_output_is_freed_after_a_backward_that_keeps_the_graph() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    y = x.relu()
+    with computed_again(y, x.relu):
+        output = layer(y).tanh()  # tanh keeps its output
+    freed = weakref.ref(output.untyped_storage())
+    output.sum().backward(retain_graph=True)
+    del output
+    assert freed() is None

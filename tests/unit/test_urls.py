@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +39,6 @@ def parse(*argv: str) -> ResolvedConfig:
     return parse_config(argv, prog="pretrain_gpt.py", description="", kind=Config, checks=[check_inputs])
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        parse(*argv)
-    assert stop.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
 def test_paths_and_urls() -> None:
     assert [is_url(text) for text in ("s3://b/run", "file:///x", "a/b", "C:/x", "auto", "s3:/b")] == [
         *(True, True, False, False, False, False)
@@ -68,39 +60,6 @@ def test_save_is_a_url_or_the_output_directory(tmp_path: Path) -> None:
     assert both.checkpoint.load == "auto"
     assert here.saving_to("memory://x").checkpoint_dir == "memory://x"
     assert there.saving_to("here").checkpoint_dir == "here"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--save nosuch://b/run", "--save nosuch://b/run has the unknown scheme nosuch://: use s3://, gs://"),
-        ("--load nosuch://b/run", "--load nosuch://b/run has the unknown scheme"),
-        ("--save memory://", "--save memory:// names no place"),
-        ("--save a --output-dir b", "--save a and --output-dir b contradict each other"),
-        ("--output-dir memory://run", "use a directory, and --save URL for the checkpoints"),
-        ("--tokenizer memory://t", "--tokenizer memory://t is a URL, which only --save, --load,"),
-        ("--data-cache-path memory://c", "--data-cache-path memory://c is a URL"),
-        ("--no-mock-data --data-path memory://d/x --save nosuch://b --load bad://c/run", "refused: 3 problems"),
-        (
-            "--no-mock-data --data-path memory://d/x",
-            "memory://d/x.bin and memory://d/x.idx not found: use the URL of",
-        ),
-    ],
-)
-def test_what_is_refused(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
-    assert message in refusal(capsys, *MOCK, *flags.split())
-
-
-def test_several_processes_do_not_save_into_the_memory_of_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    said = refusal(capsys, *MOCK, "--dp", "2", "--save", "memory://run")
-    assert "refused: 1 problem" in said
-    assert "--save memory://run is in the memory of one process, but the run has 2" in said
-    assert "use a directory that all processes share" in said
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +155,3 @@ def test_a_full_disk_is_refused_before_the_download(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(DataError, match=re.escape("more bytes in cache/datasets/corpus-")):
         local_prefix(url, "cache")
-
-
-def test_fsspec_is_loaded_for_urls_only() -> None:
-    """It is imported where it is used, so that a run on paths does not wait for it."""
-    module = importlib.import_module("megacore.remote")
-    assert not hasattr(module, "fsspec")

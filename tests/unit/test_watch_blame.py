@@ -7,15 +7,23 @@ never named with certainty.
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
-from megacore.watch.blame import Seen, blame, waits
-from megacore.watch.ledger import Channel, Flag, Ledger, Phase
-from megacore.watch.record import LedgerFile, Record
+from megacore.watch import nodes
+from megacore.watch.blame import Seen, blame
+from megacore.watch.ledger import Channel, Flag, Phase
+from megacore.watch.nodes import Nodes
+from megacore.watch.record import Record
+from megacore.watch.stragglers import Noticed, Times, slowest, times_between
+from tests.patience import patience
 from tests.unit.watch_records import identity, seen
 
 WORLD = Channel((0, 1, 2, 3))
@@ -111,46 +119,6 @@ def test_the_verdict(ranks: list[Seen], said: str, why: str) -> None:
     verdict = blame(ranks, ranks[-1].record.identity.world_size)
     assert f"{verdict.kind} {', '.join(map(str, verdict.ranks))}{'?' * (not verdict.is_certain)}" == said
     assert why in verdict.why
-
-
-def test_the_ledgers_of_a_run_in_which_a_rank_leaves_a_collective_out_name_it(tmp_path: Path) -> None:
-    """Two stages of two replicas. Rank 0 leaves the sum over its pipeline out and goes on to the next step."""
-    ledgers = [Ledger(tmp_path, identity(rank, 4, degrees={"pp": 2, "dp": 2, "tp": 1})) for rank in range(4)]
-    dp, pp = [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)]
-
-    def messages(rank: int) -> list[tuple[Phase, tuple[int, ...], int]]:
-        there, back = (rank % 2, rank % 2 + 2), (rank % 2 + 2, rank % 2)
-        mine = (Phase.SEND, Phase.RECEIVE) if rank < 2 else (Phase.RECEIVE, Phase.SEND)
-        return [(mine[0], there, 64), (mine[1], back, 64)]
-
-    def do(rank: int, *operations: tuple[Phase, tuple[int, ...], int]) -> None:
-        for operation in operations:
-            with ledgers[rank].post(*operation):
-                pass
-
-    for step in range(1, 5):
-        for rank, ledger in enumerate(ledgers):
-            sums = [(Phase.ALL_REDUCE, dp[rank], 256), (Phase.ALL_REDUCE, dp[rank], 8), (Phase.ALL_REDUCE, pp[rank], 8)]
-            ledger.begin_step(step)
-            if step < 4 or rank % 2:  # the other pipeline does all of step 4
-                do(rank, *messages(rank), *sums)
-                ledger.end_step()
-            else:
-                do(rank, *messages(rank), *sums[:2])
-    ledgers[0].end_step()
-    ledgers[0].begin_step(5)
-    do(0, messages(0)[0])
-    waiting = [
-        *(ledgers[0].post(*messages(0)[1]), ledgers[2].post(Phase.ALL_REDUCE, pp[2], 8)),
-        *(ledgers[rank].post(Phase.ALL_REDUCE, dp[rank], 256) for rank in (1, 3)),
-    ]
-    for operation in waiting:
-        operation.__enter__()
-    records = [Seen(record=LedgerFile(tmp_path / f"rank-{rank}.ledger").record()) for rank in range(4)]
-    assert waits({one.rank: one for one in records}) == {0: {2}, 1: {0}, 2: {0}, 3: {2}}
-    verdict = blame(records, 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (0,), True)
-    assert "it left the order in which it communicates in every step, in step 4; the others kept it" in verdict.why
 
 
 # ---- generated programs
@@ -275,3 +243,144 @@ def test_who_leaves_an_operation_out_is_named_and_no_innocent_with_certainty(dev
         if deviation:
             assert verdict.ranks == (culprit,), seed
     assert hung > 200
+
+
+# ---- stragglers ------------------------------------------------------------------------------------------------------
+
+STAGES = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
+EVEN = {rank: Times(compute=0.1 if stage == 0 else 0.4) for rank, stage in STAGES.items()}
+
+
+def test_a_rank_is_compared_with_its_stage_and_not_with_a_longer_one() -> None:
+    found = slowest(EVEN | {1: Times(compute=0.2)}, STAGES)
+    assert found.rank == 1
+    assert (found.ratio, found.excess) == pytest.approx((2.0, 0.1))
+    assert slowest(EVEN, STAGES).ratio == 1.0
+    assert slowest({0: Times(compute=0.1), 1: Times(compute=0.3)}, {0: 0, 1: 0}).ratio == pytest.approx(3.0)
+
+
+def test_waits_and_garbage_collection_are_no_computing() -> None:
+    before, after = [1.0] * 64, [1.0] * 64
+    for phase, seconds in {Phase.FORWARD: 2.0, Phase.BACKWARD: 3.0, Phase.DATA: 5.0, Phase.ALL_REDUCE: 7.0}.items():
+        after[phase] += seconds
+    after[Phase.RECEIVE] += 1.0
+    assert times_between(before, after, gc=0.5) == Times(compute=4.5, data=5.0, gc=0.5, communication=8.0)
+
+
+def scaled(times: dict[int, Times], steps: int) -> dict[int, Times]:
+    return {
+        rank: Times(*(steps * value for value in (t.compute, t.data, t.gc, t.communication)))
+        for rank, t in times.items()
+    }
+
+
+def test_a_slow_rank_is_named_once_after_two_windows_and_again_after_it_was_fast() -> None:
+    noticed, slow = Noticed(), EVEN | {4: Times(compute=0.6, data=0.02)}
+
+    def named(times: dict[int, Times]) -> int | None:
+        found = noticed.add(scaled(times, 10), 10, STAGES)
+        assert found is None or found.times.compute == pytest.approx(0.6)
+        return None if found is None else found.rank
+
+    assert [named(slow) for _ in range(8)] == [None, None, None, 4, None, None, None, None]
+    assert [named(EVEN) for _ in range(4)] == [None] * 4
+    assert [named(slow) for _ in range(4)] == [None, None, None, 4]
+
+
+def test_noise_and_changing_ranks_are_not_named() -> None:
+    noticed = Noticed()
+    for rank in (0, 1, 2, 0, 1, 2):
+        assert noticed.add(scaled(EVEN | {rank: Times(compute=0.3)}, 16), 16, STAGES) is None
+    tiny = {rank: Times(compute=0.001 * (1 + rank)) for rank in range(3)}
+    assert all(noticed.add(scaled(tiny, 16), 16, STAGES) is None for _ in range(4))
+
+
+# ---- several nodes ---------------------------------------------------------------------------------------------------
+
+BOTH = Channel((0, 1))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Nodes, Nodes]]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield Nodes(environment, 0, 2, 1), Nodes(environment, 1, 2, 1)
+    del store  # which serves until here
+
+
+def test_the_first_node_puts_all_ranks_together_and_its_verdict_reaches_the_others(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    assert (first.decides, second.decides) == (True, False)
+    assert first.others() is None  # nothing is known of the second node yet
+    sleeping = seen(1, 2, phase=Phase.DATA, posted={BOTH: 4})
+    second.publish([sleeping], 3.0, urgent=False)
+    assert first.others() is None  # it may yet move
+    second.publish([sleeping], 9.0, urgent=True)
+    others = first.others()
+    assert others is not None
+    ((ranks, still),) = others
+    assert ranks == [sleeping]
+    assert 9.0 <= still < 9.5
+    waiting = seen(0, 2, phase=Phase.ALL_REDUCE, channel=BOTH, awaited=5, posted={BOTH: 5})
+    verdict = blame([waiting, *ranks], 2)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (1,), True)
+    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: None)
+    assert second.verdict() is None
+    first.pronounce("megacore: hang at step 7")
+    assert second.verdict() == "megacore: hang at step 7"
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which the test changes."""
+    found = [1000.0]
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: found[0])
+    return found
+
+
+def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(pair: tuple[Nodes, Nodes], now: list[float]) -> None:
+    first, second = pair
+    second.publish([seen(1, 2)], 0.0, urgent=False)
+    assert first.others() is None
+    now[0] += 40.0
+    assert first.others() == []
+    assert blame([seen(0, 2)], 2).ranks == (1,)
+
+
+def test_a_node_that_the_first_one_no_longer_answers_decides_for_itself(
+    pair: tuple[Nodes, Nodes], now: list[float]
+) -> None:
+    first, second = pair
+    first.publish([seen(0, 2)], 0.0, urgent=False)
+    assert second.others() is None  # the first node is to decide
+    now[0] += 29.0
+    assert second.others() is None
+    first.publish([seen(0, 2)], 0.0, urgent=False)
+    assert second.others() is None
+    now[0] += 31.0
+    assert second.others() == []
+    first.publish([seen(0, 2)], 0.0, urgent=False)
+    assert second.others() is None  # it is back
+
+
+def test_a_store_that_does_not_answer_holds_nothing_up(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for an answer over a connection that is cut for as long as TCP does, which is many minutes."""
+    _, second = pair
+    monkeypatch.setattr(nodes, "_PATIENCE", timedelta(seconds=0.1))
+    back = threading.Event()
+
+    class Cut:
+        def check(self, keys: list[str]) -> bool:
+            return back.wait(patience(10)) and False
+
+    second._store = Cut()
+    began = time.perf_counter()
+    assert second.verdict() is None
+    assert second.verdict() is None
+    second.publish([seen(1, 2)], 9.0, urgent=True)
+    assert time.perf_counter() - began < patience(2)
+    back.set()

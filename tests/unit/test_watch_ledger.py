@@ -5,26 +5,29 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacore.files import take_lock
 from megacore.train.trackers.callback import _END_SECONDS
+from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Channel, Ledger, Phase, code_of
 from megacore.watch.marks import Current, phase, post, section
-from megacore.watch.node import Node
+from megacore.watch.node import Node, leaving_file, make, remove
 from megacore.watch.processes import born, end, state_of
 from megacore.watch.record import LedgerFile, Record
-from megacore.watch.report import hang_report, main_stack, phase_in_words, table
+from megacore.watch.report import hang_report, main_stack, phase_in_words
 from megacore.watch.start import died_without_a_word
+from megacore.watch.watcher import Watcher
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT
 from tests.unit.watch_records import identity, seen
@@ -66,18 +69,6 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
 
 
-def test_the_first_step_counts_until_there_is_another(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a duration the second step would have the floor, however long the steps are."""
-    now = time.monotonic()
-    monkeypatch.setattr("megacore.watch.ledger.monotonic", lambda: now)
-    for number, seconds in ((1, 0.0625), (2, 0.0)):
-        ledger.begin_step(number)
-        now += seconds
-        ledger.end_step()
-        assert read(ledger).median_step >= seconds
-    assert read(ledger).median_step < 0.05
-
-
 def test_a_ledger_without_room_is_refused_and_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing to a page that the file system has no room for would kill the process."""
 
@@ -100,26 +91,6 @@ def test_operations_are_counted_by_channel_and_waited_for_later(ledger: Ledger) 
         assert (read(ledger).phase, read(ledger).awaited, read(ledger).nbytes) == (Phase.REDUCE_SCATTER, 1, 8)
     posted = {Channel(RANKS): 2, Channel(OTHERS, is_message=True): 1, Channel(OTHERS): 1}
     assert read(ledger).posted == posted
-
-
-def test_groups_of_ten_thousand_ranks_have_room(ledger: Ledger) -> None:
-    world = tuple(range(16_384))
-    groups = [world, *(tuple(range(first, 16_384, 8)) for first in range(8)), (5, 1, 2, 9, 3), (7, 7)]
-    for ranks in groups:
-        post(Phase.ALL_REDUCE, ranks, 8)
-    assert read(ledger).posted == {Channel(ranks): 1 for ranks in groups}
-
-
-def test_channels_beyond_the_room_have_no_ranks_and_the_others_keep_theirs(ledger: Ledger) -> None:
-    draw = random.Random(0)
-    groups = [tuple(draw.sample(range(100_000), 5_000)) for _ in range(8)]
-    for ranks in groups:
-        operation = post(Phase.ALL_REDUCE, ranks, 8)
-    known = list(read(ledger).posted)
-    assert 0 < len(known) < 8
-    assert known == [Channel(ranks) for ranks in groups[: len(known)]]
-    with operation:
-        assert read(ledger).channel is None
 
 
 def take_step(ledger: Ledger, number: int, sizes: list[int]) -> int:
@@ -151,10 +122,6 @@ def test_a_step_that_an_error_breaks_off_is_not_compared(ledger: Ledger) -> None
     post(Phase.ALL_REDUCE, RANKS, 8)
     ledger.leave_step()
     assert (read(ledger).deviation, read(ledger).section, ledger.in_step) == (0, Phase.STEP, False)
-
-
-def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
-    assert [take_step(ledger, number, [number]) for number in range(1, 6)] == [0] * 5
 
 
 WRITER = """
@@ -237,18 +204,6 @@ def test_a_process_with_a_reused_number_is_another_one() -> None:
     assert state_of(os.getpid(), born(os.getpid()) + 1) == "gone"
 
 
-def test_without_a_ledger_nothing_is_marked() -> None:
-    assert Current.ledger is None
-    with phase(Phase.DATA), post(Phase.BARRIER, RANKS, 0), section(Phase.SAVE):
-        pass
-
-
-def test_the_watchdog_loads_no_torch() -> None:
-    code = "import sys, megacore.watch.watcher, megacore.watch.start; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == "False\n"
-
-
 # ---- how long a run may stand still
 
 
@@ -315,35 +270,6 @@ def test_the_programs_code_outside_of_the_engine_takes_as_long_as_it_likes() -> 
     assert still_seconds([outside, seen(1, 2, phase=Phase.ALL_REDUCE, age=70.0)]) == 70.0
 
 
-def test_phases_in_words() -> None:
-    degrees = {"degrees": {"pp": 1, "dp": 2, "tp": 2}}
-    message = Channel((3, 1), is_message=True)
-    words = {
-        "forward of microbatch 3 of stage 1": seen(1, 4, microbatch=3, stage=1),
-        "all-reduce over dp, number 7, 4.0 KiB": seen(
-            1, 4, about=degrees, phase=Phase.ALL_REDUCE, channel=Channel(OTHERS), awaited=7, nbytes=4096
-        ),
-        "receive from rank 3, number 2 (evaluation)": seen(
-            1, 4, phase=Phase.RECEIVE, channel=message, awaited=2, section=Phase.EVALUATE
-        ),
-        "barrier over all ranks, number 1 (exit)": seen(
-            1, 4, phase=Phase.BARRIER, channel=Channel(RANKS), awaited=1, section=Phase.EXIT
-        ),
-    }
-    assert [phase_in_words(one.record) for one in words.values()] == list(words)
-
-
-def test_the_table_folds_equal_phases_and_names_missing_ranks() -> None:
-    waiting = [seen(rank, 5, phase=Phase.BARRIER, age=4.0 + rank) for rank in (0, 1, 3)]
-    lines = table([*waiting, seen(2, 5, phase=Phase.DATA, age=9.0, state="stopped")], [4])
-    assert [line.split() for line in lines] == [
-        ["ranks", "step", "for", "phase"],
-        ["rank", "4", "-", "-", "has", "written", "nothing"],
-        ["rank", "2", "7", "9.0", "s", "data", "(next", "batch)", "[process", "stopped]"],
-        ["ranks", "0,", "1,", "3", "7", "4.0-7.0", "s", "barrier"],
-    ]
-
-
 DUMP = """Thread 0x01 (most recent call first):
   File "peers.py", line 1 in watch
 
@@ -370,6 +296,50 @@ def test_the_report_names_the_culprit_and_shows_its_main_thread() -> None:
     assert "did not answer" not in elsewhere
 
 
-def test_a_code_holds_its_particulars() -> None:
-    assert code_of(Phase.STEP) == Phase.STEP
-    assert code_of(Phase.FORWARD, channel=250, stage=0xFFFE, microbatch=0x7FFFFFFE) < 1 << 64
+# ---- directories of ledgers ------------------------------------------------------------------------------------------
+
+ME = {"pid": os.getpid(), "born": born(os.getpid())}
+
+
+def test_a_watcher_leaves_unless_a_rank_of_a_new_run_is_there(tmp_path: Path) -> None:
+    watcher = Watcher(Node(tmp_path), sys.stderr)
+    watcher.run()  # returns at once: whoever has started it is gone
+    assert leaving_file(tmp_path).exists()  # a rank that comes now waits until the directory is gone
+    Ledger(tmp_path, identity(0, 2, **ME))
+    assert not watcher._leaves()
+    assert not leaving_file(tmp_path).exists()
+    assert [one.rank for one in watcher.node.look()] == [0]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_comes_while_a_watcher_leaves_has_a_ledger_and_a_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(start.subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(start.faulthandler, "register", lambda *_, **__: None)
+    monkeypatch.setattr(Current, "ledger", None)
+    directory = tmp_path / "ledgers"
+    make(directory)
+    lock = os.open(directory / start._LOCK, os.O_RDWR | os.O_CREAT)
+    take_lock(lock)  # as the watcher of the run before
+    leaving_file(directory).touch()
+
+    def decide() -> None:
+        time.sleep(0.1)
+        if leaves:
+            remove(directory)
+            os.close(lock)
+        else:
+            leaving_file(directory).unlink()
+
+    watcher = threading.Thread(target=decide)
+    watcher.start()
+    begun = [start._begin_in(directory, identity(0, 2, **ME))]
+    watcher.join()
+    if leaves:
+        begun.append(start._begin_in(directory, identity(0, 2, **ME)))
+    assert begun == ([False, True] if leaves else [True])
+    assert [one.rank for one in Node(directory).look()] == [0]
+    assert len(started) == leaves
+    assert [path.name for path in tmp_path.iterdir()] == ["ledgers"]

@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import torch
 
 from megacore.config.optimizers import MuonConfig
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.zero import packing
 from megacore.zero.flat import FlatLayout, assign_whole
-from megacore.zero.packing import Counts, bucket_ends, exchange, least_shard, pack
+from megacore.zero.packing import least_shard, pack
 
 Shape = tuple[int, int]
 REPLICAS = (2, 4, 8, 16, 32, 64)
@@ -95,20 +93,6 @@ def test_padding_is_below_one_percent_where_the_matrices_allow_it(model: str) ->
             assert of_model.first <= 0.5, "the first reduction begins late"
 
 
-@pytest.mark.parametrize(("model", "replicas"), FORCED)
-def test_no_single_bucket_could_have_less(model: str, replicas: int) -> None:
-    """The bound of some size of group of matrices; for 70B an argument with the numbers of large matrices."""
-    sizes = [rows * columns for rows, columns in MODELS[model]]
-    bound = least_shard(tuple(sorted(Counter(sizes).items(), reverse=True)), replicas)
-    if model == "Llama 3 70B":
-        # In units of 2^23: a layer has 28 three times, 10 and 8; the mean of a shard is 127.5. Sizes are even, so that
-        # less than 130 is 128. There 48 or more of the 64 shards hold 4 x 28, and only 8 + 8 fills the rest: 80 of
-        # these fill 40 shards, and of the others at least 8 lack 6 or more, which is more than the 32 to spare.
-        bound = 130 << 23
-    padding, _ = FORCED[model, replicas]
-    assert 100 * (1 - sum(sizes) / (bound * replicas)) == pytest.approx(padding, abs=0.06)
-
-
 def test_the_docs_have_these_figures() -> None:
     text = Path("docs/reference/optimizers.md").read_text()
     for model in MODELS:
@@ -142,65 +126,3 @@ def test_packings_are_near_the_best_of_all(shards: int) -> None:
         assert best <= found_packing.shard_size <= 4 / 3 * best  # Graham 1969
         optimal += found_packing.shard_size == best
     assert optimal >= 19
-
-
-@pytest.mark.parametrize("taken", [1, 7, 12, 30])
-def test_matrices_follow_what_others_have_taken(taken: int) -> None:
-    sizes = [5, 3, 3, 8, 2]
-    placed = pack(sizes, 3, taken=taken)
-    rooms = [min(max((shard + 1) * placed.shard_size - taken, 0), placed.shard_size) for shard in range(3)]
-    for size, shard in zip(sizes, placed.shard_of, strict=True):
-        rooms[shard] -= size
-    assert min(rooms) >= 0
-    assert placed.shard_size >= (taken + sum(sizes)) / 3
-
-
-def test_buckets_end_where_they_pack_well() -> None:
-    """And are as many as that allows."""
-    assert bucket_ends([4] * 12, 2, least=1) == [2, 4, 6, 8, 10, 12]
-    assert bucket_ends([4] * 12, 2, least=16) == [4, 8, 12]
-    assert bucket_ends([4] * 12, 2, least=1, joined={1, 5}) == [4, 8, 10, 12]
-    assert bucket_ends([4] * 9, 3, least=100) == [9]
-    assert bucket_ends([4] * 5, 2, least=1) == [1, 3, 5]  # one of five has no partner, whichever it is
-    assert bucket_ends([], 2, least=1) == []
-
-
-def test_shards_change_places_so_that_ranks_have_equal_work() -> None:
-    assert exchange([0, 1, 1, 2], [5.0, 1.0, 1.0, 1.0], [9.0, 0.0, 4.0], fixed=0) == [1, 2, 2, 0]
-    assert exchange([0, 1, 1, 2], [5.0, 1.0, 1.0, 1.0], [9.0, 0.0, 4.0], fixed=1) == [0, 1, 1, 2]
-
-
-def tried_subset(counts: Counts, room: int, among: int) -> dict[int, int]:
-    """What fills a shard best of the first 200 subsets, by listing them in the order in which they are tried."""
-
-    def subsets(kinds: Counts, used: int) -> Iterator[tuple[int, ...]]:
-        yield ()
-        if kinds:
-            size, count = kinds[0]
-            most = min(count, (room - used) // size)
-            middle = min(count // among, most) if among else most
-            for taken in sorted(range(most + 1), key=lambda number: (abs(number - middle), -number)):
-                for others in subsets(kinds[1:], used + taken * size):
-                    yield taken, *others
-
-    sizes = [size for size, _ in counts]
-    listed = itertools.islice(subsets(counts, 0), 200)
-    best = max(listed, key=lambda subset: sum(n * size for n, size in zip(subset, sizes, strict=False)))
-    return {size: n for n, size in zip(best, sizes, strict=False) if n}
-
-
-@pytest.mark.parametrize("among", [0, 3])
-def test_what_is_not_tried_is_no_better(among: int) -> None:
-    """Where few subsets exist, the first of the fullest is found, as by listing all of them."""
-    lots = random.Random(among)
-    for _ in range(100):
-        kinds = sorted(lots.sample([3, 4, 6, 10, 14, 15], 3), reverse=True)
-        counts = tuple((size, lots.randint(1, 3)) for size in kinds)
-        room = lots.randint(1, 60)
-        assert packing._best_subset(counts, room, among) == tried_subset(counts, room, among), (counts, room)
-
-
-def test_what_only_one_bucket_packs_well_is_one_bucket() -> None:
-    """Dense matrices of two layers of DeepSeek-V3, for which `pack` finds a packing that the quick test does not."""
-    layer = [7340032, 7340032, 7340032, 1835008, 58720256, 8388608, 18874368, 11010048, 4128768]
-    assert bucket_ends(layer * 2, 4, least=6553600) == [18]
