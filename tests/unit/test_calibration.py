@@ -15,7 +15,7 @@ from megacore.config.cli import load_toml, save_toml
 from megacore.models.outline import outline
 from megacore.pipeline.schedule import Action, Timed, build_schedule, requirements, transfers_of
 from megacore.pipeline.simulator import Costs, Span, simulate
-from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, read_transfers, write_trace
+from megacore.pipeline.trace_file import RankTrace, TracedStep, write_trace
 from megacore.plan.calibration import Calibration, calibrate, machine_of
 from megacore.plan.calibration_report import calibration_text
 from megacore.plan.cluster import CLUSTERS, fields_of, load_cluster, to_toml
@@ -192,24 +192,3 @@ def test_a_fitted_cluster_has_a_device_for_each_core(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(to_toml(found.cluster), encoding="utf-8")
     assert load_cluster(path).device.node_ranks == 4
-
-
-def test_a_sum_takes_what_follows_its_last_rank(tmp_path: Path) -> None:
-    """In a forward; in a backward sums run beside products."""
-    schedule = build_schedule("1f1b", 1, 1)
-    forward, backward = schedule.computations(0)
-    done = (Timed("compute", (forward,), 0.0, 1.0), Timed("compute", (backward,), 1.0, 3.0))
-    ranks = []
-    for rank, begins in enumerate((0.1, 0.4)):
-        sums = tuple(
-            TracedTransfer("all-reduce over all ranks", 4096, at + begins, at + 0.45) for at in (0.0, 0.5, 1.5)
-        )
-        step = TracedStep(2, 0.0, 3.0, done, updated=3.2, collectives=sums)
-        ranks.append(RankTrace(coordinates={"pp": 0, "dp": 0, "tp": rank}, steps=(step,)))
-    write_trace(tmp_path / "trace.json", ranks, schedule)
-    found = read_transfers(tmp_path / "trace.json")
-    (one,) = found.sums
-    assert (one.bytes, one.ranks) == (4096, 2)
-    assert one.seconds == pytest.approx([0.05, 0.05])
-    assert found.passes == {2: pytest.approx(3.2)}
-    assert found.messages == ()

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import Comparison, main, next_layers
-from benchmarks.comparison.command_line import parser
-from benchmarks.comparison.fit import misfits
-from benchmarks.comparison.job import KINDS, ONE, Layout, Sizes, layouts
+from benchmarks.compare import Comparison, next_layers
+from benchmarks.comparison.job import KINDS, ONE, Layout, Sizes
 from benchmarks.comparison.launcher import SideFailed, Turn
 from benchmarks.comparison.results import Largest, Results, Row, difference, markdown, replace_section
-from benchmarks.comparison.stages import cut
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)
@@ -102,41 +99,6 @@ def test_rounds_alternate_and_no_side_always_follows_the_same_one(results: Resul
     assert said == ["first", "fails", "last", "last", "fails", "first", "first", "last"]
     assert {name: len(taken) for name, taken in turns.items()} == {"first": 6, "last": 6}
     assert results.missing["fails, one on 1 rank"] == "it fails"
-
-
-def test_a_run_that_is_ended_early_leaves_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-
-    def measure(self: Comparison, layout: Layout, **_: int) -> None:
-        found.append((tmp_path / "results.md").read_text() if (tmp_path / "results.md").exists() else "")
-        if len(found) == 3:
-            raise KeyboardInterrupt
-        self.results.rows.append(row("megacore", layout, [1.0], [1.0]))
-
-    monkeypatch.setattr(Comparison, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        main(["--ranks", "4", "--peers", "", "--modes", "dp", "--output", str(tmp_path)])
-    assert found[0] == "" and "one process" in found[1] and "data parallel | 2" in found[2]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_sizes_that_fit_are_cut(ranks: int) -> None:
-    """What is advised of the layers is what megacore's partition takes."""
-    for layout in layouts(list(KINDS), ranks):
-        for layers in range(1, 20):
-            is_refused = "layers" in misfits(Sizes(layers=layers), [layout])
-            if is_refused:
-                with pytest.raises(ValueError, match="stages"):
-                    cut(Sizes(layers=layers), layout)
-            else:
-                cut(Sizes(layers=layers), layout)
-
-
-def test_with_the_default_sizes_a_layout_that_they_do_not_fit_is_left_out(results: Results, tmp_path: Path) -> None:
-    assert parser().parse_args(["--ranks", "8"]).sizes == Sizes()
-    comparison = Comparison(results, {}, tmp_path, tmp_path / "log")
-    comparison.measure(KINDS["tp"](4), rounds=1, steps=1)
-    assert results.missing["tp on 4 ranks"].startswith("--heads 2 must be a multiple of 4")
 
 
 @pytest.mark.parametrize("program", ["compare.py", "many_ranks.py"])

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from megacore.data.bert.chunks import paired_documents, sentence_chunks
-from megacore.data.bert.dataset import BertBatch, BertDataset
+from megacore.data.bert.dataset import BertDataset
 from megacore.data.bert.layouts import PackedText, PairText, SegmentText
 from megacore.data.bert.masking import Masking, SpecialTokens
 from megacore.data.bert.text import Shape, Split
 from megacore.data.indexed.reader import IndexedDataset
-from megacore.data.loading.loader import BatchLoader
 from megacore.errors import DataError
 from tests.unit import data_bytes
 
@@ -232,29 +231,3 @@ def test_only_the_documents_of_the_split_are_read(task: str, tmp_path: Path) -> 
     made = dataset(indexed, task, documents=range(3, 7))
     seen = {where[t][0] for k in range(200) for part in segments(made[k]) for t in part}
     assert seen == {3, 4, 5, 6}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_the_same_on_every_layout_and_after_a_resume(num_workers: int, tmp_path: Path) -> None:
-    indexed = corpus(tmp_path / "d", [[5, 9, 3, 12, 7], [4, 4, 8, 2, 30, 1], [6, 11], [3] * 8])
-    made = dataset(indexed, "nsp", num_samples=48)
-
-    def batches(rank: int, ranks: int, micro: int, consumed: int = 0) -> list[BertBatch]:
-        sizes: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": 16, "rank": rank, "ranks": ranks}
-        loader = BatchLoader(made, BertBatch, **sizes, consumed_samples=consumed, num_workers=num_workers)
-        return [batch for step in loader for batch in step]
-
-    rows: dict[int, list[Any]] = {}
-    for rank in range(2):
-        for batch in batches(rank, 2, 4):
-            assert batch.sentence_labels.shape == (4,)
-            assert batch.tokens.shape == batch.documents.shape == (4, 24)
-            for row in range(4):
-                values = (batch.tokens, batch.token_types, batch.documents, batch.labels, batch.loss_mask)
-                rows[4 * batch.index + row] = [value[row].tolist() for value in values]
-    for k in range(48):
-        names = ("tokens", "token_types", "documents", "labels", "loss_mask")
-        assert rows[k] == [made[k][name].tolist() for name in names]
-    resumed = batches(0, 1, 2, consumed=32)
-    assert [b.index for b in resumed] == list(range(16, 24))
-    assert [row for b in resumed for row in b.tokens.tolist()] == [rows[k][0] for k in range(32, 48)]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, ResolvedConfig, TrainingConfig
-from megacore.data.gpt import build
 from megacore.data.gpt.blend import BlendedDataset, NamedSets
 from megacore.data.gpt.build import build_datasets, check_inputs, split_documents, vocabulary_size
 from megacore.data.gpt.dataset import GPTDataset
@@ -103,14 +102,6 @@ def test_a_loss_mask_of_another_dataset_is_refused_at_the_start(tmp_path: Path) 
     data_bytes.write(tmp_path / "a_loss_mask", documents(20, 4), code=1)
     with pytest.raises(DataError, match=r"a_loss_mask\.idx is not the loss mask of .*a\.idx"):
         check_inputs(unresolved(data_path=(str(prefix),)))
-
-
-def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
-    data_bytes.write(tmp_path / "d", documents(10, 30))
-    given: dict[str, Any] = {"data_path": (str(tmp_path / "d"),)}
-    assert build_datasets(config(**given)).valid is not None
-    assert build_datasets(config(split="1", **given)).valid is None
-    assert build_datasets(config(eval_interval=0, **given)).valid is None
 
 
 @pytest.mark.parametrize("packing", ["none", "best-fit"])
@@ -238,24 +229,6 @@ def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokeni
         file.write(b"\xff\xff")
     with pytest.raises(DataError, match=r"sequence 2 holds the token id 65535"):
         check_inputs(unresolved(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
-
-
-def test_the_start_of_a_run_loads_the_tokenizer_once(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer.save(tmp_path / "t")
-    prefix = str(data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10))
-    loaded: list[str] = []
-
-    def load(path: str, merges: str | None) -> Tokenizer:
-        loaded.append(path)
-        return load_tokenizer(path, merges)
-
-    monkeypatch.setattr(build, "load_tokenizer", load)
-    made = config(tokenizer=str(tmp_path / "t"), vocab_size=None, data_path=(prefix,), eod_mask_loss=True)
-    assert (made.model.vocab_size, check_inputs(made)) == (257, 257)
-    build_datasets(made)
-    assert loaded == [str(tmp_path / "t")]
 
 
 def test_a_loss_mask_needs_an_end_of_document(tokenizer: Tokenizer, tmp_path: Path) -> None:

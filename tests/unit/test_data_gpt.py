@@ -175,12 +175,6 @@ def test_a_token_outside_the_vocabulary_is_located_when_read(tmp_path: Path) -> 
         [dataset[k] for k in range(20)]
 
 
-def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
-    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", [[[]], [[1, 2]]]))
-    with pytest.raises(DataError, match="hold no tokens"):
-        GPTDataset(indexed, range(1), num_samples=1, seq_length=1, seed=0)
-
-
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -265,16 +259,6 @@ def test_a_damaged_entry_is_built_again(name: str, file: str, prefix: Path, tmp_
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == sound
     assert entries(cache) == [entry]
     assert not (tmp_path / "marker").exists()
-
-
-def test_an_unfinished_build_is_not_taken_for_an_entry(prefix: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    expected = contents(open_cached(prefix, cache))
-    (entry,) = entries(cache)
-    entry.rename(entry.with_suffix(".tmp-killed"))
-    (entry.with_suffix(".tmp-killed") / "manifest.json").unlink()
-    assert contents(open_cached(prefix, cache)) == expected
-    assert entry.is_dir()
 
 
 def test_without_a_place_for_the_cache_indices_stay_in_memory(prefix: Path, tmp_path: Path) -> None:

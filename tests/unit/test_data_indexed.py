@@ -246,17 +246,6 @@ def test_a_token_that_does_not_fit_is_refused_not_wrapped(tokens: list[int], tmp
         writer.add(tokens)
 
 
-def test_offsets_go_on_from_block_to_block(tmp_path: Path) -> None:
-    count = (1 << 21) + 5  # the index is written in blocks of 2^21 lengths
-    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
-        writer.extend(np.zeros(3 * count, "<u2"), np.full(count, 3), np.ones(count, np.int64))
-        writer.commit()
-    idx = np.fromfile(tmp_path / "d.idx", np.uint8)
-    pointers = idx[34 + 4 * count : 34 + 12 * count].view("<i8")
-    assert np.array_equal(pointers, np.arange(count) * 6)
-    assert len(IndexedDataset(tmp_path / "d")) == count
-
-
 # ---- merging ---------------------------------------------------------------------------------------------------------
 
 

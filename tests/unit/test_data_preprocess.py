@@ -73,16 +73,6 @@ def test_paragraphs_and_whole_files_can_be_documents(chunk_bytes: int, tmp_path:
     assert documents(path, "file", chunk_bytes)[0] == ["\n\none\n  two\n\n \t\nthree\nfour\n\n\n\nfive"]
 
 
-@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
-def test_pieces_do_not_change_what_is_read(unit: TextUnit, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes("".join(SOURCES).encode() + b"\xff\n")
-    whole = documents(path, unit, 1 << 30)
-    assert len(whole[1]) == 1
-    for chunk_bytes in (1, 1000, 50_000):
-        assert documents(path, unit, chunk_bytes) == whole
-
-
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(SOURCES))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import tokenizers
 import transformers
 from transformers import BertTokenizer
@@ -108,27 +107,6 @@ def test_special_tokens_are_where_they_should_be(trained: dict[str, Tokenizer], 
     # encode adds none of them: where a document ends is the dataset's business
     assert not {0, 2, 3, 4} & set(trained["wordpiece"].encode("return the value"))
     assert backend.encode("return").tokens[0] == "[CLS]"
-
-
-def test_the_ids_are_the_libraries_own(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    trained["bpe"].save(tmp_path / "bpe")
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
-    assert trained["bpe"].encode_batch(TEXTS) == [item.ids for item in backend.encode_batch(TEXTS)]
-    trained["unigram"].save(tmp_path / "unigram")
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "unigram" / "tokenizer.model"))
-    assert trained["unigram"].encode(TEXTS[1]) == model.encode(TEXTS[1])
-    assert model.id_to_piece(1) == END_OF_TEXT
-
-
-def test_truncation_and_padding_in_the_file_are_ignored(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    trained["bpe"].save(tmp_path)
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.enable_truncation(8)
-    backend.enable_padding(length=16)
-    backend.save(str(tmp_path / "cut.json"))
-    loaded = load_tokenizer(tmp_path / "cut.json")
-    assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
-    assert loaded.fingerprint == trained["bpe"].fingerprint
 
 
 def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
@@ -257,12 +235,6 @@ def test_a_pattern_that_backtracks_without_end_is_refused(place: str, tmp_path: 
             encode("x" * 60)
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps([1]))
-    with pytest.raises(DataError, match="no tokenizer in this directory"):
-        load_tokenizer(tmp_path)
-
-
 def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
@@ -271,17 +243,6 @@ def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="transformers cannot load this tokenizer"):
         load_tokenizer(tmp_path)
     assert not marker.exists()
-
-
-def test_vocab_and_merges_load_with_the_class_that_the_refusal_names(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    with pytest.raises(DataError, match=r"add a tokenizer_config\.json") as caught:
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(str(caught.value).partition("for example ")[2])
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("abba") == [2, 1, 0]
-    assert tokenizer.eod == 3
 
 
 def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_path: Path) -> None:

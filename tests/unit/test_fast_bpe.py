@@ -17,7 +17,7 @@ from megacore.data.tokenizers import fast_bpe, word_table
 from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.data.tokenizers.word_division import DIVISIONS, GPT2, LLAMA3, QWEN2, Division, WordFinder
+from megacore.data.tokenizers.word_division import GPT2, LLAMA3, QWEN2, Division, WordFinder
 from tests.unit import data_bytes
 
 UNKNOWN = LLAMA3.pattern.replace("{1,3}", "{1,2}")
@@ -107,18 +107,6 @@ def test_words_have_the_ids_that_they_have_in_a_text(
         assert 0 < len(fast._words.words) <= 80  # the words of a text come after the limit is looked at
 
 
-def test_texts_with_special_tokens_are_encoded_together(
-    trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One by one they would take longer than all texts without this encoder."""
-    fast = encoder(trained)
-    texts = [text for one in TEXTS for text in (one, f"{one}<|endoftext|>", f"<|endoftext|> {one}")]
-    expected = [trained.encode(text) for text in texts]
-    monkeypatch.setattr(fast._tokenizer, "encode", None)
-    assert [ids.tolist() for ids in fast.encode_batch(texts)] == expected
-    assert fast.encode_batch([]) == []
-
-
 @pytest.mark.parametrize("pattern", [None, LLAMA3.pattern, UNKNOWN])
 def test_a_long_text_is_encoded_in_parts(
     pattern: str | None, trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
@@ -193,14 +181,6 @@ def test_arrays_of_ids_give_the_same_files(sentences: bool, trained: Tokenizer, 
 
 # ---- division of words -----------------------------------------------------------------------------------------------
 
-# As the tokenizer.json files of Llama 3 and of Qwen 2 have them.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _WHITE = [" ", "  ", "   ", "\n", "\n\n", "\r", "\r\n", "\t", "\v", "\f", "\x85", "\xa0", "\u3000", "\u2028", "\u1680"]
 _ASCII = [*"aBz1'e_.!?-(\"#", "'s", "'S", "'ll", "'Ll", "'VE", "'re", "'d", "''s", "!?", "\0", "\x7f", "\x1c"]
 _ASCII += ["123", "12345", "123456789", "letters", "Word", *_WHITE[:10]]
@@ -245,9 +225,3 @@ def test_words_are_divided_as_in_their_text(count: int, division: Division) -> N
         for text, found in zip(texts, words(texts, division), strict=True):
             divided = [piece for word in found for piece in pieces(word, splitter)]
             assert divided == pieces(text, splitter), (text, found)
-
-
-def test_patterns_are_known_as_files_have_them() -> None:
-    assert DIVISIONS[LLAMA3_PATTERN] is LLAMA3
-    assert DIVISIONS[QWEN2_PATTERN] is QWEN2
-    assert LLAMA3_PATTERN.replace("{1,3}", "{1,2}") not in DIVISIONS

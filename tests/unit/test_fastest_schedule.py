@@ -20,11 +20,10 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
 from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.fastest_schedule import VIRTUAL_STAGES, fastest_that_fits, schedules_by_time, typical_cluster
+from megacore.plan.fastest_schedule import VIRTUAL_STAGES, fastest_that_fits, schedules_by_time
 from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
-from megacore.plan.ways_out import ways_out
 from megacore.train import launch
 
 W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"
@@ -149,27 +148,7 @@ def test_a_file_lets_the_next_run_choose(tmp_path: Path) -> None:
     assert parse_config(argv, prog="", description="", kind=Config, planned=True).parallel.pp == 32
 
 
-def test_a_device_is_known_by_its_driver() -> None:
-    assert typical_cluster(on_cpu=False, device_name="NVIDIA H200").name == "h200"
-    assert typical_cluster(on_cpu=False, device_name="Another").name == "a100-80g"
-
-
 # ---- stages
-
-
-def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
-    """GPT-2 small on four stages: by time the first has three blocks beside the embedding, by parameters one."""
-    flags = "--preset gpt2-small --pp 4 --recompute full --micro-batch-size 1 --schedule 1f1b"
-    by_time, by_parameters = planned(flags), planned(f"{flags} --pipeline-balance parameters")
-    most, least = (
-        max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=False))
-        for config in (by_time, by_parameters)
-    )
-    assert least < 0.9 * most
-    lines = map(
-        str, ways_out(by_time, Limits(memory=AvailableMemory((most + least) / 2, ""), on_cpu=False, local_ranks=1))
-    )
-    assert any(line.startswith("--pipeline-balance parameters:") for line in lines), lines
 
 
 def test_stages_by_time_give_way_where_only_those_by_parameters_fit() -> None:

@@ -12,12 +12,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from megacore.kernels import availability
 from tests.unit.packaging_builds import ROOT
 
 PROBE = """
@@ -101,22 +99,3 @@ def test_transformers_does_not_take_our_folder_for_the_package(foreign: Path) ->
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         # Version 0.0.1 is too old for transformers, which only a package that was really found can be.
         assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
-
-
-def test_triton_version_is_the_installed_one_and_none_without_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try:
-        expected: str | None = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        expected = None
-    assert availability.triton_version() == expected
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise AssertionError('triton was imported')\n")
-    information = tmp_path / "pytorch_triton-9.8.7.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-triton\nVersion: 9.8.7\n")
-    (information / "top_level.txt").write_text("triton\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
-    assert availability.triton_version() == "9.8.7"

@@ -190,49 +190,30 @@ def seconds_of(pattern: Pattern, ranks: int, stride: int, world: int, device: De
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride", "world", "seconds"),
+    ("pattern", "ranks", "stride", "world", "seconds"),
     [
-        (3, 1, 6, 2 / 3 * 0.1 / 100),  # one node
-        (3, 1, 24, 2 / 3 * 0.1 / 2),  # 6 7 8 and 15 16 17: 8 and 15 are alone in the second node, each with its card
-        (6, 1, 12, 5 / 6 * 0.1 / 4),  # 6 to 11: 6 and 7 are in the first node
-        (2, 3, 12, 1 / 2 * 0.1 / 2),  # 6 9 and 7 10, but not 8 11: two of the eight cards
-        (4, 2, 64, 3 / 4 * 0.1 / 100),
-        (4, 4, 64, 3 / 4 * 0.1 / 4),  # two ranks of each of four groups in a node
-        (16, 1, 64, 15 / 16 * 0.1 / 16),  # one ring has all eight cards
-        (2, 8, 16, 1 / 2 * 0.1 / 2),  # eight rings have one each
+        ("all-gather", 3, 1, 6, 2 / 3 * 0.1 / 100),  # one node
+        # 6 7 8 and 15 16 17: 8 and 15 are alone in the second node, each with its card.
+        ("all-gather", 3, 1, 24, 2 / 3 * 0.1 / 2),
+        ("all-gather", 6, 1, 12, 5 / 6 * 0.1 / 4),  # 6 to 11: 6 and 7 are in the first node
+        ("all-gather", 2, 3, 12, 1 / 2 * 0.1 / 2),  # 6 9 and 7 10, but not 8 11: two of the eight cards
+        ("all-gather", 4, 4, 64, 3 / 4 * 0.1 / 4),  # two ranks of each of four groups in a node
+        ("all-gather", 16, 1, 64, 15 / 16 * 0.1 / 16),  # one ring has all eight cards
+        # In an all-to-all each rank sends over its own card.
+        ("all-to-all", 8, 1, 64, 7 / 8 * 0.1 / 100),  # one node
+        ("all-to-all", 64, 1, 64, 56 / 64 * 0.1 / 2),  # 8 ranks a node: 56 of 64 parts leave it
+        ("all-to-all", 16, 2, 64, 12 / 16 * 0.1 / 2),  # 4 of each of two groups in a node
+        ("all-to-all", 6, 1, 12, 4 / 6 * 0.1 / 2),  # 6 and 7 of 6 to 11 send four parts
+        # A message goes over one.
+        ("message", 8, 1, 64, 0.1 / 100),
+        ("message", 16, 4, 64, 0.1 / 2),  # four rings that cross at once
+        ("message", 4, 4, 16, 0.1 / 2),  # pipelines of stages of four ranks
     ],
 )
-def test_a_ring_has_the_network_cards_of_its_ranks(ranks: int, stride: int, world: int, seconds: float) -> None:
-    assert seconds_of("all-gather", ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "world", "seconds"),
-    [
-        (8, 1, 64, 7 / 8 * 0.1 / 100),  # one node
-        (64, 1, 64, 56 / 64 * 0.1 / 2),  # 8 ranks a node: 56 of 64 parts leave it, over a card of their own
-        (16, 2, 64, 12 / 16 * 0.1 / 2),  # 4 of each of two groups in a node
-        (8, 8, 64, 7 / 8 * 0.1 / 2),  # alone in its node
-        (6, 1, 12, 4 / 6 * 0.1 / 2),  # 6 and 7 of 6 to 11 send four parts
-    ],
-)
-def test_in_an_all_to_all_each_rank_sends_over_its_own_network_card(
-    ranks: int, stride: int, world: int, seconds: float
+def test_a_transfer_has_the_network_cards_of_its_ranks(
+    pattern: Pattern, ranks: int, stride: int, world: int, seconds: float
 ) -> None:
-    assert seconds_of("all-to-all", ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "world", "seconds"),
-    [
-        (8, 1, 64, 0.1 / 100),
-        (16, 1, 64, 0.1 / 2),  # a ring over two nodes
-        (16, 4, 64, 0.1 / 2),  # four rings that cross at once
-        (4, 4, 16, 0.1 / 2),  # pipelines of stages of four ranks
-    ],
-)
-def test_a_message_goes_over_one_network_card(ranks: int, stride: int, world: int, seconds: float) -> None:
-    assert seconds_of("message", ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
+    assert seconds_of(pattern, ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
 
 
 def test_devices_share_network_cards_that_are_fewer() -> None:

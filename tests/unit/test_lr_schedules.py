@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -116,12 +115,6 @@ def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) ->
     assert [weight_decay(step, config, train_iters=STEPS) for step in (1, STEPS // 2, STEPS)] == pytest.approx(expected)
 
 
-def test_the_range_test_rises_by_a_constant_factor() -> None:
-    found = rates(lr_range_test=True, lr_range_test_start=1e-5)
-    assert [found[0], found[-1]] == pytest.approx([1e-5, 0.1])
-    assert [b / a for a, b in itertools.pairwise(found)] == pytest.approx([1e4 ** (1 / (STEPS - 1))] * 39)
-
-
 def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
     exponents = [-6 + 0.1 * i for i in range(61)]
     losses = [5 - 4 / (1 + math.exp(-4 * (x + 2.5))) + max(0.0, x + 1) ** 2 * 9 for x in exponents]  # steepest at -2.5
@@ -174,14 +167,6 @@ def test_a_picture_follows_the_samples_of_a_ramp(capsys: pytest.CaptureFixture[s
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-12)
 
 
-def test_a_picture_translates_lengths_in_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = "--train-samples 200 --lr-warmup-samples 50 --lr-decay-samples 150 --tensor-model-parallel-size 2"
-    for flags in (theirs, "--train-iters 20 --lr-warmup-iters 5 --lr-decay-iters 15"):
-        assert draw_lr.main([*flags.split(), "--global-batch-size", "10"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 42 and printed[:21] == printed[21:]
-
-
 # ---- ramps of the batch ----------------------------------------------------------------------------------------------
 
 RAMPS = [(1536, 16, 16, 5_859_375), (2048, 192, 16, 9_765_625), (64, 8, 8, 1000), (16, 4, 12, 7), (32, 32, 8, 100)]
@@ -210,9 +195,3 @@ def test_sizes_follow_the_samples(full: int, start: int, increment: int, samples
         total += size
         assert ramp.samples(step) == total
     assert ramp.samples(0) == 0
-
-
-def test_without_a_ramp_nothing_changes() -> None:
-    sizes = BatchSizes(24)
-    assert (sizes.of_step(1), sizes.of_step(999), sizes.samples(7), sizes.steps(167)) == (24, 24, 168, 6)
-    assert type(sizes.full_steps(7)) is int

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -65,34 +65,3 @@ def test_a_blend_without_weights_is_one_epoch(paths: tuple[str, str]) -> None:
     assert len(samples((50, 7, 5), *paths)) == 50  # 10 and 42 in an epoch
     with pytest.raises(DataError, match="has 52 samples, and 53 are needed: give weights"):
         samples((53, 7, 5), *paths)
-
-
-@pytest.mark.parametrize("case", [*GOLDEN, (43, 5, 3), (200, 3, 11)], ids=str)
-def test_the_package_itself_agrees(case: Case, paths: tuple[str, str], tmp_path: Path) -> None:
-    core = pytest.importorskip(
-        "megatron.core.datasets.gpt_dataset", reason="needs megatron-core: pip install megatron-core"
-    )
-    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
-    count, seq_length, seed = case
-
-    class Tokenizer:
-        unique_identifiers: ClassVar[dict[str, str]] = {}
-        eod, pad, vocab_size = 0, 1999, 2000
-
-    config = core.GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend=([paths[0]], None),
-        split="1,0,0",
-        path_to_cache=str(tmp_path / "cache"),
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    build = builder.BlendedMegatronDatasetBuilder(core.GPTDataset, [count, 0, 0], lambda: True, config)
-    (theirs, *_), ours = build.build(), samples(case, paths[0])
-    for index in range(count):
-        assert theirs[index]["tokens"].tolist() == ours[index]["tokens"].tolist(), index
-        assert theirs[index]["labels"].tolist() == ours[index]["labels"].tolist(), index

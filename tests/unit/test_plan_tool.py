@@ -12,12 +12,11 @@ import pytest
 from megacore.commands.dry_run import dry_run
 from megacore.config import Config
 from megacore.config.bert import BertConfig
-from megacore.models.flops import block_flops, head_flops, without_experts
+from megacore.models.flops import block_flops, head_flops
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
 from megacore.plan.other_settings import other_settings
 from megacore.plan.planner import step_flops
-from megacore.plan.size_unit import GIB_UNIT, MIB_UNIT, size_unit
 from tests.unit.planning import BLOOM, planned, resolved
 from tools.plan import main
 
@@ -83,6 +82,7 @@ def test_every_preset_has_its_own_defaults() -> None:
 
 
 MIXTURE = "pretrain_gpt.py --preset mixtral-8x7b --tp 2 --dp 8 --ep 8 --zero-stage 1 --global-batch-size 64"
+BLOOM_ON_TWO_STAGES = "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 2 --dp 4 --cluster h100"
 ON_LAPTOP = "pretrain_gpt.py --preset gpt2-small --dp 2 --tokens 1e8 --cluster laptop"
 # Half of a report, and the flags that bring it; without them it is not there.
 SAID = {
@@ -93,7 +93,7 @@ SAID = {
     "--pipeline-balance uniform ": f"{SMALL} --pp 2 --pipeline-balance uniform",
     "| pipeline bubble |": f"{SMALL} --pp 2",
     "schedule gpipe": f"{SMALL} --tp 2 --schedule gpipe",
-    "DOES NOT FIT: pipeline rank 1": "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 2 --dp 4 --cluster h100",
+    "DOES NOT FIT: pipeline rank 1": f"{BLOOM_ON_TWO_STAGES} --pipeline-balance parameters",
     "The upper end of this range does not fit into 76.7 GiB.": f"{MIXTURE} --cluster h100",
     "- no price: it is 0 USD per device and hour; --price-per-hour USD sets another": ON_LAPTOP,
     " USD at 0.5 USD per device and hour (assumed; ": f"{ON_LAPTOP} --price-per-hour 0.5",
@@ -386,57 +386,11 @@ def test_the_first_blocks_of_every_stage_are_computed_again(flags: str, repeated
     assert step_flops(config, attention="full", hardware=False) == pytest.approx(8 * 3 * (7 * one + head))
 
 
-def test_dense_blocks_before_experts_are_counted_as_such() -> None:
-    experts = (
-        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-first-dense-layers 2 --disable-bias-linear"
-    )
-    config = resolved(f"--num-layers 6 {SHAPE} {experts} --pp 2 --pipeline-layout E,3*t|3*t,H --recompute-num-layers 1")
-    again = step_flops(config, attention="full", hardware=True) - step_flops(config, attention="full", hardware=False)
-    dense, mixture = block_flops(without_experts(config.model), 256), block_flops(config.model, 256)
-    assert dense != mixture
-    assert again == pytest.approx(8 * 256 * (dense + mixture))
-
-
-def test_virtual_stages_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama 3 8B on 16 stages of about two blocks each: nearly all of them are recomputed."""
-    flags = "pretrain_gpt.py --preset llama-3-8b --pp 4 --dp 2 --global-batch-size 16 --schedule interleaved "
-    flags += "--virtual-stages 4 --pipeline-balance parameters --cluster h100 --recompute full"
-    whole, two = planned(capsys, flags), planned(capsys, f"{flags} --recompute-num-layers 2")
-    rate = "TFLOP/s per GPU, {} FLOPs, full attention"
-    rates = [
-        [plan["throughput"][rate.format(kind)]["value"] for kind in ("hardware", "model")] for plan in (whole, two)
-    ]
-    all_blocks, counted = (hardware / model for hardware, model in rates)
-    assert 1.29 < counted < all_blocks < 1.32  # some stages have a third block; 1.08 with a stage per rank
-
-
 # ---- units of sizes --------------------------------------------------------------------------------------------------
 
-MIB = 2.0**20
 OF_TWO_LAYERS = (
     "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 256 --seq-length 64"
 )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "column"),
-    [
-        ([80 * GIB, 0.25 * GIB, 1.0], ["80.00", "0.25", "0.00"]),
-        ([1.3 * MIB, 0.26 * MIB], ["0.0013", "0.0003"]),
-        ([0.0, 0.0], ["0.00", "0.00"]),
-        ([], []),
-    ],
-)
-def test_a_column_has_as_many_decimals_as_its_largest_size_needs(sizes: list[float], column: list[str]) -> None:
-    assert GIB_UNIT.column(sizes) == column
-
-
-def test_the_unit_is_of_the_largest_size() -> None:
-    assert size_unit([1.0, 0.2 * GIB]) == GIB_UNIT
-    assert size_unit([1.0, 90 * MIB]) == MIB_UNIT
-    assert size_unit([]) == MIB_UNIT
-    assert MIB_UNIT.text(1025.26 * MIB) == "1,025.3 MiB"
-    assert MIB_UNIT.text(1024.0) == "0.00098 MiB"
 
 
 @pytest.mark.parametrize("cluster", ["laptop", "h100"])

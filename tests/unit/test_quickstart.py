@@ -42,11 +42,6 @@ def test_the_layout_uses_every_gpu_and_the_configuration_accepts_it(gpus: int) -
     assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (layout.tp, layout.pp, layout.dp)
 
 
-@pytest.mark.parametrize(("dp", "expected"), [(1, 16), (2, 16), (3, 12), (5, 20), (7, 28), (40, 160)])
-def test_the_global_batch_is_a_multiple_near_the_wanted_one(dp: int, expected: int) -> None:
-    assert quickstart.global_batch_for(dp, TRAINING) == expected
-
-
 def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: Path) -> None:
     library = tmp_path / "library"
     names = ("b.py", "a.py", "c.txt", "empty.py", "pkg/z.py", "test/no.py", "site-packages/no.py", "pkg/tests/no.py")

@@ -83,14 +83,6 @@ def test_1f1b_by_hand() -> None:
     assert " ".join(map(str, zero_bubble(1, 2, 3))) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
-def test_what_the_manual_says_is_kept() -> None:
-    interleaved = {m: held(build_schedule("interleaved", 4, m, 2), 0) for m in (4, 8, 9, 10, 11, 12, 64)}
-    assert interleaved == {4: 8, 8: 11, 9: 12, 10: 12, 11: 13, 12: 11, 64: 11}
-    zero = build_schedule("zero-bubble", 4, 8)
-    assert [in_flight(zero, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert [held(zero, rank) for rank in range(4)] == [4, 4, 4, 4]
-
-
 def test_evaluation_goes_forward_through_all_stages() -> None:
     for virtual in (1, 3):
         schedule = build_schedule("forward-only", 3, 5, virtual)
@@ -213,16 +205,6 @@ def test_a_built_in_one_survives_the_way_through_a_file(name: str, virtual: int,
     built = build_schedule(name, 3, 5, virtual)
     rows = [",".join(map(str, built.computations(rank))) for rank in range(3)]
     assert load_schedule(written(tmp_path, "\n".join(rows))).actions == built.actions
-
-
-def test_an_unreadable_one_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
-    with pytest.raises(ScheduleError, match="cannot be read"):
-        load_schedule(tmp_path / "mine.csv")
-
-
-def test_a_byte_order_mark_is_no_part_of_a_cell(tmp_path: Path) -> None:
-    assert load_schedule(written(tmp_path, "\ufeff" + GOOD)) == load_schedule(written(tmp_path, GOOD))
 
 
 @pytest.mark.parametrize("pp, batch, fits", [(2, 2, True), (2, 4, False), (4, 2, False)])

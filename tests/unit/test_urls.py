@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from megacore.data.gpt.build import build_datasets, check_inputs
 from megacore.data.indexed import fetching
 from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
-from megacore.errors import DataError
 from megacore.progress import Progress
 from megacore.remote import RemotePath, is_url, location, url_problem
 from tests.unit import data_bytes
@@ -148,10 +146,3 @@ def test_a_download_that_was_cut_off_continues(tmp_path: Path, monkeypatch: pyte
     for ending in (".bin", ".idx"):
         assert Path(copy + ending).read_bytes() == source.with_suffix(ending).read_bytes()
     assert not list(Path("cache").rglob("*.part"))
-
-
-def test_a_full_disk_is_refused_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = upload(corpus(tmp_path), "corpus")
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(DataError, match=re.escape("more bytes in cache/datasets/corpus-")):
-        local_prefix(url, "cache")
