@@ -120,6 +120,16 @@ def test_a_tokenizer_without_mask_is_named_so(moved: bool, tmp_path: Path) -> No
     assert any("made with another tokenizer" in problem for problem in problems) == moved
 
 
+def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:
+    marked = tmp_path / "marked"
+    check_bert_inputs(config(marked, write(marked, "wordpiece", "d", LINES), whole_word_masking=True))
+    prefix = write(tmp_path, "wordpiece", "d", LINES)
+    path = tmp_path / "wordpiece" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"continuing_subword_prefix": "##"', '"continuing_subword_prefix": ""'))
+    made = config(tmp_path, prefix, whole_word_masking=True)
+    assert any("does not mark where words begin" in problem for problem in refused(made))
+
+
 @pytest.mark.parametrize("bert", [{}, {"sentence_task": "sop"}, {"sentence_task": "none"}, {"bert_style": "modern"}])
 def test_generated_samples_have_what_real_ones_have(bert: dict[str, Any]) -> None:
     made = BertConfig(

@@ -151,6 +151,15 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     assert load_cluster(path).source == found.cluster.source
 
 
+def test_unsteady_rows_are_doubted(tmp_path: Path) -> None:
+    (doubt,) = calibrated(tmp_path, [1.0, 0.3, 0.6, 0.3, 0.6, 0.3, 0.6]).doubts
+    assert doubt.startswith("steps differ by a factor of")
+
+
+def test_a_speed_that_no_machine_has_is_doubted(tmp_path: Path) -> None:
+    assert "cpu is more than 10,000 times faster or slower than this run" in calibrated(tmp_path, [9e4] * 8).doubts
+
+
 def launched(directory: Path, **about: object) -> MeasuredRun:
     """A run of two ranks that recorded this."""
     calibrated(directory, [0.3] * 8)

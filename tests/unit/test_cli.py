@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import Config, ResolvedConfig, cli
+from megacore.config.cli import leave_for_launcher
 from megacore.config.flags import all_fields
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
 from megacore.errors import ConfigError, DataError
@@ -88,6 +89,14 @@ def test_another_machine_names_itself_and_only_its_own_files(refuse: Refuse, mon
     assert refuse(*GOOD, "--tp", "3") == ""
 
 
+def test_a_silent_rank_waits_for_the_one_that_speaks(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 3, 3, 4)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    refuse(*GOOD, "--tp", "3")
+    assert len(slept) == 1
+
+
 def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -97,6 +106,17 @@ def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.Monk
     assert int(cause["extraInfo"]["timestamp"]) == pytest.approx(time.time(), abs=60)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "such"))
     assert problems(refuse(*GOOD, "--tp", "3"))
+
+
+def test_the_launcher_never_reads_a_part_of_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    leave_for_launcher("first")
+    with file.open() as being_read:
+        leave_for_launcher("second")
+        assert json.load(being_read)["message"]["message"] == "first"
+    assert json.loads(file.read_text())["message"]["message"] == "second"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_an_address_that_cannot_be_resolved_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

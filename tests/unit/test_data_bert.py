@@ -14,7 +14,7 @@ import pytest
 
 from megacore.data.bert.chunks import paired_documents, sentence_chunks
 from megacore.data.bert.dataset import BertDataset
-from megacore.data.bert.layouts import PackedText, PairText, SegmentText
+from megacore.data.bert.layouts import PackedText, PairText, SegmentText, truncated
 from megacore.data.bert.masking import Masking, SpecialTokens
 from megacore.data.bert.text import Shape, Split
 from megacore.data.indexed.reader import IndexedDataset
@@ -178,6 +178,28 @@ def test_every_epoch_has_every_chunk_and_piece_once(tmp_path: Path) -> None:
         assert sorted(seen) == list(range(1, count + 1))
 
 
+def test_packed_samples_are_the_stream_of_the_documents_without_waste(tmp_path: Path) -> None:
+    sizes = [[5, 3], [0], [1], [40], [2, 2, 2], [17]]
+    indexed = corpus(tmp_path / "d", sizes)
+    units = {
+        d: [CLS, *itertools.chain(*(indexed[i].tolist() for i in range(*indexed.document_indices[d : d + 2]))), SEP]
+        for d in range(6)
+        if d != 1
+    }
+    made = dataset(indexed, "packed", seq_length=10, num_samples=40)
+    text = made.text
+    assert isinstance(text, PackedText)
+    order = text._arrays["document_index"].tolist()
+    stream = list(itertools.chain(*(units[d] for d in order)))
+    numbers = list(itertools.chain(*([place] * len(units[d]) for place, d in enumerate(order))))
+    for k in range(40):
+        window = int(text._arrays["shuffle_index"][k])
+        sample = made[k]
+        assert sample["labels"].tolist() == stream[10 * window : 10 * window + 10]
+        places = numbers[10 * window : 10 * window + 10]
+        assert sample["documents"].tolist() == [place - places[0] + 1 for place in places]
+
+
 def test_chunks_against_a_loop_over_sentences(tmp_path: Path) -> None:
     rng = random.Random(2)
     for trial in range(150):
@@ -231,3 +253,20 @@ def test_only_the_documents_of_the_split_are_read(task: str, tmp_path: Path) -> 
     made = dataset(indexed, task, documents=range(3, 7))
     seen = {where[t][0] for k in range(200) for part in segments(made[k]) for t in part}
     assert seen == {3, 4, 5, 6}
+
+
+def test_a_pair_is_cut_from_the_longer_one_at_either_end_by_lot() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        long_a, long_b = rng.integers(1, 40, size=2).tolist()
+        room = int(rng.integers(2, 60))
+        lengths = [long_a, long_b]
+        while sum(lengths) > room:
+            lengths[0 if lengths[0] > lengths[1] else 1] -= 1
+        a, b = truncated((100, 100 + long_a), (500, 500 + long_b), room, rng)
+        assert [a[1] - a[0], b[1] - b[0]] == lengths
+        assert 100 <= a[0] <= a[1] <= 100 + long_a
+        assert 500 <= b[0] <= b[1] <= 500 + long_b
+    fronts = [truncated((0, 30), (50, 60), 20, rng)[0][0] for _ in range(400)]
+    assert abs(np.mean(fronts) - 10) < 0.5
+    assert len(set(fronts)) > 5

@@ -104,6 +104,14 @@ def test_a_loss_mask_of_another_dataset_is_refused_at_the_start(tmp_path: Path) 
         check_inputs(unresolved(data_path=(str(prefix),)))
 
 
+def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
+    data_bytes.write(tmp_path / "d", documents(10, 30))
+    given: dict[str, Any] = {"data_path": (str(tmp_path / "d"),)}
+    assert build_datasets(config(**given)).valid is not None
+    assert build_datasets(config(split="1", **given)).valid is None
+    assert build_datasets(config(eval_interval=0, **given)).valid is None
+
+
 @pytest.mark.parametrize("packing", ["none", "best-fit"])
 def test_a_validation_split_with_nothing_to_predict_is_none(packing: Any, tmp_path: Path) -> None:
     """Documents of one token have no next one: a run without validation, and not no run at all."""

@@ -155,6 +155,13 @@ def test_millions_of_epochs_take_seconds() -> None:
     assert indices["sample_index"][-1].tolist() == [10_240_000, 0]
 
 
+def test_seeds_and_epochs_differ() -> None:
+    lengths = np.full(50, 10)
+    made = [build_indices(np.arange(50), lengths, num_samples=120, seq_length=10, seed=seed) for seed in (1, 2)]
+    orders = [tuple(epoch) for indices in made for epoch in indices["document_index"].reshape(-1, 50)]
+    assert len(set(orders)) == len(orders)
+
+
 def test_sizes_beyond_32_bits_are_exact() -> None:
     lengths = np.array([2**40 + 1, 2**33, 2**40 - 1])
     seq_length = 2**36
@@ -173,6 +180,12 @@ def test_a_token_outside_the_vocabulary_is_located_when_read(tmp_path: Path) -> 
     dataset = GPTDataset(indexed, range(3), num_samples=20, seq_length=3, seed=0, vocab_size=50)
     with pytest.raises(DataError, match=r"d\.bin: sequence 2 holds the token id 99, outside the vocabulary of 50"):
         [dataset[k] for k in range(20)]
+
+
+def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
+    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", [[[]], [[1, 2]]]))
+    with pytest.raises(DataError, match="hold no tokens"):
+        GPTDataset(indexed, range(1), num_samples=1, seq_length=1, seed=0)
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import resource
 import struct
 import subprocess
 import sys
@@ -182,6 +183,26 @@ def test_a_broken_dataset_is_refused_at_opening(name: str, tmp_path: Path) -> No
     tracemalloc.stop()
 
 
+def test_a_dataset_beyond_the_limit_of_address_space_is_refused(tmp_path: Path) -> None:
+    zeroed(data_bytes.write(tmp_path / "d", DOCUMENTS))
+    with open("/proc/self/statm") as status:
+        held = int(status.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), before[1]))
+    try:
+        with pytest.raises(DataError, match=r"d\.idx: its 2,\d+,\d+,\d+ bytes cannot be mapped .*ulimit -v"):
+            IndexedDataset(tmp_path / "d")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_dataset_without_documents_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"d\.idx: holds no documents"):
+        IndexedDataset(data_bytes.write(tmp_path / "d", []))
+    with IndexedWriter(tmp_path / "e", np.uint16) as writer, pytest.raises(DataError, match="no documents"):
+        writer.commit()
+
+
 def test_damage_behind_the_first_million_sequences_is_found(tmp_path: Path) -> None:
     count = (1 << 20) + 5
     prefix = tmp_path / "d"
@@ -244,6 +265,17 @@ def test_a_second_writer_of_the_same_dataset_is_refused(tmp_path: Path) -> None:
 def test_a_token_that_does_not_fit_is_refused_not_wrapped(tokens: list[int], tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", np.uint16) as writer, pytest.raises(DataError, match="do not fit uint16"):
         writer.add(tokens)
+
+
+def test_offsets_go_on_from_block_to_block(tmp_path: Path) -> None:
+    count = (1 << 21) + 5  # the index is written in blocks of 2^21 lengths
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        writer.extend(np.zeros(3 * count, "<u2"), np.full(count, 3), np.ones(count, np.int64))
+        writer.commit()
+    idx = np.fromfile(tmp_path / "d.idx", np.uint8)
+    pointers = idx[34 + 4 * count : 34 + 12 * count].view("<i8")
+    assert np.array_equal(pointers, np.arange(count) * 6)
+    assert len(IndexedDataset(tmp_path / "d")) == count
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------

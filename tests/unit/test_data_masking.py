@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megacore.data.bert.masking import Masking, draw_spans, make_masking, special_tokens
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
+from megacore.data.tokenizers.word_marks import role_tokens, word_starts
 from megacore.errors import DataError
 
 VOCAB, MASK = 1000, 4
@@ -184,3 +185,18 @@ def test_words_begin_where_the_tokenizer_marks_them(kind: Any) -> None:
     assert len(marked) == len(line.split())
     pieces = [tokenizer.decode(ids[a:b]).strip() for a, b in zip(marked, [*marked[1:], len(ids)], strict=True)]
     assert [piece.replace(" ", "") for piece in pieces] == line.split()
+
+
+def test_a_vocabulary_without_marks_has_no_words() -> None:
+    assert word_starts(["a", "b"], {"model": {"type": "BPE"}}) is None
+    assert word_starts(["a", "##b"], {"model": {"continuing_subword_prefix": "##"}}) == [True, False]
+    steps = {"pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}
+    assert word_starts(["Ġa", "b", "Ċ"], {"model": {}, "pre_tokenizer": steps}) == [True, False, True]
+    assert word_starts(["▁a", "b"], {"model": {"type": "BPE"}}) == [True, False]
+
+
+def test_the_roles_of_tokens_are_as_named_or_as_usual() -> None:
+    usual = {"cls": "<s>", "sep": "</s>", "mask": "<mask>", "pad": "<pad>"}
+    assert role_tokens(set(usual.values()), {}) == usual
+    assert role_tokens({"[CLS]", "X"}, {"cls": "X", "mask": "gone"}) == {"cls": "X"}
+    assert role_tokens({"[MASK]", "<mask>"}, {}) == {"mask": "[MASK]"}

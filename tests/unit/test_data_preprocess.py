@@ -73,6 +73,19 @@ def test_paragraphs_and_whole_files_can_be_documents(chunk_bytes: int, tmp_path:
     assert documents(path, "file", chunk_bytes)[0] == ["\n\none\n  two\n\n \t\nthree\nfour\n\n\n\nfive"]
 
 
+@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
+@pytest.mark.parametrize("begins", [b"", b"\xef\xbb\xbf", b"\n\n"])
+def test_a_worker_reads_the_same_bytes_from_the_file(unit: TextUnit, begins: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(begins + "".join(SOURCES).encode() + b"\xff\n\nlast")
+    for chunk_bytes in (1000, 200_000):
+        held = list(read_chunks(str(path), unit, chunk_bytes))
+        placed = list(read_chunks(str(path), unit, chunk_bytes, places=True))
+        assert [chunk.loaded() for chunk in placed] == held
+        assert [chunk.size for chunk in placed] == [len(chunk.data) for chunk in held]
+        assert unit == "file" or sum(len(chunk.data) for chunk in placed) <= chunk_bytes  # the end alone
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(SOURCES))
@@ -330,3 +343,18 @@ def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Toke
     with pytest.raises(DataError, match=f"{name} would be overwritten, but is one of the inputs"):
         preprocess(Job(inputs=(str(path[through]),), output_prefix=str(tmp_path / "o")), tokenizer)
     assert given.read_bytes() == content
+
+
+def test_the_tokenizer_is_never_written_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    there = (tmp_path / "tokenizer.json").rename(tmp_path / "o_text_document.json")
+    with pytest.raises(DataError, match=r"o_text_document\.json would be overwritten"):
+        run(tmp_path, "one\n", tokenizer, tokenizer=str(there))
+
+
+def test_an_eod_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
+    class NoEnd:
+        vocab_size, eod, fingerprint = 10, None, ""
+
+    with pytest.raises(DataError, match="--append-eod: this tokenizer has no end-of-document token"):
+        run(tmp_path, "one\n", NoEnd(), append_eod=True)

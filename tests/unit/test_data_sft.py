@@ -180,6 +180,18 @@ def test_a_template_has_limits(
     assert (f"{source}:1: " in error) == (workers == "2")
 
 
+def test_a_template_may_trim_replies(directory: Path, tmp_path: Path) -> None:
+    template = TokenizerTemplate(with_template(directory, tmp_path / "chat", TRIMMED))
+    (passage,) = template.render(CONVERSATIONS[1])
+    assert "six ü 7\n" in passage.text[slice(*passage.predicted[-1])]
+
+
+def test_a_template_that_is_not_there_is_refused(directory: Path, tokenizer: Tokenizer) -> None:
+    assert isinstance(load_template(directory, "auto", tokenizer), PlainTemplate)
+    with pytest.raises(DataError, match=r"--chat-template tokenizer: .* has none .* use --chat-template plain"):
+        load_template(directory, "tokenizer", tokenizer)
+
+
 def test_the_outputs_are_an_ordinary_dataset_and_its_mask(directory: Path, tmp_path: Path) -> None:
     pair = {"prompt": "1 + 1 =", "completion": " 2"}
     source = lines(tmp_path / "a.jsonl", [*({"messages": each} for each in CONVERSATIONS), pair])
@@ -232,6 +244,17 @@ def test_every_bad_line_is_named_and_nothing_is_written(
     for number, (line, (_, words)) in enumerate(zip(told[1:], bad, strict=True), 1):
         assert line.strip().startswith(f"{source}:{2 * number}: ") and words in line
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.slow
+def test_workers_do_not_change_the_output(directory: Path, tmp_path: Path) -> None:
+    records = [{"prompt": f"{n} and", "completion": f" {n + 1}" * 10_000} for n in range(20)]
+    source = lines(tmp_path / "a.jsonl", records)
+    for name, workers in (("one", "1"), ("two", "2")):
+        assert run(directory, source, tmp_path / name, "--workers", workers) == 0
+    for end in ("", "_loss_mask"):
+        one, two = (Path(f"{tmp_path / name}_sft_document{end}.bin").read_bytes() for name in ("one", "two"))
+        assert one == two
 
 
 def test_flags_without_effect_are_named_at_once(

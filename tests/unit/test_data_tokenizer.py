@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 import transformers
 from transformers import BertTokenizer
@@ -109,6 +110,27 @@ def test_special_tokens_are_where_they_should_be(trained: dict[str, Tokenizer], 
     assert backend.encode("return").tokens[0] == "[CLS]"
 
 
+def test_the_ids_are_the_libraries_own(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["bpe"].save(tmp_path / "bpe")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    assert trained["bpe"].encode_batch(TEXTS) == [item.ids for item in backend.encode_batch(TEXTS)]
+    trained["unigram"].save(tmp_path / "unigram")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "unigram" / "tokenizer.model"))
+    assert trained["unigram"].encode(TEXTS[1]) == model.encode(TEXTS[1])
+    assert model.id_to_piece(1) == END_OF_TEXT
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["bpe"].save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=16)
+    backend.save(str(tmp_path / "cut.json"))
+    loaded = load_tokenizer(tmp_path / "cut.json")
+    assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
+    assert loaded.fingerprint == trained["bpe"].fingerprint
+
+
 def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
     trained["bpe"].save(tmp_path / "ours")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
@@ -124,6 +146,13 @@ def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tok
     loaded = load_tokenizer(old)
     assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
     assert loaded.eod == trained["bpe"].eod
+
+
+def test_the_end_token_of_a_config_wins(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["wordpiece"].save(tmp_path)
+    for value in ('"[CLS]"', '{"content": "[CLS]", "special": true}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {value}}}')
+        assert load_tokenizer(tmp_path).eod == 2
 
 
 # ---- GPT-2's vocab.json and merges.txt, and BERT's vocab.txt ---------------------------------------------------------
@@ -223,6 +252,12 @@ def test_an_unreadable_tokenizer_is_refused_by_name(name: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
+def test_replacements_of_different_characters_are_no_growth(tmp_path: Path) -> None:
+    pairs = [(chr(0xBC + number), f"{number}{number}{number}") for number in range(9)]
+    (tmp_path / "t.json").write_bytes(with_steps(normalizer=replacing(*pairs)))
+    assert load_tokenizer(tmp_path / "t.json").encode("a") == [0]
+
+
 @pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
 def test_a_pattern_that_backtracks_without_end_is_refused(place: str, tmp_path: Path) -> None:
     pattern = {"pattern": {"Regex": "(x+x+)+y"}}
@@ -243,6 +278,17 @@ def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="transformers cannot load this tokenizer"):
         load_tokenizer(tmp_path)
     assert not marker.exists()
+
+
+def test_vocab_and_merges_load_with_the_class_that_the_refusal_names(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match=r"add a tokenizer_config\.json") as caught:
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(str(caught.value).partition("for example ")[2])
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("abba") == [2, 1, 0]
+    assert tokenizer.eod == 3
 
 
 def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_path: Path) -> None:

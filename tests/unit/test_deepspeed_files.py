@@ -198,3 +198,19 @@ def test_a_pipeline_of_megatron_deepspeed_is_merged(tp: int, tmp_path: Path) -> 
     write_pipeline(tmp_path / "ds", values, tp)
     assert to_megacore(tmp_path, vocab_size=VOCAB) == 0
     require_tensors(tmp_path / "out", values)
+
+
+def test_a_model_of_megatron_deepspeed_without_pipeline_is_merged(tmp_path: Path) -> None:
+    values = tensors_of(GPT)
+    for rank in range(2):
+        encoder = legacy_blocks(values, range(4), 2, rank, 3.0)
+        encoder |= {f"final_layernorm.{kind}": values[f"head.norm.{kind}"] for kind in ("weight", "bias")}
+        embedding = {
+            "word_embeddings": {"weight": rows(padded(values["embedding.tokens.weight"]), 2, rank)},
+            "position_embeddings": {"weight": values["embedding.positions"]},
+        }
+        module = {"language_model": {"embedding": embedding, "encoder": encoder}}
+        args = argparse.Namespace(**ARGS)
+        put(tmp_path / "ds", f"mp_rank_{rank:02d}_model_states.pt", {"module": module, "args": args})
+    assert to_megacore(tmp_path, vocab_size=VOCAB) == 0
+    require_tensors(tmp_path / "out", values)

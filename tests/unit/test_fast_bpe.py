@@ -141,10 +141,34 @@ def test_a_vocabulary_whose_ids_are_not_in_the_order_of_its_merges_has_none() ->
     assert fast_encoder(tokenizer) is None
 
 
+class Arrays:
+    """Gives arrays, as tiktoken does, if it agrees on the first texts of an input."""
+
+    divides = False
+
+    def __init__(self, tokenizer: Tokenizer, first: list[str] | None = None) -> None:
+        self._tokenizer, self._differs_in = tokenizer, first
+
+    def agrees(self, texts: list[str], workers: int) -> bool:
+        assert self._differs_in in (None, texts)
+        return self._differs_in is None
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        assert self._differs_in is None
+        return [np.array(self._tokenizer.encode(text), np.uint32) for text in texts]
+
+
 def write(tmp_path: Path, lines: list[dict[str, str]]) -> str:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
+
+
+def test_where_the_first_texts_differ_the_tokenizer_encodes(trained: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path, [{"text": "some text"}, {"text": "more"}])
+    job = Job(inputs=(path,), output_prefix=str(tmp_path / "o"))
+    preprocess(job, trained, fast=Arrays(trained, ["some text", "more"]))  # type: ignore[arg-type]
+    assert data_bytes.read(tmp_path / "o_text_document") == [[trained.encode(text)] for text in ("some text", "more")]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -20,7 +20,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
 from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.fastest_schedule import VIRTUAL_STAGES, fastest_that_fits, schedules_by_time
+from megacore.plan.fastest_schedule import VIRTUAL_STAGES, fastest_that_fits, schedules_by_time, typical_cluster
 from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
@@ -67,6 +67,12 @@ def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
     assert found[-1] == ("1f1b", 1)
     assert found[0] == min(seconds, key=seconds.__getitem__)
     assert [seconds[one] for one in found] == sorted(seconds[one] for one in found)
+
+
+def test_on_a_cpu_w1_is_fastest_with_zero_bubble() -> None:
+    """As measured (docs/reports/measured.md)."""
+    config = planned(f"{W1} --pp 2")
+    assert schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))[0] == ("zero-bubble", 1)
 
 
 def test_backward_of_blocks_that_are_computed_again_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +152,11 @@ def test_a_file_lets_the_next_run_choose(tmp_path: Path) -> None:
     assert shape(scheduled(again, CLUSTERS["h100"])) == shape(config)
     argv = ["--config", str(file), "--pp", "32", "--dp", "1"]
     assert parse_config(argv, prog="", description="", kind=Config, planned=True).parallel.pp == 32
+
+
+def test_a_device_is_known_by_its_driver() -> None:
+    assert typical_cluster(on_cpu=False, device_name="NVIDIA H200").name == "h200"
+    assert typical_cluster(on_cpu=False, device_name="Another").name == "a100-80g"
 
 
 # ---- stages

@@ -20,7 +20,7 @@ from benchmarks.gpu_check.records import Record, Records, read_records
 from megacore.errors import ConfigError
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.plan import fit
-from tests.patience import scaled, until
+from tests.patience import patience, scaled, until
 from tests.unit.test_distributed_harness import gone
 
 CPU = torch.device("cpu")
@@ -56,6 +56,26 @@ def test_a_part_that_fails_and_one_that_hangs_leave_the_others(tmp_path: Path, m
     assert found[2].log_tail == ""
     child = int(found[1].log_tail)
     until(lambda: gone(child), 5, "a part's own process is left")
+
+
+def test_the_time_that_a_part_leaves_goes_to_the_others(tmp_path: Path) -> None:
+    first, second = outcomes_of(tmp_path, 100.0, part("a", "pass", 3.0), part("b", "pass", 1.0))
+    assert first.limit_seconds == pytest.approx(75.0, abs=0.1)
+    assert second.limit_seconds == pytest.approx(100.0 - first.seconds, abs=patience(0.5))
+
+
+def test_without_a_required_part_nothing_else_starts(tmp_path: Path) -> None:
+    found = outcomes_of(tmp_path, 100.0, part("a", "sys.exit(2)", required=True), part("b", "pass"))
+    assert [one.status for one in found] == ["failed", "not started"]
+
+
+def test_a_line_that_was_cut_off_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    records = Records(path)
+    records.add("kernel", seconds=0.5)
+    with path.open("a") as file:
+        file.write('{"kind": "ker')
+    assert read_records(path) == [{"kind": "kernel", "seconds": 0.5}]
 
 
 # ---- the largest micro batch

@@ -73,6 +73,18 @@ def test_no_way_out_offloads_more_than_the_host_has(tmp_path: Path, capsys: pyte
         assert ("--offload-optimizer" in " ".join(plan["ways_out"])) == offloads
 
 
+def test_without_the_field_no_limit_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    numbers = "memory_gb = 80\nmemory_bandwidth_gb_s = 3000\ngpus_per_node = 8\nnode_bandwidth_gb_s = 400\n"
+    numbers += "node_latency_us = 3\nnics_per_node = 8\nnic_bandwidth_gb_s = 50\nnetwork_latency_us = 6\n"
+    path.write_text(f"{numbers}price_per_hour = 2\n[peak_tflops]\nbf16 = 900\n", encoding="utf-8")
+    flags = f"{LLAMA_1B} --dp 8 --offload-optimizer --cluster {path}"
+    assert main(flags.split()) == 0
+    assert "147.3 GiB there, and no limit is checked: own has no host_memory_gb." in capsys.readouterr().out
+    plan = planned(capsys, flags)
+    assert plan["fits"] and plan["host_capacity"] is None
+
+
 def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{LLAMA_1B} --offload-optimizer --search --world-size 8 --top 1000 --max-tp 1 --max-pp 1"
     with_all = planned(capsys, f"{flags} --cluster h100")

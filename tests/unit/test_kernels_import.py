@@ -99,3 +99,14 @@ def test_transformers_does_not_take_our_folder_for_the_package(foreign: Path) ->
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         # Version 0.0.1 is too old for transformers, which only a package that was really found can be.
         assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_kernels_is_a_folder_without_an_init_and_the_package_a_pointer_to_it() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert os.listdir(ROOT / "megacore" / "kernels") in (["__init__.py"], ["__init__.py", "__pycache__"])
+
+
+def test_the_tree_has_no_symbolic_links() -> None:
+    """A zip download or a checkout on Windows turns them into text files."""
+    assert [path for path in ROOT.iterdir() if path.is_symlink()] == []
+    assert [path for path in (ROOT / "megacore").rglob("*") if path.is_symlink()] == []

@@ -224,3 +224,17 @@ def test_devices_share_network_cards_that_are_fewer() -> None:
     assert seconds_of("message", 2, 8, 16, device) == pytest.approx(0.1 / 2)  # eight
     assert seconds_of("all-gather", 16, 1, 16, device) == pytest.approx(15 / 16 * 0.1 / 16)
     assert seconds_of("all-to-all", 16, 1, 16, device) == pytest.approx(8 / 16 * 0.1 / 2)
+
+
+def test_links_in_a_node_and_between_nodes_have_efficiencies_of_their_own() -> None:
+    device = replace(DEVICE, link_efficiency=Range(0.5, 0.5, 0.5), network_efficiency=Range(0.25, 0.25, 0.25))
+    assert seconds_of("all-gather", 8, 1, 64, device) == pytest.approx(7 / 8 * 0.1 / 50)
+    assert seconds_of("all-gather", 2, 8, 64, device) == pytest.approx(1 / 2 * 0.1 / 0.5)
+
+
+def test_without_a_switch_a_group_has_the_links_among_its_ranks() -> None:
+    """Eight devices, each with seven links that reach 100 GB/s together."""
+    device = replace(DEVICE, node_mesh=True)
+    assert seconds_of("all-gather", 8, 1, 8, device) == pytest.approx(7 / 8 * 0.1 / 100)
+    assert seconds_of("all-gather", 2, 1, 8, device) == pytest.approx(1 / 2 * 0.1 / (100 / 7))
+    assert seconds_of("message", 8, 1, 8, device) == pytest.approx(0.1 / (100 / 7))

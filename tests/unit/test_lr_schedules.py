@@ -57,6 +57,17 @@ def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
     assert found == pytest.approx(momenta, rel=1e-9)
 
 
+def test_plain_sgd_stays_so(tmp_path: Path) -> None:
+    """A momentum would need state that plain SGD neither counts nor saves."""
+    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "optimizer": "sgd", "sgd_momentum": 0.0}
+    config = make_config((1, 1, 1), tmp_path, **changes, train_iters=4, lr_warmup_iters=2, num_layers=1)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
+    for _ in range(3):
+        trainer.train_step(next(trainer.batches))
+    optimizer = trainer.update.optimizer
+    assert optimizer.kinds == () and not any(optimizer.state.values())
+
+
 @pytest.mark.parametrize(("factor", "warmup"), [(1, 0), (2, 0), (2, 5)])
 def test_restarts_are_torchs(factor: int, warmup: int) -> None:
     options = {"T_0": 6, "T_mult": factor, "eta_min": 0.01}

@@ -31,11 +31,14 @@ from megacore.config import (
     AdamWConfig,
     CheckpointConfig,
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
+    PrecisionConfig,
     TrainingConfig,
 )
 from megacore.errors import CheckpointError
+from megacore.optim.update import LossScaler
 
 WHOLE = Piece(file="model.safetensors", start=[0, 0], stop=[4, 5])
 WRITTEN = Manifest(
@@ -77,6 +80,20 @@ def test_another_schedule_is_refused_where_it_must_be_the_same(min_lr: float, gi
     differs = pytest.raises(CheckpointError, match=r"differ \(there -> here\): --min-lr 0.1 -> 0.2: use the values")
     with differs if given and min_lr != 0.1 else contextlib.nullcontext():
         check_settings(config, Path("step_3"), dataclasses.replace(WRITTEN, config=settings))
+
+
+def test_what_follows_from_the_packing_is_no_change() -> None:
+    data: dict[str, Any] = {"packing": "concat", "reset_attention_mask": None, "split": "1"}
+    config = Config(
+        model=ModelConfig(vocab_size=8, window_size=4),
+        data=DataConfig(reset_attention_mask=False, split="1"),
+        training=TrainingConfig(train_iters=1),
+    ).resolve(1)
+    settings = {"data": data, "model": {"window_size": None}}
+    assert changed_settings(config, dataclasses.replace(WRITTEN, config=settings)) == ["--window-size unset -> 4"]
+    data["packing"] = "best-fit"
+    changes = changed_settings(config, dataclasses.replace(WRITTEN, config=settings))
+    assert changes[-2:] == ["--packing best-fit -> concat", "--reset-attention-mask True -> False"]
 
 
 def places(value: Any, here: Place = ()) -> Iterator[Place]:
@@ -182,6 +199,19 @@ def test_a_counter_out_of_range_is_refused_by_name(name: str, number: float, tmp
         read_with(tmp_path, ("counters",), {"updates": 3, "scale": 65536.0, "learning_rate": 0.0, name: number})
 
 
+def test_a_loss_scale_that_halved_often_is_read_back(tmp_path: Path) -> None:
+    """Also from a checkpoint of an earlier version, which counted the overflows after the first halving below 0."""
+    options = {"precision": "fp16", "initial_loss_scale": 64.0, "hysteresis": 2}
+    scaler, resumed = (LossScaler(PrecisionConfig(**options).resolve(1)) for _ in range(2))  # type: ignore[arg-type]
+    for _ in range(4):
+        scaler.overflow()
+    for state in (scaler.state(), scaler.state() | {"allowance": -2}):
+        resumed.load_state(read_with(tmp_path, ("counters",), {"updates": 3, **state}).counters)
+        assert resumed.scale == 8
+        resumed.overflow()
+        assert resumed.scale == 4
+
+
 def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     body = WRITTEN.to_json().split("\n", 2)[2].replace(' "step": 3', ' "step": 3,\n "step": 4')
     digest = hashlib.sha256(body.encode()).hexdigest()
@@ -215,6 +245,32 @@ def entry(shape: list[int], boxes: list[Box]) -> TensorEntry:
     return TensorEntry(
         shape=shape, dtype="float32", pieces=[Piece(file="f", start=start, stop=stop) for start, stop in boxes]
     )
+
+
+PINWHEEL: list[Box] = [([0, 0], [2, 1]), ([2, 0], [3, 2]), ([1, 2], [3, 3]), ([0, 1], [1, 3]), ([1, 1], [2, 2])]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ([], [([], [])], True),
+        ([], [([], []), ([], [])], False),
+        ([0, 3], [([0, 0], [0, 3])], True),
+        ([4], [([0], [4])], True),
+        ([4], [([0], [4]), ([0], [4])], False),
+        ([4], [([0], [4]), ([4], [4])], False),
+        ([4], [([0], [5])], False),
+        ([3, 3], PINWHEEL, True),
+        ([3, 3], PINWHEEL[:4], False),
+        ([3, 3], [*PINWHEEL, PINWHEEL[4]], False),
+        ([2, 2], [([0, 0], [2, 1]), ([0, 0], [2, 1])], False),  # as many elements as the tensor
+        ([2, 2], [([0, 0], [1, 2]), ([1, 0], [2, 1])], False),
+        ([2] * 20, [([0] * 20, [1] * 20)] * 4, False),
+        ([4, 4], [], False),
+    ],
+)
+def test_pieces_by_hand(shape: list[int], boxes: list[Box], expected: bool) -> None:
+    assert is_tiled(entry(shape, boxes)) == expected
 
 
 def test_pieces_cover_as_a_count_of_every_element_says() -> None:

@@ -156,6 +156,14 @@ def test_experts_of_all_ranks_are_stacked(tp: int, pp: int, ep: int, form: str, 
     assert set(found.manifest.tensors["buffers"]) == {f"blocks.{i}.mlp.router.bias" for i in (1, 3)}
 
 
+def test_a_bias_that_was_cast_is_fp32_again(tmp_path: Path) -> None:
+    values = tensors_of(MODEL)
+    values = {name: value.bfloat16() for name, value in values.items()}
+    write(tmp_path / "megatron", values, tp=1, pp=1, ep=1, form="grouped")
+    assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
+    require_tensors(tmp_path / "out", {n: v.float() if n.endswith("router.bias") else v for n, v in values.items()})
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_experts_of_the_torch_dist_format(stacked: bool, tmp_path: Path) -> None:
     """One tensor of all experts; with all layers alike also of all layers. The flags tell of ranks that wrote it."""
@@ -249,3 +257,7 @@ def test_blocks_with_experts_are_those_of_the_flag(pattern: Any, first: int, fre
     experts = model_of({**SMALL, "moe_layer_freq": pattern}, 64, 60, "here").experts
     assert experts is not None
     assert (experts.moe_first_dense_layers, experts.moe_layer_freq) == (first, frequency)
+
+
+def test_a_dense_model_of_megatron_deepspeed_has_no_experts() -> None:
+    assert model_of({**SMALL, "num_experts": [1]}, 64, 60, "here").experts is None

@@ -33,6 +33,7 @@ from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manif
 from megacore.convert.dcp_files import open_dcp
 from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import whole_config
+from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.patience import patience
@@ -354,6 +355,12 @@ SMALL = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_posi
 )
 def test_an_activation_is_the_one_that_the_flags_choose(flags: dict[str, Any], activation: str) -> None:
     assert model_of({**SMALL, **flags}, 64, 60, "here").activation == activation
+
+
+@pytest.mark.parametrize("name", ["quick_geglu", "leaky_relu", "swish"])
+def test_an_activation_that_is_not_known_is_refused_and_never_guessed(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 'True', which megacore does not have"):
+        model_of({**SMALL, name: True}, 64, 60, "here")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

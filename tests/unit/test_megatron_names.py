@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.arrive.megatron_flags import FOREIGN, NOT_YET, REPLACED
+from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
 from megacore.arrive.translation import Shape
 from megacore.checkpoint.manifest import find_checkpoint
 from megacore.config.bert import BertConfig
@@ -32,6 +32,11 @@ def test_each_of_their_names_is_known_once() -> None:
     unknown = [name for name in THEIRS if not any(name in table for table in tables)]
     assert not unknown
     assert not [name for name in THEIRS if sum(name in table for table in tables) > 1]
+
+
+def test_no_table_has_a_name_that_is_not_theirs() -> None:
+    assert not (ACCEPTED.keys() | REPLACED.keys() | NOT_YET.keys()) - THEIRS.keys()
+    assert LISTS.keys() <= OURS.keys() & THEIRS.keys()
 
 
 def test_a_flag_takes_as_many_values_as_there() -> None:

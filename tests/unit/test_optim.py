@@ -109,6 +109,11 @@ def test_votes_travel_with_a_loss_that_is_not_finite_and_do_not_count_as_one() -
     assert totals([], alone, loss=1.0, votes=[0, 1, 3]).norm == 0.0
 
 
+def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
+    norm = torch.tensor(2.0, dtype=torch.float64)
+    assert clip_factor(norm, 10.0) == clip_factor(norm, 0.0) == 1.0
+
+
 def test_only_matrices_decay() -> None:
     layer = Layer()
     torch.nn.init.ones_(layer.weight), torch.nn.init.ones_(layer.bias)

@@ -115,6 +115,12 @@ def test_a_picture_that_fails_while_it_is_written_leaves_the_file_as_it_was(suff
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_picture_replaces_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "link.svg").symlink_to(tmp_path / "real.svg")
+    canvas.save(canvas.Drawing(title="a title", width=100, height=100), tmp_path / "link.svg")
+    assert (tmp_path / "link.svg").is_symlink() and "a title" in (tmp_path / "real.svg").read_text(encoding="utf-8")
+
+
 def found_of(sizes: Sequence[tuple[float, float]]) -> Found:
     """A search whose layouts take so many seconds and so much of 10 GiB."""
     config = make_config((1, 1, 1), "")
@@ -211,3 +217,19 @@ def test_a_long_time_line_has_a_break_in_what_repeats(
         assert (float(start), float(end)) == pytest.approx(spans[name], abs=0.01 * line.end * (288 - left_out) / 288)
     ticks = [float(tick) for tick in re.findall(r'font-size="11"[^>]*text-anchor="middle">([0-9.]+)</text>', text)]
     assert ticks == sorted(ticks) and ticks[-1] > 0.95 * line.end / 1e3
+
+
+def test_a_time_line_in_which_nothing_repeats_says_that_it_has_fewer_microbatches_and_which_bubble_is_whose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "line.svg"
+    plan = planned(capsys, f"{BLOOM.replace('1f1b', 'gpipe')} --timeline {path}")
+    text = path.read_text(encoding="utf-8")
+    assert "gpipe, 12 ranks, a100-80g: a step with 24 microbatches in place of 128" in text
+    bubble = "bubble of the busiest rank ([0-9.]+)%"
+    found = re.search(f"{bubble} of what is drawn; with 128 microbatches: step [0-9.]+ s, {bubble} of it", text)
+    assert found is not None
+    drawn, whole = map(float, found.groups())
+    assert whole / 100 == pytest.approx(plan["step_parts"]["bubble"]["value"] / plan["step_seconds"]["value"], abs=1e-3)
+    assert 25 < drawn < 33  # of equal stages (p - 1) / (m + p - 1) = 31 %
+    assert whole < 10

@@ -54,6 +54,14 @@ def test_an_overflow_at_the_minimum_cannot_lower_the_scale() -> None:
     assert not one.overflow()
 
 
+def test_no_growth_leads_out_of_fp32() -> None:
+    one = scaler(initial_loss_scale=1e38, loss_scale_window=1)
+    for _ in range(3):
+        one.good_step()
+    assert one.scale == 2.0**127
+    assert torch.tensor(one.scale, dtype=torch.float32).isfinite()
+
+
 @pytest.mark.parametrize(
     "given, microbatches, expected",
     [
@@ -93,6 +101,13 @@ def test_a_saved_scale_goes_on() -> None:
         each.good_step()
         each.overflow()
     assert one.state() == other.state()
+
+
+def test_a_run_without_a_scale_leaves_the_next_one_its_own() -> None:
+    one = scaler()
+    one.load_state(LossScaler(PrecisionConfig(precision="fp32").resolve(1)).state())
+    one.load_state(scaler(loss_scale=128.0).state())
+    assert one.scale == 16
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------

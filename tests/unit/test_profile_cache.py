@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -100,6 +101,18 @@ def test_damaged_files_are_traced_anew(traced: Traced, tmp_path: Path) -> None:
         path.write_text(damaged, encoding="utf-8")
         assert traced() == 1, damaged[:100]
         assert path.read_text(encoding="utf-8") == good
+
+
+def test_old_and_unfinished_files_go(traced: Traced, tmp_path: Path) -> None:
+    assert traced() == 1
+    (path,) = profiles(tmp_path)
+    unfinished = path.with_name(".a.json.tmp-1")
+    unfinished.touch()
+    for old, age in ((path, 31 * 86400), (unfinished, 2 * 3600)):
+        os.utime(old, times=(time.time() - age,) * 2)
+    assert traced("--hidden-size", "64") == 1
+    assert len(profiles(tmp_path)) == 1
+    assert not path.exists()
 
 
 def test_a_step_that_fails_names_its_rank_and_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from megacore.ops.visibility import Visibility
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.devices import Device, Link, Range
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
-from megacore.tracer import step_trace
+from megacore.tracer import operator_costs, step_trace
 from megacore.tracer.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools.plan import main
@@ -294,6 +294,12 @@ def test_an_operator_of_unknown_cost_is_an_error() -> None:
     ):
         with pytest.raises(NotImplementedError, match=f"cost of the operator {name} is not known"), Recorder():
             run()
+
+
+def test_every_operator_of_megacore_has_a_cost() -> None:
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("megacore::")}
+    known = set(operator_costs._COSTS) | {f"megacore::{name}" for name in operator_costs._MEMORY_ONLY}
+    assert names and names == {name for name in known if name.startswith("megacore::")}
 
 
 def test_bytes_of_operators() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, sharded_parameters
 from megacore.pipeline.stage import Stage
 from tests.parity.runs import make_config
 
@@ -57,3 +57,26 @@ def test_a_model_without_memory_gets_it_and_keeps_its_specs() -> None:
     found = sharded_parameters(empty)
     assert {p.spec.name: p.spec for p in found} == expected
     assert all(p.device.type == "cpu" and p.requires_grad for p in found)
+
+
+def test_gradients_move_along() -> None:
+    model = stage("cpu")
+    for parameter in sharded_parameters(model):
+        parameter.grad = torch.zeros_like(parameter)
+    model.to("meta")
+    assert all(p.grad is not None and p.grad.device.type == "meta" for p in sharded_parameters(model))
+
+
+def test_another_type_changes_nothing_else() -> None:
+    before = stage("cpu")
+    after = copy.deepcopy(before).to(torch.bfloat16)
+    for old, new in zip(sharded_parameters(before), sharded_parameters(after), strict=True):
+        assert new.spec == old.spec
+        assert new.dtype == torch.bfloat16
+
+
+def test_a_parameter_that_does_not_learn_stays_so() -> None:
+    model = stage("meta")
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in sharded_parameters(model.to_empty(device="cpu")))
+    assert replicated(3).spec == ShardSpec(shape=(3,))

@@ -54,6 +54,19 @@ def test_the_limit_is_median_plus_robust_deviations_of_accepted_values(window: i
     assert judge.total == spikes > 5
 
 
+def test_values_that_hardly_vary_make_no_spike_of_a_small_change() -> None:
+    judge = guard(spike_window=4, spike_threshold=10.0)
+    for _ in range(4):
+        judge.accept(2.0, 0.5)
+    limits = judge.limits(5)
+    assert (limits.loss.value, limits.norm.value) == pytest.approx((2.2, 1.0), rel=1e-14)  # 1% of losses, 10% of norms
+    assert limits.exceeded(2.2, 1.0) is None
+    assert limits.exceeded(2.21, 0.5) == "the loss 2.21 is above 2.2 (median 2, robust deviation 0.02)"
+    both = limits.exceeded(3.0, 1.1)
+    assert both is not None
+    assert both.count("is above") == 2
+
+
 def test_nothing_is_judged_in_the_warm_up_without_a_guard_or_without_a_gradient() -> None:
     late = SpikeGuard(SpikeConfig(spike_window=4), warmup_steps=10)
     off = guard(on_spike="none")
@@ -139,6 +152,19 @@ def test_adaptive_clipping_follows_the_paper(spread: float) -> None:
     expected = ReferenceZClip(0.9, 2.0, 25).clipped(norms)
     assert found == pytest.approx(expected, rel=1e-12)
     assert sum(kept < norm for kept, norm in zip(found, norms, strict=True)) > 5
+
+
+def test_norms_that_are_equal_in_the_warm_up_do_not_fix_the_limit() -> None:
+    config = OptimizerConfig(clip_grad_adaptive=True, clip_grad_warmup_iters=2)
+    clip = AdaptiveClip(config)
+    for norm in (1.0, 1.0):
+        clip.observe(torch.tensor(norm, dtype=torch.float64))
+    above, far = torch.tensor(1.25, dtype=torch.float64), torch.tensor(100.0, dtype=torch.float64)
+    assert math.isinf(float(clip.limit(above)))  # z is a little below 2.5
+    assert float(clip.limit(far)) == pytest.approx(1.0 + 2.5**2 * 0.1 * (0.1 + 1e-6) / 99.0, rel=1e-12)
+    for _ in range(600):
+        clip.observe(torch.tensor(3.0, dtype=torch.float64))
+    assert math.isinf(float(clip.limit(torch.tensor(3.0, dtype=torch.float64))))  # the new level
 
 
 # ---- when a run stops

@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megacore.errors import ConfigError
+from megacore.train import launch
 from megacore.train.launch import Job
 from megacore.train.torch_defaults import DEFAULTS, set_torch_defaults
 from tests.unit.packaging_builds import ROOT
@@ -92,3 +94,18 @@ def test_a_step_finds_the_memory_of_the_step_before() -> None:
     assert pages_of_second_step("give_back_what_is_freed") >= pages
     assert pages_of_second_step("keep_what_is_freed") < pages / 100
     assert pages_of_second_step("keep_what_is_freed", MALLOC_MMAP_THRESHOLD_="1048576") >= pages
+
+
+def test_a_run_on_a_cpu_keeps_what_is_freed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def refuse(*_: object) -> None:
+        calls.append("run")
+        raise ConfigError(["enough"])
+
+    monkeypatch.setattr(launch, "keep_what_is_freed", lambda: calls.append("keep"))
+    monkeypatch.setattr(launch, "output_directory", refuse)
+    flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
+    flags += f" --hang-timeout-minutes 0 --device cpu --output-dir {tmp_path}"
+    assert runpy.run_path(str(ROOT / "pretrain_gpt.py"))["main"](flags.split()) == 2
+    assert calls == ["keep", "run"]

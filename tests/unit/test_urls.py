@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from megacore.data.gpt.build import build_datasets, check_inputs
 from megacore.data.indexed import fetching
 from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
+from megacore.errors import DataError
 from megacore.progress import Progress
 from megacore.remote import RemotePath, is_url, location, url_problem
 from tests.unit import data_bytes
@@ -146,3 +149,16 @@ def test_a_download_that_was_cut_off_continues(tmp_path: Path, monkeypatch: pyte
     for ending in (".bin", ".idx"):
         assert Path(copy + ending).read_bytes() == source.with_suffix(ending).read_bytes()
     assert not list(Path("cache").rglob("*.part"))
+
+
+def test_a_full_disk_is_refused_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = upload(corpus(tmp_path), "corpus")
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(DataError, match=re.escape("more bytes in cache/datasets/corpus-")):
+        local_prefix(url, "cache")
+
+
+def test_fsspec_is_loaded_for_urls_only() -> None:
+    """It is imported where it is used, so that a run on paths does not wait for it."""
+    module = importlib.import_module("megacore.remote")
+    assert not hasattr(module, "fsspec")

@@ -7,8 +7,11 @@ never named with certainty.
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from megacore.watch.ledger import Channel, Flag, Phase
 from megacore.watch.nodes import Nodes
 from megacore.watch.record import Record
 from megacore.watch.stragglers import Noticed, Times, slowest, times_between
+from tests.patience import patience
 from tests.unit.watch_records import identity, seen
 
 WORLD = Channel((0, 1, 2, 3))
@@ -359,3 +363,24 @@ def test_a_node_that_the_first_one_no_longer_answers_decides_for_itself(
     assert second.others() == []
     first.publish([seen(0, 2)], 0.0, urgent=False)
     assert second.others() is None  # it is back
+
+
+def test_a_store_that_does_not_answer_holds_nothing_up(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for an answer over a connection that is cut for as long as TCP does, which is many minutes."""
+    _, second = pair
+    monkeypatch.setattr(nodes, "_PATIENCE", timedelta(seconds=0.1))
+    back = threading.Event()
+
+    class Cut:
+        def check(self, keys: list[str]) -> bool:
+            return back.wait(patience(10)) and False
+
+    second._store = Cut()
+    began = time.perf_counter()
+    assert second.verdict() is None
+    assert second.verdict() is None
+    second.publish([seen(1, 2)], 9.0, urgent=True)
+    assert time.perf_counter() - began < patience(2)
+    back.set()
