@@ -62,6 +62,7 @@ LONGEST = (
     "unit/test_plan_tool.py",
     "plans/test_published_runs.py",
     "test_argv.py",
+    "test_tools.py",
 )
 
 

@@ -86,7 +86,7 @@ def lines() -> list[bytes]:
     return made
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("small", "workers"), [(3, 1), (17, 2), (64, 1)], indirect=["small"])
 def test_a_line_in_pieces_gives_what_it_gives_in_one(
     workers: int, small: None, tokenizer: Tokenizer, fast: FastEncoder, tmp_path: Path
 ) -> None:

@@ -9,18 +9,21 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacore.files import take_lock
 from megacore.train.trackers.callback import _END_SECONDS
+from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Channel, Ledger, Phase, code_of
 from megacore.watch.marks import Current, phase, post, section
-from megacore.watch.node import Node, leaving_file
+from megacore.watch.node import Node, leaving_file, make, remove
 from megacore.watch.processes import born, end, state_of
 from megacore.watch.record import LedgerFile, Record
 from megacore.watch.report import hang_report, main_stack, phase_in_words, table
@@ -366,3 +369,37 @@ def test_a_watcher_leaves_unless_a_rank_of_a_new_run_is_there(tmp_path: Path) ->
     assert not watcher._leaves()
     assert not leaving_file(tmp_path).exists()
     assert [one.rank for one in watcher.node.look()] == [0]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_comes_while_a_watcher_leaves_has_a_ledger_and_a_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(start.subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(start.faulthandler, "register", lambda *_, **__: None)
+    monkeypatch.setattr(Current, "ledger", None)
+    directory = tmp_path / "ledgers"
+    make(directory)
+    lock = os.open(directory / start._LOCK, os.O_RDWR | os.O_CREAT)
+    take_lock(lock)  # as the watcher of the run before
+    leaving_file(directory).touch()
+
+    def decide() -> None:
+        time.sleep(0.1)
+        if leaves:
+            remove(directory)
+            os.close(lock)
+        else:
+            leaving_file(directory).unlink()
+
+    watcher = threading.Thread(target=decide)
+    watcher.start()
+    begun = [start._begin_in(directory, identity(0, 2, **ME))]
+    watcher.join()
+    if leaves:
+        begun.append(start._begin_in(directory, identity(0, 2, **ME)))
+    assert begun == ([False, True] if leaves else [True])
+    assert [one.rank for one in Node(directory).look()] == [0]
+    assert len(started) == leaves
+    assert [path.name for path in tmp_path.iterdir()] == ["ledgers"]
