@@ -340,7 +340,7 @@ def test_flags_that_need_what_a_search_chooses_restrict_it(
     assert {name: {row["layout"][name] for row in found} for name in kept} == kept
 
 
-FILES = {
+FILES: dict[str, tuple[str, dict[str, set[object]]]] = {
     "--config": (
         "[model]\npreset = 'gpt2-small'\n[training]\nrecompute = 'full'\nrecompute_num_layers = 2\n[parallel]\n"
         "pp = 2\nzero_stage = 1\nvirtual_stages = 2\nschedule = 'interleaved'\n",
