@@ -343,9 +343,20 @@ struct PinnedMemory final : c10::Allocator {
   static PinnedMemory& instance();
   static void release(void* p) {
     auto& self = instance();
+    const auto begin = reinterpret_cast<uintptr_t>(p);
+    uintptr_t end = begin;
     {
       std::lock_guard<std::mutex> guard(self.mutex);
-      self.blocks.erase(reinterpret_cast<uintptr_t>(p));
+      const auto found = self.blocks.find(begin);
+      if (found != self.blocks.end()) {
+        end = found->second;
+        self.blocks.erase(found);
+      }
+    }
+    {  // a device's allocator gives it to nobody before its copies are done; here malloc may, to a plain tensor
+      auto& lines = timelines();
+      std::lock_guard<std::recursive_mutex> guard(lines.mutex);
+      lines.take_out([&](const Access& a) { return a.begin >= begin && a.end <= end && !a.deliver; });
     }
     std::free(p);
   }

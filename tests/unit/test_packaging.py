@@ -78,7 +78,7 @@ def test_the_wheel_holds_the_package_with_its_kernels_and_nothing_else(built: tu
         sources = (sources - {f"megacore/{folder}/__init__.py"}) | of_folder
     assert {name for name in names if name.endswith(".py")} == sources | programs
     tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megacore").rglob("*.toml")}
-    assert {"megacore/py.typed", "megacore/config/megatron.toml", *tables} <= names
+    assert {"megacore/py.typed", "megacore/arrive/megatron.toml", *tables} <= names
 
 
 def test_the_sdist_holds_what_building_and_testing_need(built: tuple[Path, Path]) -> None:
