@@ -94,7 +94,8 @@ def test_a_small_script_has_a_plan(script: str, start: Start, capsys: pytest.Cap
     launch = start(script)
     flags = launch.shrunk({})
     parsed(launch, flags)
-    assert dry_run([*flags, "--dry-run", "--world-size", str(launch.processes)], launch.program) == 0
+    words = [*flags, "--dry-run", "--estimate", "--world-size", str(launch.processes)]
+    assert dry_run(words, launch.program) == 0
     assert "parameters" in capsys.readouterr().out
 
 

@@ -20,9 +20,8 @@ PARAMETERS = {
 def test_a_configuration_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpus = name.rsplit("-", 1)[1].removesuffix("gpu")
     config = str(ROOT / "examples" / f"{name}.toml")
-    assert (
-        main(["pretrain_gpt.py", *words(config=config, mock_data=True, cluster="h100", world_size=gpus), "--json"]) == 0
-    )
+    run = words(config=config, mock_data=True, cluster="h100", world_size=gpus)
+    assert main(["pretrain_gpt.py", *run, "--estimate", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"]["value"] == PARAMETERS[name]
     assert plan["fits"], plan

@@ -62,7 +62,7 @@ def test_pictures_are_drawn_although_nobody_reads_the_report(
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        words = [*command, "--global-batch-size", "2", *flags.split(), *given]
+        words = [*command, "--global-batch-size", "2", "--estimate", *flags.split(), *given]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         streams: dict[str, Any] = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment}
         done = subprocess.run(words, check=False, **streams)
