@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megacore.rings import has_ring
+
 if TYPE_CHECKING:
     from megacore.arrive.deepspeed_engine import initialize
     from megacore.commands.from_python import pretrain_gpt
@@ -43,6 +45,11 @@ _MODULES = {
     "pretrain_gpt": "megacore.commands.from_python",
     "register_optimizer": "megacore.optim.optimizers",
 }
+
+
+if not has_ring("arrive"):
+    __all__.remove("initialize")
+    del _MODULES["initialize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -104,9 +104,10 @@ class _Known(OtherTrainers):
     def defaults(self, flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return megatron_script.defaults(flags, given)
 
-    def reason_of_defaults(self, flags: Given) -> str:
+    def note_of_defaults(self, flags: Given) -> str:
         name = megatron_script.names_of(flags)[0]
-        return f"these are the flags of a {_MEGATRON} script ({name}); what it leaves out is as there"
+        of_script = f"these are the flags of a {_MEGATRON} script ({name}); what it leaves out is as there"
+        return f"{of_script}: {{}} ({_MEGATRON_PAGE})"
 
     def translate(self, flags: Given, of_file: Mapping[str, Any], build: Build, world_size: int) -> None:
         config = build({**of_file, **flags.values})

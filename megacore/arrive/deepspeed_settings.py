@@ -155,13 +155,12 @@ def check_parameters(parameters: Any, model: nn.Module) -> None:
     others = sorted({name for group in groups for name in group if name not in ("params", "weight_decay", "name")})
     if others:
         problems.append(f"model_parameters: groups with {', '.join(others)} of their own are not in megacore")
-    has_decays = any("weight_decay" in group for group in groups)
-    if has_decays and "param_group" in decays(
-        [{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems
-    ):
-        problems.append(
-            "model_parameters: the optimizer of the configuration decays no vectors: give vectors a group with "
-            "weight_decay 0, or take the optimizer out of the configuration and give one of torch's"
-        )
+    if any("weight_decay" in group for group in groups):
+        fields = decays([{"weight_decay": 1.0, **group} for group in groups], "model_parameters", problems)
+        if "param_group" in fields:
+            problems.append(
+                "model_parameters: the optimizer of the configuration decays no vectors: give vectors a group with "
+                "weight_decay 0, or take the optimizer out of the configuration and give one of torch's"
+            )
     if problems:
         raise ConfigError(problems)

@@ -1,8 +1,8 @@
-"""How flags of Megatron-LM that mean the same in another form are translated, exactly or not at all.
+"""How settings of other trainers that mean the same in another form are translated, exactly or not at all.
 
-Unlike an alias, such a flag has other units or another notation: a switch for a value, samples instead of steps, layers
-per virtual stage instead of the number of stages, or the layout of a pipeline in other letters. megatron_model.py and
-megatron_training.py have the translations, and megatron_flags.py the table of all flags.
+Unlike an alias, such a setting has other units or another notation: a switch for a value, samples instead of steps,
+layers per virtual stage instead of the number of stages, or the layout of a pipeline in other letters. The modules of
+each trainer have the translations.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def translate_settings(given: Given, values: Mapping[str, Any], config: Config, 
     """Translates settings of other trainers that have the same meaning in another form.
 
     Args:
-        given: what the command line sets. It receives the fields, and what is wrong with the settings.
+        given: what sets them. It receives the fields, and what is wrong with the settings.
         values: the values by field that all sources set. A setting that contradicts them is refused.
         config: the configuration of these values, for its number of layers and degrees.
         world_size: the number of processes, for the number of replicas.

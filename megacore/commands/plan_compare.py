@@ -51,9 +51,11 @@ def run_compare(args: argparse.Namespace, kind: type[Config], read: Reads) -> No
                 runs.append(read(_with_layout(args, layout, kind)))
         except ConfigError as error:
             refused[layout] = list(error.problems)
-        notes += [(line.removeprefix(_NOTE), letter(number)) for line in said.getvalue().splitlines()]
-    for note in told_together(notes, [letter(number) for number in range(len(given))]):
-        print(f"{_NOTE}{note}", file=sys.stderr)
+        for line in said.getvalue().splitlines():
+            if line.startswith(_NOTE):
+                notes.append((line.removeprefix(_NOTE), letter(number)))
+            else:
+                print(line, file=sys.stderr)
     if refused:
         shared = [one for one in next(iter(refused.values())) if all(one in refused.get(text, []) for text in given)]
         of_layouts = [
@@ -61,6 +63,8 @@ def run_compare(args: argparse.Namespace, kind: type[Config], read: Reads) -> No
             for text, problems in refused.items() for one in problems if one not in shared
         ]  # fmt: skip
         raise ConfigError([*shared, *of_layouts])
+    for note in told_together(notes, [letter(number) for number in range(len(given))]):
+        print(f"{_NOTE}{note}", file=sys.stderr)
     _require_same_work([config for config, _ in runs])
     find = plan_memory if args.estimate else traced_memory
     plans: list[Plan] = [make_plan(scheduled(config, on), on, find_memory=find) for config, on in runs]

@@ -80,8 +80,7 @@ def defaults_of_another_trainer(flags: Given, names: Iterable[str], config: Conf
     changed = _changes(sorted(names), config, usual)
     if not changed:
         return []
-    reason = other_trainers().reason_of_defaults(flags)
-    return [f"{reason}: {_in_words(changed)} (docs/guides/coming-from-megatron.md)"]
+    return [other_trainers().note_of_defaults(flags).format(_in_words(changed))]
 
 
 def kept_from_checkpoint(former: Mapping[str, Any], config: Config, usual: Config) -> list[str]:

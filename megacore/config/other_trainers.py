@@ -1,22 +1,21 @@
 """What a command line asks about the settings of other trainers: which are theirs, and what they become here.
 
-`megacore.arrive` answers. It is optional: a tree without it knows megacore's own flags, as `OtherTrainers` says. This
-module alone knows where it is.
+`megacore.arrive` answers. It is optional: a tree without it knows megacore's own flags, as `OtherTrainers` says. The
+configuration asks here alone.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from megacore.config.fields import FieldInfo
 from megacore.config.given import ForeignSetting, Given
 from megacore.config.schema import Config
+from megacore.rings import has_ring
 
-_PACKAGE = "megacore.arrive"
 Build = Callable[[Mapping[str, Any]], Config]
 """Makes a configuration of values by field."""
 
@@ -68,8 +67,8 @@ class OtherTrainers:
         return None
 
     def refusal(self, flags: Sequence[str], advice: str) -> str:
-        """The problem with flags that have the same advice."""
-        return f"{', '.join(flags)}: {advice}"
+        """The problem with flags that have the same advice, which `advice` gave."""
+        raise NotImplementedError
 
     def help_of(self, flag: str) -> str | None:
         """What `--help` says of another trainer's flag; None for other flags."""
@@ -97,9 +96,9 @@ class OtherTrainers:
         """
         return {}
 
-    def reason_of_defaults(self, flags: Given) -> str:
-        """Why a command line has the defaults of another trainer, for a note."""
-        return ""
+    def note_of_defaults(self, flags: Given) -> str:
+        """The note on the defaults of another trainer that a command line has, with {} where they are named."""
+        return "{}"
 
     def translate(self, flags: Given, of_file: Mapping[str, Any], build: Build, world_size: int) -> None:
         """Turn the settings of other trainers into fields, and leave out what they do not read.
@@ -112,7 +111,7 @@ class OtherTrainers:
         """
 
     def translate_settings(self, given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
-        """The first half of `translate` for some settings.
+        """Turn given settings into fields, without the rules for whole scripts.
 
         Args:
             given: what sets them. It receives the fields, and what is wrong with the settings.
@@ -129,6 +128,6 @@ class OtherTrainers:
 @functools.cache
 def other_trainers() -> OtherTrainers:
     """Those of `megacore.arrive`, where it is installed."""
-    if importlib.util.find_spec(_PACKAGE) is None:
+    if not has_ring("arrive"):
         return OtherTrainers()
-    return cast(OtherTrainers, importlib.import_module(f"{_PACKAGE}.command_line").OTHER_TRAINERS)
+    return cast(OtherTrainers, importlib.import_module("megacore.arrive.command_line").OTHER_TRAINERS)

@@ -140,7 +140,7 @@ def told_together(said: Sequence[tuple[str, str]], names: Sequence[str]) -> list
         names: of all.
     """
     of_line: dict[str, list[str]] = {}
-    for line, name in said:
+    for line, name in dict.fromkeys(said):
         of_line.setdefault(line, []).append(name)
     return [line if len(who) == len(names) else f"{', '.join(who)}: {line}" for line, who in of_line.items()]
 

@@ -7,7 +7,6 @@ is, and loads no torch.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -15,8 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.models.outline import ModelLayer
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.schedule_choice import ONE_FORWARD_ONE_BACKWARD, ScheduleChoice
-
-_PACKAGE = "megacore.plan"
+from megacore.rings import has_ring
 
 
 class MemoryVerdict(NamedTuple):
@@ -92,9 +90,9 @@ class Planner:
 
 def planner() -> Planner:
     """That of `megacore.plan`, where it is installed."""
-    if importlib.util.find_spec(_PACKAGE) is None:
+    if not has_ring("plan"):
         return Planner()
-    return cast(Planner, importlib.import_module(f"{_PACKAGE}.for_training").PLANNER)
+    return cast(Planner, importlib.import_module("megacore.plan.for_training").PLANNER)
 
 
 def check_memory(config: ResolvedConfig) -> None:

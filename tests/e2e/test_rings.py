@@ -23,6 +23,7 @@ def tree_without(ring: str, tree: Path) -> Path:
     """A copy of the repository's sources without one ring."""
     for name in ("megacore", "kernels"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(ring, "__pycache__"))
+    (tree / "megacore" / ring / "__pycache__").mkdir(parents=True)  # as a deletion leaves it
     for name in ("pretrain_gpt.py", "pretrain_bert.py"):
         shutil.copy(ROOT / name, tree)
     (tree / "sitecustomize.py").write_text(SITE)
@@ -61,6 +62,8 @@ def test_a_dry_run_says_that_the_planner_is_missing(entry: str, without_plan: Pa
 
 def test_without_the_ways_of_other_trainers_megacores_own_flags_train(tmp_path: Path) -> None:
     tree = tree_without("arrive", tmp_path)
+    done = run(tree, "-c", "import megacore; print(hasattr(megacore, 'initialize'), 'Trainer' in dir(megacore))")
+    assert (done.stdout, done.stderr) == ("False True\n", "")
     done = run(tree, "pretrain_gpt.py", *MODEL)
     assert (done.returncode, done.stderr) == (0, "")
     done = run(tree, "pretrain_gpt.py", *MODEL, "--train-samples", "9", "--deepspeed-config", "ds.json")

@@ -128,3 +128,13 @@ def test_what_is_said_of_one_layout_has_its_letter(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert err.startswith("megacore: note: A: --schedule zero-bubble: ") and err.count("\n") == 1
     assert "\n- A: never checked: " in out and "\n- B: checked: 7 published steps" in out
+
+
+def test_what_is_said_twice_of_one_layout_is_not_said_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared("--world-size 8", "--tp 2 --tp 4 --tp=4 --tp 2 --tp 4", "--pp 2") == 0
+    assert "megacore: note: A: --tp 2 is followed by --tp 4, which counts\n" in capsys.readouterr().err
+
+
+def test_a_comparison_that_is_refused_names_its_layouts_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared("--world-size 8", "--tp 2 --bogus 2", "--tp 1 --tp 2") == 2
+    assert "note: " not in capsys.readouterr().err

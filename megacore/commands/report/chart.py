@@ -192,8 +192,9 @@ def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
     parts = [f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">']
     for number, bar in enumerate(bars):
         y, scale = number * row + 4, (width - left - right) / (largest or 1.0)
-        measured, of = bar.measured * scale, "" if bar.predicted is None else f" of {bar.predicted / 2**30:.2f}"
-        figures = f"{bar.measured / 2**30:.2f}{of} GiB"
+        measured = bar.measured * scale
+        of_predicted = "" if bar.predicted is None else f" of {bar.predicted / 2**30:.2f}"
+        figures = f"{bar.measured / 2**30:.2f}{of_predicted} GiB"
         parts.append(
             f'<text class="tick" x="{left - 8:g}" y="{y + 11.5:g}" text-anchor="end">{escape(bar.name)}</text>'
         )
