@@ -8,9 +8,8 @@ it is loaded. The names of `__all__` are loaded when they are first used.
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from megacore.rings import has_ring
 
 if TYPE_CHECKING:
     from megacore.arrive.deepspeed_engine import initialize
@@ -45,6 +44,13 @@ _MODULES = {
     "pretrain_gpt": "megacore.commands.from_python",
     "register_optimizer": "megacore.optim.optimizers",
 }
+
+
+def has_ring(name: str) -> bool:
+    """Whether the tree has `megacore.NAME`, which it may lack. A folder without sources, such as one of compiled files that
+    a deletion left, does not count."""
+    spec = find_spec(f"megacore.{name}")
+    return spec is not None and spec.origin is not None
 
 
 if not has_ring("arrive"):

@@ -11,10 +11,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from megacore import has_ring
 from megacore.config.fields import FieldInfo
 from megacore.config.given import ForeignSetting, Given
 from megacore.config.schema import Config
-from megacore.rings import has_ring
 
 Build = Callable[[Mapping[str, Any]], Config]
 """Makes a configuration of values by field."""

@@ -10,11 +10,11 @@ import importlib
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+from megacore import has_ring
 from megacore.config import ResolvedConfig
 from megacore.models.outline import ModelLayer
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.schedule_choice import ONE_FORWARD_ONE_BACKWARD, ScheduleChoice
-from megacore.rings import has_ring
 
 
 class MemoryVerdict(NamedTuple):
