@@ -47,7 +47,7 @@ _MODULES = {
 
 
 def has_ring(name: str) -> bool:
-    """Whether the tree has `megacore.NAME`, which it may lack. A folder of nothing but compiled files does not count."""
+    """Whether the tree has the package megacore.NAME; a folder of nothing but compiled files does not count."""
     spec = find_spec(f"megacore.{name}")
     return spec is not None and spec.origin is not None
 
