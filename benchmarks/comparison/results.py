@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def ratio(ours: Row, theirs: Row) -> float:
 
 def markdown(results: Results) -> str:
     """The comparison as a section of a page."""
-    parts = (_head(results), _speed(results), _memory(results), _largest(results), _notes(results))
+    parts = (_head(results), _figures(results), _largest(results), _notes(results))
     return "\n".join(_wrapped(line) for line in "\n\n".join(part for part in parts if part).split("\n"))
 
 
@@ -168,40 +168,27 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _speed(results: Results) -> str:
-    peers = results.sides()[1:]
+def _figures(results: Results) -> str:
+    sides = results.sides()
     rows = []
     for layout in results.layouts():
         ours = results.row("megacore", layout)
         if ours is None:
             continue
+        found = [results.row(side, layout) for side in sides]
         cells = [NAMES[layout.kind], degrees(layout), f"{ours.tokens_per_second(results.sizes):,.0f}"]
-        theirs = [results.row(peer, layout) for peer in peers]
-        cells += ["" if row is None else f"{ratio(ours, row):.2f}" for row in theirs]
+        cells += ["" if row is None else f"{ratio(ours, row):.2f}" for row in found[1:]]
         cells.append(f"{ours.flops_per_second(results.sizes) / ours.limit:.0%}")
+        cells += ["" if row is None else f"{row.peak / MIB:,.0f}" for row in found]
         rows.append(cells)
     text = (
-        "Speed: megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds; above "
-        "1 megacore is faster). The last column is megacore's model FLOP/s as a share of what large matrix products "
-        "reach on as many processes at the same time."
+        "megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds; above 1 "
+        "megacore is faster). The share is that of megacore's model FLOP/s in what large matrix products reach on as "
+        "many processes at the same time. MiB: the peak of the fullest rank, without what its process had before the "
+        "model (Python, the framework and its libraries)."
     )
-    head = ["", "ranks", "megacore, tokens/s", *(f"/ {LABELS[peer]}" for peer in peers), "share of products"]
-    return f"{text}\n\n{_table(head, rows)}"
-
-
-def _memory(results: Results) -> str:
-    sides = results.sides()
-    rows = []
-    for layout in results.layouts():
-        found = [results.row(side, layout) for side in sides]
-        rows.append(
-            [NAMES[layout.kind], degrees(layout), *("" if row is None else f"{row.peak / MIB:,.0f}" for row in found)]
-        )
-    text = (
-        "Memory: MiB that the fullest rank has had at most, without what its process had before the model "
-        "(Python, the framework and its libraries)."
-    )
-    return f"{text}\n\n{_table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
+    head = ["", "ranks", "tokens/s", *(f"/ {LABELS[side]}" for side in sides[1:]), "share of products"]
+    return f"{text}\n\n{_table([*head, *(f'MiB, {LABELS[side]}' for side in sides)], rows)}"
 
 
 def _largest(results: Results) -> str:
@@ -233,9 +220,22 @@ def _notes(results: Results) -> str:
     lines = [f"- {', '.join(dict.fromkeys(kinds))}: {name}" for name, kinds in names.items()]
     parts = ["What of torch is measured:\n\n" + "\n".join(lines)] if lines else []
     if results.missing:
-        reasons = "\n".join(f"- {what}: {why}" for what, why in results.missing.items())
-        parts.append(f"Not measured:\n\n{reasons}")
+        parts.append(f"Not measured (in brackets: on so many ranks):\n\n{_missing(results.missing)}")
     return "\n\n".join(parts)
+
+
+def _missing(reasons: Mapping[str, str]) -> str:
+    """One item for all layouts of a framework that have one reason."""
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for what, why in reasons.items():
+        side, _, layout = what.rpartition(", ")
+        kind, _, ranks = layout.removesuffix(" ranks").partition(" on ")
+        groups.setdefault((side, why), {}).setdefault(kind, []).append(ranks)
+    lines = []
+    for (side, why), kinds in groups.items():
+        named = [f"{kind} ({', '.join(ranks)})" if any(ranks) else kind for kind, ranks in kinds.items()]
+        lines.append(f"- {', '.join([side, *named] if side else named)}: {why}")
+    return "\n".join(lines)
 
 
 def degrees(layout: Layout) -> str:
