@@ -212,7 +212,7 @@ def test_every_link_to_a_section_leads_to_one(document: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").split()) < 900
+    assert len(README.read_text(encoding="utf-8").split()) < 750
 
 
 def named_file_exists(name: str) -> bool:
