@@ -1,7 +1,6 @@
 """Compile every kernel for GPUs that need not be there, and look at what the compiler made of it.
 
     python tools/kernel_report.py                           one line a kernel
-    python tools/kernel_report.py --write docs/explain/kernels.md   the table in the documentation
     python tools/kernel_report.py --json                    for tests/kernels
     python tools/kernel_report.py --liger                   beside Liger-Kernel's: pip install liger-kernel --no-deps
 
@@ -50,8 +49,6 @@ _REGISTERS, _REGISTERS_UNIT, _WARPS, _PROGRAMS, _SHARED_EXTRA = 65_536, 256, 64,
 _SURPLUS = 1.05  # bytes moved over bytes stated: what there is one of a row or a program
 SETS: Mapping[str, Callable[[], Sequence[Case]]] = {"common": cases, "product": product, "liger": liger_cases}
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_MARK = "<!-- the table: tools/kernel_report.py --write -->"
-_LIGER_MARK = "<!-- the table: tools/kernel_report.py --liger --write -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,23 +309,6 @@ def _run(program: str, *arguments: str) -> str:
     return subprocess.run([_BINARIES / program, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def table(compiled: Sequence[Compiled]) -> str:
-    """Registers, shared memory and access widths as Markdown."""
-    lines = [
-        "| operator, shape, dtype | kernel | warps | registers sm_90 / sm_80 | warps per SM | shared bytes | async | "
-        "128-bit | narrower |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    second = {(c.case, c.kernel): c for c in compiled if c.architecture == 80}
-    for c in compiled:
-        if c.architecture == 90:
-            other = second.get((c.case, c.kernel))
-            registers = f"{c.registers} / {other.registers}" if other else str(c.registers)
-            cells = (c.case, c.kernel, c.warps, registers, c.warps_per_sm, c.shared, c.asynchronous, c.wide, c.narrow)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
 def liger_table(compiled: Sequence[Compiled]) -> str:
     """Our kernels and Liger-Kernel's for the same work, as Markdown.
 
@@ -353,13 +333,6 @@ def liger_table(compiled: Sequence[Compiled]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, mark: str, text: str) -> None:
-    """Replace what follows a mark in a page, up to the next heading or the end, by a table."""
-    head, _, old = path.read_text(encoding="utf-8").partition(mark)
-    _, heading, rest = old.partition("\n## ")
-    path.write_text(f"{head}{mark}\n\n{text}\n{heading}{rest}", encoding="utf-8")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compile all, or those whose name contains --only; exit status 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -374,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--liger", action="store_true",
-        help="compare with Liger-Kernel, which must be installed: prints a table, or writes it into --write's page",
+        help="compare with Liger-Kernel, which must be installed: prints a table",
     )  # fmt: skip
     parser.add_argument(
         "--architecture", type=int, choices=list(ARCHITECTURES), help="compile for this architecture. Default: for all."
@@ -383,12 +356,7 @@ def main(argv: list[str] | None = None) -> int:
         "--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile. Default: one per core."
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this Markdown page")
     options = parser.parse_args(argv)
-    if options.write and (options.only or options.architecture):
-        parser.error("--write needs every case on every architecture: leave out --only and --architecture")
-    if options.write and options.shapes != "common":
-        parser.error("--write writes the common shapes: leave out --shapes product")
     if options.liger and not is_installed():
         parser.error("--liger needs Liger-Kernel, which is not installed: pip install liger-kernel --no-deps")
     if options.liger and (options.json or options.shapes != "common"):
@@ -407,14 +375,8 @@ def main(argv: list[str] | None = None) -> int:
         records = [asdict(result) | {"name": result.name, "warps_per_sm": result.warps_per_sm} for result in compiled]
         print(json.dumps({"triton": triton.__version__, "compiled": records, "problems": problems}, indent=1))
     elif options.liger:
-        text = f"Compiled by Triton {triton.__version__} for sm_90; liger-kernel {version('liger-kernel')}.\n\n"
-        text += liger_table(compiled)
-        if options.write:
-            write(options.write, _LIGER_MARK, text)
-        else:
-            print(text)
-    elif options.write:
-        write(options.write, _MARK, f"Compiled by Triton {triton.__version__}.\n\n{table(compiled)}")
+        print(f"Compiled by Triton {triton.__version__} for sm_90; liger-kernel {version('liger-kernel')}.\n")
+        print(liger_table(compiled))
     else:
         for c in compiled:
             print(

@@ -43,7 +43,7 @@ UNLISTED = {
     "generated_pages": "what the tools that write documentation share",
     "kernel_cases": "what kernel_report measures",
     "kernel_liger": "what kernel_report compares with",
-    "kernel_report": "writes the tables of kernels.md",
+    "kernel_report": "compiles the kernels without a GPU",
     "megatron_reference": "writes the tables of coming-from-megatron.md",
     "prose": "finds the English of the quick start's corpus",
     "quickstart": "`make quickstart`",
