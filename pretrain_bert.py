@@ -29,8 +29,8 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.train.planning import check_memory
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
+from megacore.train.watchdog import watchdog
 from megacore.verify.rehearse import is_rehearsal, rehearse
-from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
         computes_on_cpu=computes_on_cpu,
     )
-    begin_watch(config)
+    watchdog().begin(config)
     set_torch_defaults()
     announce_stage("loading torch")
     from megacore.train.launch import launch

@@ -26,8 +26,8 @@ from megacore.commands.pretrain_gpt import read_config, train
 from megacore.config import ResolvedConfig
 from megacore.train.stopping import prepare_signals
 from megacore.train.torch_defaults import set_torch_defaults
+from megacore.train.watchdog import watchdog
 from megacore.verify.rehearse import is_rehearsal, rehearse
-from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = read_config(argv, prog=prog)
-    begin_watch(config)
+    watchdog().begin(config)
     set_torch_defaults()
     announce_stage("loading torch")
     from megacore.train.launch import launch

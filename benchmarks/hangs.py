@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacore.heartbeat import Phase
 from megacore.watch.budget import STEPS, TIMES
-from megacore.watch.ledger import Phase
 from tests.e2e.hanging import HANG, MARK
 from tests.e2e.launching import small_run, under_torchrun
 

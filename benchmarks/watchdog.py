@@ -27,12 +27,12 @@ import torch
 
 from benchmarks.workload import add_sizes, configuration, megacore_step, megacore_trainer
 from megacore.config import ParallelConfig
+from megacore.heartbeat import Current, Phase, phase, post
 from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import build_mesh
 from megacore.train.callbacks import Callbacks
 from megacore.train.metrics import StepTimes
-from megacore.watch.ledger import Identity, Ledger, Operation, Phase
-from megacore.watch.marks import Current, phase, post
+from megacore.watch.ledger import Identity, Ledger, Operation
 from megacore.watch.start import begin_watch
 from tests.distributed import run_distributed
 
@@ -57,7 +57,7 @@ class Counted(Ledger):
 def seconds_of_marks(directory: Path, identity: Identity) -> tuple[float, float]:
     """Seconds of a phase that begins and ends, and of posting an operation, on a ledger in the middle of a step."""
     ranks = tuple(range(8))
-    Current.ledger = ledger = Ledger(directory, identity)
+    Current.heartbeat = ledger = Ledger(directory, identity)
     ledger.begin_step(1)
     start = time.perf_counter()
     for _ in range(_REPEATS):
@@ -89,7 +89,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, directory: 
     config = configuration(options, directory, parallel=parallel, micro_batch=options.micro_batch)
     step = megacore_step(megacore_trainer(config, build_mesh(config.parallel)))
     step()
-    Current.ledger = counted = Counted(Path(directory), identity)
+    Current.heartbeat = counted = Counted(Path(directory), identity)
     seconds = []
     for _ in range(options.rounds):
         start = time.perf_counter()
@@ -112,11 +112,11 @@ def everything(rank: int, world_size: int, options: argparse.Namespace, director
     begin_watch(config)
     mesh = build_mesh(config.parallel)
     trainer = megacore_trainer(config, mesh)
-    ledger, callbacks, nothing = Current.ledger, trainer.callbacks, Callbacks(trainer, [])
+    ledger, callbacks, nothing = Current.heartbeat, trainer.callbacks, Callbacks(trainer, [])
     seconds = []
     for number in range(2 * (options.side_by_side + _WARM_UP)):
         is_on = number % 2 == 1
-        Current.ledger, trainer.callbacks = (ledger, callbacks) if is_on else (None, nothing)
+        Current.heartbeat, trainer.callbacks = (ledger, callbacks) if is_on else (None, nothing)
         barrier(mesh.world)
         wall, cpu = time.perf_counter(), time.thread_time()
         result = trainer.train_step(next(trainer.batches))

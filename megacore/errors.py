@@ -12,6 +12,7 @@ from collections.abc import Sequence
 EXIT_REFUSED = 2
 EXIT_CORRUPT = 3
 EXIT_DIVERGED = 4
+EXIT_HUNG = 124  # as of timeout(1)
 
 
 class UserError(ValueError):

@@ -19,7 +19,7 @@ from megacore.train.launch import Job
 from megacore.train.peers import HANDLED
 from megacore.train.torch_defaults import set_torch_defaults
 from megacore.train.trainer import Trainer
-from megacore.watch.start import end_watch
+from megacore.train.watchdog import watchdog
 
 Setting = bool | int | float | str | Path | Sequence[str] | None
 
@@ -76,7 +76,7 @@ def pretrain_gpt(
         finally:  # the process goes on, and is no longer that of a run
             if job.watch is not None:
                 job.watch.stop()
-            end_watch()
+            watchdog().end()
     return Pretrained(trainer=trainer, records=kept.records)
 
 

@@ -164,3 +164,16 @@ def named_degrees(degrees: Mapping[str, int]) -> dict[str, int]:
 def pipeline_dimension(dimensions: Sequence[Dimension] = DIMENSIONS) -> str:
     """The name of the dimension that divides the stages."""
     return next(dimension.name for dimension in dimensions if dimension.divides == "stages")
+
+
+def group_in_words(ranks: Sequence[int], degrees: Mapping[str, int]) -> str:
+    """`over dp`, `over all ranks`.
+
+    Args:
+        ranks: of the group.
+        degrees: ranks along each dimension, outermost first.
+    """
+    if len(ranks) == math.prod(degrees.values()):
+        return "over all ranks"
+    places = [coordinates_of(rank, degrees) for rank in ranks]
+    return f"over {' x '.join(name for name in degrees if len({place[name] for place in places}) > 1)}"

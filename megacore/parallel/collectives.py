@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.errors import PeerFailed
+from megacore.heartbeat import UNMARKED, Phase, post
 from megacore.ops.dispatch import Node
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group, Holders, Mesh
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import UNMARKED, post
 
 Reduction = Literal["sum", "max"]
 # torch 2.13 renamed these two; older releases know only the second name.

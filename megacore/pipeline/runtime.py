@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.config import ParallelConfig
 from megacore.errors import UserError
+from megacore.heartbeat import Phase, phase
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.backward import WeightHalf, accumulate_gradients, input_half
@@ -28,8 +29,6 @@ from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
 from megacore.pipeline.transport import Arrival, Receive, Send, Transfer, Transport
 from megacore.pipeline.validation import prove
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import phase
 
 OnLoss = Callable[[int, Tensor], None]  # number of a microbatch in the step, and its summed loss
 StageMicrobatch = tuple[int, int]  # number of a stage, number of a microbatch in the step

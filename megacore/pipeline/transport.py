@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.heartbeat import Phase, post
 from megacore.parallel.mesh import Group
 from megacore.pipeline.stage import TensorSpec
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import post
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megacore.config.cli import leave_for_launcher
 from megacore.parallel.mesh import is_first_of_job
-from megacore.watch.start import hang_is_reported, note_that_rank_spoke
+from megacore.train.watchdog import watchdog
 
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 _reporting = threading.Lock()  # a thread that has nothing to say must not end the process while another speaks
@@ -31,8 +31,8 @@ def report_cause(text: str, *, otherwise: bool = True) -> bool:
         Whether it was said.
     """
     with _reporting:
-        note_that_rank_spoke()
-        if hang_is_reported() or not is_first_of_job("end", otherwise=otherwise):
+        watchdog().note_last_words()
+        if watchdog().reported_hang() or not is_first_of_job("end", otherwise=otherwise):
             return False
         message = f"megacore: {text}"
         leave_for_launcher(message)

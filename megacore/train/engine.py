@@ -33,6 +33,7 @@ from megacore.config import (
     WatchConfig,
 )
 from megacore.errors import UserError
+from megacore.heartbeat import Phase, phase, section
 from megacore.models.plain import (
     BuiltLayer,
     Layer,
@@ -72,10 +73,7 @@ from megacore.train.step import StepResult, TrainStep
 from megacore.train.task import DTYPES
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
-from megacore.train.watching import begin_step
-from megacore.watch.ledger import Ledger, Phase
-from megacore.watch.marks import on_ledger, phase, section
-from megacore.watch.start import begin_watch, end_watch
+from megacore.train.watchdog import watchdog
 
 __all__ = ["Layer", "PipelineEngine"]
 
@@ -193,8 +191,8 @@ class PipelineEngine:
         if reproducible:
             compute_reproducibly()
         if world_size() > 1:
-            begin_watch(self.config, leaves_if_hung=False)
-            on_ledger(lambda ledger: ledger.rest_in(Phase.OUTSIDE))
+            watchdog().begin(self.config, leaves_if_hung=False)
+            watchdog().rest_in(Phase.OUTSIDE)
         self.num_microbatches, self._count = num_microbatches, count
         with phase(Phase.BUILD):
             self.mesh = mesh or build_mesh(self.config.parallel)
@@ -257,14 +255,14 @@ class PipelineEngine:
         number = self.step + 1
         self._callbacks.on_step_begin(number)
         self._profiler.begin(number)
-        begin_step(number, self.config, self.mesh)
+        watchdog().begin_step(number, self.config, self.mesh)
         try:
             yield
         except BaseException as error:
-            on_ledger(Ledger.leave_step)
+            watchdog().leave_step()
             self._callbacks.on_error(error)
             raise
-        on_ledger(Ledger.end_step)
+        watchdog().end_step()
         self._profiler.end(number)
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
@@ -400,7 +398,7 @@ class PipelineEngine:
                 self._trackers.finish()
             self.model.data_parallel.ready()  # a gloo group that ends before its last message may never end
             leave(self.mesh)
-        end_watch()
+        watchdog().end()
 
     # ---- weights
 

@@ -20,6 +20,7 @@ from megacore.config.nodes import has_several_nodes
 from megacore.errors import (
     EXIT_CORRUPT,
     EXIT_DIVERGED,
+    EXIT_HUNG,
     EXIT_REFUSED,
     ConfigError,
     OutputClosed,
@@ -30,6 +31,7 @@ from megacore.errors import (
     WorkerDied,
 )
 from megacore.freed_memory import keep_what_is_freed
+from megacore.heartbeat import Phase, section
 from megacore.models.outline import outline
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import why_not_compile
@@ -55,10 +57,7 @@ from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
 from megacore.train.planning import planner
 from megacore.train.same_run import refuse_different_ranks
-from megacore.watch.ledger import Flag, Phase
-from megacore.watch.marks import on_ledger, section
-from megacore.watch.report import EXIT_HUNG
-from megacore.watch.start import begin_watch, died_without_a_word, end_watch, hang_is_reported, left_its_order
+from megacore.train.watchdog import watchdog
 
 __all__ = ["exit_with", "launch"]
 
@@ -93,8 +92,8 @@ class Job:
             compute_reproducibly()
         elif config.training.deterministic:
             compute_deterministically()
-        begin_watch(config)
-        on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
+        watchdog().begin(config)
+        watchdog().rest_in(Phase.BUILD)
         if world_size() > 1:
             announce_stage(f"joining {world_size()} ranks and comparing them")
         device, world = join_job(config.parallel)
@@ -106,14 +105,14 @@ class Job:
         if mesh.device.type == "cpu":
             keep_what_is_freed()
         self.watch = PeerWatch(mesh)
-        on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
+        watchdog().note_guard()
         announce_stage("preparing data and model")
         with output_directory(config, mesh) as run_config:
             made = body(run_config, mesh)
         with section(Phase.EXIT):
             self.watch.stop()
             leave(mesh)
-        end_watch()
+        watchdog().end()
         return made
 
 
@@ -147,11 +146,11 @@ def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
             return _end(f"{_this_rank(job.watch)} failed: {cause}", EXIT_FAILED, job.watch)
         if job.watch is not None and (gone := job.watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             job.watch.give_up(gone)  # the exception is only the echo of a death
-        if job.watch is None and (deaths := died_without_a_word(_SECONDS_FOR_A_PEER_TO_DIE)):
+        if job.watch is None and (deaths := watchdog().died_silently(_SECONDS_FOR_A_PEER_TO_DIE)):
             return _end(f"{deaths}; stopping the others", EXIT_FAILED, job.watch)
         if (lost := lost_store(error)) or (has_several_nodes() and (lost := lost_connection(error))):
             return _end(f"{_this_rank(job.watch)} {lost}", EXIT_FAILED, job.watch)
-        what = f"{_this_rank(job.watch)} failed{left_its_order()}"
+        what = f"{_this_rank(job.watch)} failed{watchdog().left_their_order()}"
         return _end(f"{what}:\n{traceback.format_exc()}", EXIT_FAILED, job.watch)
 
 
@@ -207,7 +206,7 @@ def _end(text: str, status: int, watch: PeerWatch | None) -> int:
             watch.dead(_SECONDS_FOR_A_PEER_TO_SPEAK)
     elif serves_store():
         time.sleep(_SECONDS_FOR_PEERS_TO_ASK)  # who speaks; without the store each of them would
-    return EXIT_HUNG if hang_is_reported() else status
+    return EXIT_HUNG if watchdog().reported_hang() else status
 
 
 def _this_rank(watch: PeerWatch | None) -> str:

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+from megacore.errors import EXIT_HUNG
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.stopping import ENDING
-from megacore.watch.ledger import Ledger
-from megacore.watch.marks import on_ledger
-from megacore.watch.report import EXIT_HUNG
-from megacore.watch.start import hang_is_reported, left_its_order
+from megacore.train.watchdog import watchdog
 
 EXIT_PEER_DIED = 1
 _POLL_SECONDS = 0.2  # where the system has no process descriptors
@@ -100,9 +98,9 @@ class PeerWatch:
         local = {peer.rank for peer in self._peers if peer.rank != _LAUNCHER} | {self.me.rank}
         survivors = local - {peer.rank for peer in gone}
         names = ", ".join(self.describe(peer) for peer in gone)
-        cause = f"{names} has died; stopping the others{left_its_order()}"
+        cause = f"{names} has died; stopping the others{watchdog().left_their_order()}"
         report_cause(cause, otherwise=self.me.rank == min(survivors))
-        exit_with(EXIT_HUNG if hang_is_reported() else EXIT_PEER_DIED)
+        exit_with(EXIT_HUNG if watchdog().reported_hang() else EXIT_PEER_DIED)
 
     def _watch(self) -> None:
         descriptors = [fd for fd in self._descriptors.values() if fd is not None]
@@ -112,13 +110,13 @@ class PeerWatch:
             arrived = self._arrived in [descriptor for descriptor, _ in events.poll(patience)]
             if self._stopped.is_set():
                 return
-            if hang_is_reported():
+            if watchdog().reported_hang():
                 exit_with(EXIT_HUNG)
             if gone := self.dead(0.0):  # before the signals: a launcher sends them to the survivors
                 self.give_up(gone)
             for number in os.read(self._arrived, 64) if arrived else b"":
                 if number in ENDING:
-                    on_ledger(Ledger.note_termination)
+                    watchdog().note_termination()
                 if number == signal.SIGUSR1:  # asks for a save: there is nothing to save yet
                     continue
                 if number in self._handled and signal.getsignal(number) is _arrives:

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.save import Saved
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import SilentCorruption
+from megacore.heartbeat import Phase, section
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather, all_gather_objects
@@ -32,9 +34,9 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import stable_hash
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.remote import Location
+from megacore.train.callbacks import Callback, Run
 from megacore.train.parallelize import ParallelModel
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import section
+from megacore.train.step import StepResult
 from megacore.zero.bucket import Bucket
 from megacore.zero.local_segments import LocalSegment
 
@@ -310,3 +312,31 @@ def _parameters(tensors: Sequence[TensorKey]) -> str:
     named = [f"{name} ({', '.join(of_name)})" for name, of_name in list(kinds.items())[:_MOST]]
     more = f" and {counted(len(kinds) - _MOST, 'more parameter')}" if len(kinds) > _MOST else ""
     return ", ".join(named) + more
+
+
+class ReplicaChecks(Callback):
+    """Compares replicas every `--check-replicas-interval` steps and before each save.
+
+    Args:
+        check: of this rank's tensors.
+    """
+
+    def __init__(self, check: ReplicaCheck) -> None:
+        self._check = check
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Check if the step is due."""
+        self._check.after_step(result.step)
+
+    def before_save(self, run: Run) -> None:
+        """Nothing is saved that has not been checked."""
+        self._check.before_save(run.step)
+
+    def on_save(self, run: Run, saved: Saved) -> None:
+        """Where the run could go back to."""
+        self._check.saved(saved.path)
+
+    def figures(self, run: Run) -> Mapping[str, float]:
+        """The last step after which all replicas were equal."""
+        checked = self._check.checked_step
+        return {} if checked is None else {"watch/replicas_checked_step": checked}

@@ -11,12 +11,11 @@ from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
+from megacore.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
 from megacore.train.callbacks import Callbacks
 from megacore.train.sinks import Report
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import section
 
 
 class Saving:

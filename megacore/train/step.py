@@ -23,6 +23,7 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import OptimizerConfig, ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
+from megacore.heartbeat import Phase, operations_differ, phase, section, votes_on_operations
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, describe_non_finite
 from megacore.optim.update import Outcome, WeightUpdate
@@ -34,10 +35,8 @@ from megacore.train.expert_balance import ExpertBalance
 from megacore.train.gradient_noise import GradientNoise
 from megacore.train.parallelize import parallelize
 from megacore.train.replay import Replay
-from megacore.train.same_operations import different_operations
 from megacore.train.task import Task
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import operations_differ, phase, section, votes_on_operations
+from megacore.train.watchdog import watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +239,7 @@ class TrainStep:
             self.noise.measure(*norms, small_batch=small, large_batch=small * count)
             self._small_norm = None
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
-            raise TrainingStopped(different_operations(self.step, self.mesh))
+            raise TrainingStopped(watchdog().different_operations(self.step, self.mesh))
         if self.balance is not None:
             self.balance.end_step(updated=outcome.skipped is None)
         means = outcome.loss * per_count

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megacore.config import ResolvedConfig
-from megacore.config.dimensions import named_degrees
+from megacore.config.dimensions import group_in_words, named_degrees
+from megacore.heartbeat import Current, Phase
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import ActionTimer, Mark, PipelineRuntime
@@ -23,9 +24,6 @@ from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, 
 from megacore.train.callbacks import Callback, Run
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import Current
-from megacore.watch.report import group_in_words
 
 
 class _Copy(NamedTuple):

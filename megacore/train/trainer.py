@@ -24,6 +24,7 @@ from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.errors import TrainingDiverged
+from megacore.heartbeat import Phase, section
 from megacore.models.flops import CONVENTION
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
@@ -37,7 +38,7 @@ from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
-from megacore.train.replicas import ReplicaCheck
+from megacore.train.replicas import ReplicaCheck, ReplicaChecks
 from megacore.train.rollback import Rollback, Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
@@ -48,9 +49,7 @@ from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
-from megacore.train.watching import ReplicaChecks, StepMarks, Stragglers
-from megacore.watch.ledger import Phase
-from megacore.watch.marks import section
+from megacore.train.watchdog import watchdog
 
 
 class Trainer:
@@ -116,7 +115,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), *self._replica_checks()]
+        watchers = [*watchdog().callbacks(mesh, self.report, first_step=self.step), *self._replica_checks()]
         self.callbacks = Callbacks(
             self,
             [
@@ -227,6 +226,7 @@ class Trainer:
         """
         number = self.step + 1
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
+        watchdog().begin_step(number, self.config, self.mesh)
         self.callbacks.on_step_begin(number)
         self.train_steps.compute_gradients(microbatches)
         with self.clock.fetching():
@@ -239,6 +239,7 @@ class Trainer:
             self._doubt_checkpoints()
             raise
         self.decision = self.stop_requests.decision(result.votes)
+        watchdog().end_step()
         self.callbacks.on_step_end(result)
         return result
 

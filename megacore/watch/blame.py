@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacore.config.messages import ranks_in_words
-from megacore.watch.ledger import Flag, Phase
+from megacore.heartbeat import Phase
+from megacore.watch.ledger import Flag
 from megacore.watch.record import Record
 
 State = Literal["running", "stopped", "gone"]

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from megacore.heartbeat import AGREED, MESSAGES, Channel, Current, Phase, code_of
 from megacore.watch.operation_log import OperationLog
 from megacore.watch.order import UsualOrder
 
@@ -34,66 +35,6 @@ TEXT = 8192
 SIZE = 1 << 18
 """Of the file, in bytes."""
 _RECENT_STEPS = 31
-AGREED = 1 << 32
-"""The sum of the ranks' second votes on operations is a multiple of it, unless they differ."""
-
-
-class Phase(IntEnum):
-    """What a rank may be doing. Those from ALL_REDUCE on are communication."""
-
-    START = 0
-    IMPORT = 1
-    CONNECT = 2
-    BUILD = 3
-    INDEX = 4
-    LOAD = 5
-    FIRST_STEP = 6
-    STEP = 7
-    DATA = 8
-    FORWARD = 9
-    BACKWARD = 10
-    OPTIMIZER = 11
-    EVALUATE = 12
-    SAVE = 13
-    SINK = 14
-    EXIT = 15
-    DONE = 16
-    CHECK = 17
-    OUTSIDE = 18
-    BETWEEN_STEPS = 19
-    ALL_REDUCE = 32
-    ALL_GATHER = 33
-    REDUCE_SCATTER = 34
-    GATHER_OBJECTS = 35
-    BARRIER = 36
-    TIED_SUM = 37
-    SEND = 38
-    RECEIVE = 39
-    MEET = 40
-    SHIFT = 41
-    ALL_TO_ALL = 42
-
-    @property
-    def communicates(self) -> bool:
-        return self >= Phase.ALL_REDUCE
-
-    @property
-    def is_message(self) -> bool:
-        return self in _MESSAGES
-
-    @property
-    def in_words(self) -> str:
-        return self.name.lower().replace("_", "-")
-
-
-_MESSAGES = frozenset({Phase.SEND, Phase.RECEIVE})
-SECTIONS = frozenset(
-    {
-        *(Phase.START, Phase.INDEX, Phase.LOAD, Phase.FIRST_STEP, Phase.STEP),
-        *(Phase.EVALUATE, Phase.CHECK, Phase.SAVE, Phase.SINK, Phase.EXIT, Phase.DONE),
-    }
-)
-"""Phases that contain others, and decide how long one of these may take."""
 
 
 class Word(IntEnum):
@@ -122,14 +63,6 @@ class Flag(IntEnum):
     SPOKE = 2  # the rank has said itself why it ends
     ASYNCHRONOUS = 4  # an accelerator computes: the program may be ahead of it
     HIDDEN = 8  # compiled code communicates without a mark
-
-
-@dataclass(frozen=True)
-class Channel:
-    """Ranks that communicate in one order: a group, or the sender and the receiver of messages."""
-
-    ranks: tuple[int, ...]
-    is_message: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,19 +94,6 @@ class Identity:
     hang_timeout: float
     collective_timeout: float
     node: int = 0
-
-
-def code_of(phase: Phase, *, channel: int = 0, stage: int | None = None, microbatch: int | None = None) -> int:
-    """A phase with its particulars in 64 bits.
-
-    Args:
-        phase: the phase.
-        channel: number of the channel, from 1; 0: none.
-        stage: of the pipeline.
-        microbatch: of the step.
-    """
-    s, m = (0 if number is None else number + 1 for number in (stage, microbatch))
-    return phase | channel << 8 | (s & 0xFFFF) << 16 | (m & 0x7FFFFFFF) << 32
 
 
 class _Kind(NamedTuple):
@@ -226,7 +146,7 @@ class Ledger:
         self._words, self._reals = view.cast("Q"), view.cast("d")
         self._kinds: dict[tuple[int, Phase], _Kind] = {}  # by the identity of the ranks
         self._numbers: dict[Channel, int] = {}
-        self._log = OperationLog(_CHANNELS, _MESSAGES)
+        self._log = OperationLog(_CHANNELS, MESSAGES)
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), monotonic()
         self.seconds = [0.0] * 64
@@ -463,3 +383,8 @@ class Operation:
 
     def __exit__(self, *_: object) -> None:
         self._ledger.leave()
+
+
+def this_ledger() -> Ledger | None:
+    """That of this process, if it is watched."""
+    return cast("Ledger | None", Current.heartbeat)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from megacore.config.dimensions import coordinates_of, describe_rank
+from megacore.config.dimensions import describe_rank, group_in_words
 from megacore.config.messages import ranks_in_words
+from megacore.heartbeat import Channel, Phase
 from megacore.watch.blame import Seen, Verdict
-from megacore.watch.ledger import Channel, Phase
 from megacore.watch.record import Record
 
 _WIDTH = 120
 _STACK_LINES = 14
-EXIT_HUNG = 124
-"""The exit status of a rank that ends because the run hangs, as of timeout(1)."""
 
 PHASES_IN_WORDS = {
     Phase.START: "start",
@@ -71,19 +68,6 @@ def channel_in_words(channel: Channel, record: Record) -> str:
         sender, receiver = channel.ranks
         return f"to rank {receiver}" if sender == record.rank else f"from rank {sender}"
     return group_in_words(channel.ranks, record.identity.degrees)
-
-
-def group_in_words(ranks: Sequence[int], degrees: Mapping[str, int]) -> str:
-    """`over dp`, `over all ranks`.
-
-    Args:
-        ranks: of the group.
-        degrees: ranks along each dimension, outermost first.
-    """
-    if len(ranks) == math.prod(degrees.values()):
-        return "over all ranks"
-    places = [coordinates_of(rank, degrees) for rank in ranks]
-    return f"over {' x '.join(name for name in degrees if len({place[name] for place in places}) > 1)}"
 
 
 def table(seen: Iterable[Seen], absent: Sequence[int] = ()) -> list[str]:

@@ -24,12 +24,13 @@ from megacore.config import ResolvedConfig
 from megacore.config.cli import leave_for_launcher
 from megacore.config.dimensions import describe_rank
 from megacore.config.nodes import launcher_number
+from megacore.errors import EXIT_HUNG
 from megacore.files import take_lock
-from megacore.watch.ledger import Flag, Identity, Ledger
-from megacore.watch.marks import Current, on_ledger
+from megacore.heartbeat import Current
+from megacore.watch.ledger import Flag, Identity, Ledger, this_ledger
 from megacore.watch.node import STACK_SIGNAL, Node, directory_of, leaving_file, make, report_file, stack_file
 from megacore.watch.processes import born
-from megacore.watch.report import EXIT_HUNG, deaths_in_words
+from megacore.watch.report import deaths_in_words
 
 _LOCK = "watcher.lock"
 _ATTEMPTS = 10
@@ -53,7 +54,7 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
         leaves_if_hung: whether the process is the trainer's, which ends with a status of its own. A program of one's
             own may handle the signal.
     """
-    if Current.ledger is not None or config.watch.hang_timeout_minutes == 0:
+    if Current.heartbeat is not None or config.watch.hang_timeout_minutes == 0:
         return
     identity = _identity(config, os.environ)
     directory = directory_of(os.environ, identity.node, identity.output_dir)
@@ -61,7 +62,7 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
         if not any(_begin_in(directory, identity) for _ in range(_ATTEMPTS)):
             raise FileNotFoundError(f"{directory} is removed as often as it is made")
     except OSError as error:
-        Current.ledger = None
+        Current.heartbeat = None
         print(f"megacore: warning: no watchdog on {identity.host}: {error}", file=sys.stderr)
     if leaves_if_hung:
         threading.Thread(target=_leave_if_hung, name="hang-watch", daemon=True).start()
@@ -82,7 +83,7 @@ def _begin_in(directory: Path, identity: Identity) -> bool:
     try:
         make(directory)
         _Kept.stacks = stacks = stack_file(directory, identity.rank).open("wb")
-        Current.ledger = ledger = Ledger(directory, identity)
+        Current.heartbeat = ledger = Ledger(directory, identity)
         while not _start_watcher(directory) and leaving_file(directory).exists():
             time.sleep(0.02)
     except FileNotFoundError:
@@ -93,8 +94,8 @@ def _begin_in(directory: Path, identity: Identity) -> bool:
 
 def _leave_if_hung() -> None:
     """End this process with the status of a hang, whatever its main thread does, until train/peers.py does so."""
-    ledger = Current.ledger
-    while ledger is not None and Current.ledger is ledger and (leaves := ledger.leaves_as_hung) is not None:
+    ledger = this_ledger()
+    while ledger is not None and this_ledger() is ledger and (leaves := ledger.leaves_as_hung) is not None:
         if leaves:
             os._exit(EXIT_HUNG)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -102,8 +103,9 @@ def _leave_if_hung() -> None:
 
 def end_watch() -> None:
     """The run is over on this rank."""
-    on_ledger(Ledger.finish)
-    Current.ledger = None
+    if ledger := this_ledger():
+        ledger.finish()
+    Current.heartbeat = None
 
 
 def hang_is_reported() -> bool:
@@ -111,21 +113,21 @@ def hang_is_reported() -> bool:
 
     The report is left for the launcher, which asks every rank.
     """
-    if Current.ledger is None or not Current.ledger.verdict:
+    if (ledger := this_ledger()) is None or not ledger.verdict:
         return False
     with contextlib.suppress(OSError):
-        leave_for_launcher(report_file(Current.ledger.directory).read_text())
+        leave_for_launcher(report_file(ledger.directory).read_text())
     return True
 
 
 def left_its_order() -> str:
     """Names the ranks of this node, if they are few, that have just communicated in another order than in other steps:
     where another rank dies of that, or fails, they are the cause. Empty if there are none."""
-    if Current.ledger is None:
+    if (ledger := this_ledger()) is None:
         return ""
-    seen = Node(Current.ledger.directory).look()  # the dead too: gloo aborts a rank that gets more than it expects
+    seen = Node(ledger.directory).look()  # the dead too: gloo aborts a rank that gets more than it expects
     odd = [one.record for one in seen if one.record.deviation]
-    if not odd or 2 * len(odd) > Current.ledger.identity.local_world_size:
+    if not odd or 2 * len(odd) > ledger.identity.local_world_size:
         return ""
     names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
     return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
@@ -137,9 +139,9 @@ def died_without_a_word(within_seconds: float) -> str:
     Args:
         within_seconds: to wait for the first of them.
     """
-    if Current.ledger is None:
+    if (ledger := this_ledger()) is None:
         return ""
-    node, deadline = Node(Current.ledger.directory), time.monotonic() + within_seconds
+    node, deadline = Node(ledger.directory), time.monotonic() + within_seconds
     while True:
         ended = [one for one in node.look() if one.state == "gone" and not one.is_done]
         if any(one.record.flags & Flag.SPOKE for one in ended):
@@ -147,11 +149,6 @@ def died_without_a_word(within_seconds: float) -> str:
         if ended or time.monotonic() > deadline:
             return deaths_in_words(ended) if ended else ""
         time.sleep(0.05)
-
-
-def note_that_rank_spoke() -> None:
-    """This rank ends, and says itself why."""
-    on_ledger(lambda ledger: ledger.set_flag(Flag.SPOKE))
 
 
 def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identity:

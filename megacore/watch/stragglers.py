@@ -6,12 +6,25 @@ Waits for data and Python's garbage collection are counted separately, as differ
 
 from __future__ import annotations
 
+import gc
 import operator
+import socket
 import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
-from megacore.watch.ledger import Phase
+import torch
+
+from megacore.config.dimensions import pipeline_dimension
+from megacore.heartbeat import Phase
+from megacore.parallel.collectives import all_gather_objects, all_reduce_job_, rows_of_ranks
+from megacore.parallel.mesh import Mesh
+from megacore.train.callbacks import Callback, Run
+from megacore.train.rollback import Rollback
+from megacore.train.sinks import Report
+from megacore.watch.ledger import Ledger, this_ledger
 
 NOTICEABLE = 1.25
 """A rank is slow if its time is at least this multiple of the median of its stage."""
@@ -122,3 +135,85 @@ class Noticed:
         self._in_a_row = self._in_a_row + 1 if rank is not None and rank == self._last else int(rank is not None)
         self._last = rank
         return straggler if self._in_a_row == _IN_A_ROW else None
+
+
+class Stragglers(Callback):
+    """Compares at every logged step how long the ranks computed; all ranks do so together, if all are watched.
+
+    Args:
+        mesh: this rank's groups; all ranks make this object together.
+        report: names a slow rank.
+        first_step: steps done before this run.
+    """
+
+    def __init__(self, mesh: Mesh, report: Report, *, first_step: int) -> None:
+        unwatched = torch.tensor(float(this_ledger() is None), dtype=torch.float64, device=mesh.device)
+        self._compares = mesh.world.size > 1 and not all_reduce_job_(unwatched, mesh, "max").item()
+        self._hosts = all_gather_objects(socket.gethostname(), mesh.world) if self._compares else []
+        name = pipeline_dimension(mesh.dimensions)
+        self._mesh, self._report, self._step = mesh, report, first_step
+        self._stages = {rank: mesh.coordinates(rank)[name] for rank in range(mesh.world.size)}
+        self._seconds: list[float] = []
+        self._gc, self._gc_began = 0.0, 0.0
+        self._noticed = Noticed()
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        """Begin to count."""
+        if self._compares and not self._seconds and (ledger := this_ledger()):
+            self._begin(ledger, step - 1)
+            gc.callbacks.append(self._on_gc)
+
+    def figures(self, run: Run) -> Mapping[str, float]:
+        """perf/straggler_*: the slowest rank beside its stage; names it if it is slow for long."""
+        steps = run.step - self._step
+        if not self._seconds or steps == 0 or (ledger := this_ledger()) is None:
+            return {}
+        times = self._of_ranks(run, times_between(self._seconds, ledger.seconds, self._gc), steps)
+        self._begin(ledger, run.step)
+        if (named := self._noticed.add(times, steps, self._stages)) is not None:
+            self._report.say(f"step {run.step}/{run.config.training.train_iters} | {self._line(named)}")
+        straggler = slowest({rank: own.per(steps) for rank, own in times.items()}, self._stages)
+        own = {f"perf/straggler_{name}_s": getattr(straggler.times, name) for name in Times.__dataclass_fields__}
+        return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}
+
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Begin anew at the step that the run is back at."""
+        if self._seconds and (ledger := this_ledger()):
+            self._begin(ledger, rollback.to_step)
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        """Count no longer."""
+        self._end()
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """Count no longer."""
+        self._end()
+
+    def _begin(self, ledger: Ledger, step: int) -> None:
+        self._seconds, self._gc, self._step = list(ledger.seconds), 0.0, step
+
+    def _end(self) -> None:
+        if self._on_gc in gc.callbacks:
+            gc.callbacks.remove(self._on_gc)
+
+    def _on_gc(self, event: str, about: Mapping[str, Any]) -> None:
+        if event == "start":
+            self._gc_began = time.perf_counter()
+        else:
+            self._gc += time.perf_counter() - self._gc_began
+
+    def _of_ranks(self, run: Run, own: Times, steps: int) -> dict[int, Times]:
+        """Every rank's seconds; on a device what it computed, which the program does not see."""
+        device = self._mesh.device
+        if device.type != "cpu":
+            own = Times(run.model.runtime.timer.read().busy_seconds * steps, own.data, own.gc, own.communication)
+        everyone = rows_of_ranks(astuple(own), self._mesh)
+        return {rank: Times(*values) for rank, values in enumerate(everyone.tolist())}
+
+    def _line(self, straggler: Straggler) -> str:
+        where = f"{self._mesh.describe(straggler.rank)}, on {self._hosts[straggler.rank]}"
+        times = straggler.times
+        return (
+            f"slow: rank {straggler.rank} ({where}) computes {times.compute:.3f} s/step, {straggler.ratio:.2f} x its "
+            f"stage (data {times.data:.3f}, gc {times.gc:.3f}, communication {times.communication:.3f})"
+        )

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import TextIO
 
 from megacore.config.cli import leave_for_launcher
+from megacore.errors import EXIT_HUNG
 from megacore.files import replace_bytes
+from megacore.heartbeat import Phase
 from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import TIMES, Limit, limit, still_seconds
-from megacore.watch.ledger import Flag, Phase
+from megacore.watch.ledger import Flag
 from megacore.watch.node import Node, leaving_file, remove, report_file
 from megacore.watch.nodes import Nodes
 from megacore.watch.processes import end, state_of, was_asked_to_end
-from megacore.watch.report import EXIT_HUNG, deaths_in_words, hang_report, main_stack, table
+from megacore.watch.report import deaths_in_words, hang_report, main_stack, table
 
 _SLOWEST_LOOK, _FASTEST_LOOK = 1.0, 0.05
 _LOOKS = 40  # per timeout

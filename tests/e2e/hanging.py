@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.watch.marks import Current
+from megacore.watch.ledger import this_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = "HANG"
@@ -98,7 +98,7 @@ def plant(rank: int, at: str, call: int, fault: str, seconds: float | None = Non
     @functools.wraps(called)
     def faulty(*given: Any, **named: Any) -> Any:
         nonlocal calls
-        calls += fault not in SIZES or (Current.ledger is not None and Current.ledger.in_step)
+        calls += fault not in SIZES or ((ledger := this_ledger()) is not None and ledger.in_step)
         if fault == "slow" or calls == call or (fault in SIZES and calls == call + 1):
             if MARK in os.environ:
                 Path(os.environ[MARK]).write_text(str(time.time()))
@@ -119,15 +119,17 @@ def main() -> None:
     """Plant the fault and train."""
     sys.path.insert(0, str(ROOT))
     pretrain_gpt: Any = importlib.import_module("pretrain_gpt")
-    begin = pretrain_gpt.begin_watch
+    start: Any = importlib.import_module("megacore.watch.start")
+    begin = start.begin_watch
 
-    def begin_and_plant(config: Any) -> None:
-        begin(config)
+    def begin_and_plant(config: Any, **options: Any) -> None:
+        begin(config, **options)
+        start.begin_watch = begin  # once
         plans = json.loads(os.environ[HANG])
         for plan in plans if isinstance(plans, list) else [plans]:
             plant(**plan)
 
-    pretrain_gpt.begin_watch = begin_and_plant
+    start.begin_watch = begin_and_plant
     status = pretrain_gpt.main(sys.argv[1:])
     importlib.import_module("megacore.train.launch").exit_with(status)
 

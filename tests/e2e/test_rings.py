@@ -53,6 +53,13 @@ def test_without_the_planner_a_pipeline_trains(without_plan: Path) -> None:
     assert "done: 2 steps" in done.stdout and "1f1b" in done.stdout.lower() and "by formula" not in done.stdout
 
 
+def test_without_the_watchdog_two_ranks_train(tmp_path: Path) -> None:
+    tree = tree_without("watch", tmp_path)
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py", "--dp", "2")
+    done = run(tree, *launch, *MODEL, "--micro-batch-size", "1", "--global-batch-size", "4")
+    assert done.returncode == 0 and "done: 2 steps" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("entry", ["pretrain_gpt.py", "pretrain_bert.py"])
 def test_a_dry_run_says_that_the_planner_is_missing(entry: str, without_plan: Path) -> None:
     done = run(without_plan, entry, "--dry-run", *MODEL)

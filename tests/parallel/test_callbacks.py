@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from megacore.checkpoint.save import Saved
+from megacore.heartbeat import Current, Phase
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import clock
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
-from megacore.watch.ledger import Ledger, Phase
-from megacore.watch.marks import Current
+from megacore.watch.ledger import Ledger, this_ledger
 from megacore.watch.record import LedgerFile
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, SEQUENCE, make_config, make_trainer
@@ -134,14 +134,15 @@ class Sections(Callback):
         self.at_stop: Phase | None = None
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        assert Current.ledger is not None
-        record = LedgerFile(Current.ledger.directory / "rank-0.ledger").record()
+        ledger = this_ledger()
+        assert ledger is not None
+        record = LedgerFile(ledger.directory / "rank-0.ledger").record()
         self.at_stop = record.section
 
 
 def test_sinks_that_close_slowly_have_the_budget_of_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that of a step, after which they would be taken for a hang."""
-    monkeypatch.setattr(Current, "ledger", Ledger(tmp_path, identity(0, 1, pid=os.getpid())))
+    monkeypatch.setattr(Current, "heartbeat", Ledger(tmp_path, identity(0, 1, pid=os.getpid())))
     sections = Sections()
     run(tmp_path / "run", sections)
     assert sections.at_stop is Phase.EXIT

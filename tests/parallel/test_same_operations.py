@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megacore.errors import TrainingStopped
+from megacore.heartbeat import Channel, Current, Phase, operations_differ
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.transport import Send, Transport
-from megacore.train.same_operations import Difference, first_difference, odd_ones
 from megacore.watch import operation_log
-from megacore.watch.ledger import Channel, Ledger, Phase
-from megacore.watch.marks import Current, operations_differ
+from megacore.watch.ledger import Ledger
+from megacore.watch.same_operations import Difference, first_difference, odd_ones
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 from tests.unit.watch_records import identity
@@ -48,7 +48,7 @@ class Shortened(Transport):
 def train(rank: int, world_size: int, output_dir: str, at: int) -> str:
     config = make_config((1, 2, 1), output_dir, num_layers=2, train_iters=6)
     degrees = {"pp": 2, "dp": 1, "tp": 1}
-    Current.ledger = Ledger(Path(output_dir), identity(rank, world_size, pid=os.getpid(), degrees=degrees))
+    Current.heartbeat = Ledger(Path(output_dir), identity(rank, world_size, pid=os.getpid(), degrees=degrees))
     trainer = make_trainer(config, build_mesh(config.parallel))
     if rank == at:
         trainer.model.runtime.transport.__class__ = Shortened

@@ -53,8 +53,11 @@ FILE_REPLACERS = {
 }
 # Who proposes or prints flags such as --dp, and therefore names degrees.
 DEGREES_BY_NAME = {"megacore/plan/plan_json.py", "megacore/plan/search_space.py", "megacore/plan/ways_out.py"}
-# Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
-TORCH_IN_DATA = {"megacore/data/loading/loader.py"}
+# Who may load torch before the configuration is accepted: nobody of `config`; of `data` the loader; of `watch` what
+# training itself calls.
+TORCH_IN_DATA = {
+    "megacore/data/loading/loader.py", "megacore/watch/stragglers.py", "megacore/watch/same_operations.py",
+}  # fmt: skip
 
 DISTRIBUTED = {
     "megacore/parallel/collectives.py": "collectives",

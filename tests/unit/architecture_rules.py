@@ -31,7 +31,7 @@ from tests.unit.architecture_exceptions import (
 ORDER = (
     {"kernels"},
     {"config"},
-    {"ops", "watch"},
+    {"ops"},
     {"parallel"},
     {"layers"},
     {"models"},
@@ -40,7 +40,7 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
-    {"arrive", "plan"},
+    {"arrive", "plan", "watch"},
     {"tracer"},
     {"commands"},
     {"verify"},

@@ -57,7 +57,7 @@ def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monk
 def test_a_deterministic_run_asks_torch_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     config: Any = SimpleNamespace(training=SimpleNamespace(reproducible=False, deterministic=True))
-    begins = mock.patch("megacore.train.launch.begin_watch", side_effect=InterruptedError)  # what follows
+    begins = mock.patch("megacore.watch.start.begin_watch", side_effect=InterruptedError)  # what follows
     with begins, pytest.raises(InterruptedError):
         Job().run(config, lambda config, mesh: None)
     assert torch.are_deterministic_algorithms_enabled()

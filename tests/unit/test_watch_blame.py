@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from megacore.heartbeat import Channel, Phase
 from megacore.watch import nodes
 from megacore.watch.blame import Seen, blame
-from megacore.watch.ledger import Channel, Flag, Phase
+from megacore.watch.ledger import Flag
 from megacore.watch.nodes import Nodes
 from megacore.watch.record import Record
 from megacore.watch.stragglers import Noticed, Times, slowest, times_between

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from megacore.files import take_lock
+from megacore.heartbeat import Channel, Current, Phase, code_of, phase, post, section
 from megacore.train.trackers.callback import _END_SECONDS
 from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
-from megacore.watch.ledger import Channel, Ledger, Phase, code_of
-from megacore.watch.marks import Current, phase, post, section
+from megacore.watch.ledger import Ledger
 from megacore.watch.node import Node, leaving_file, make, remove
 from megacore.watch.processes import born, end, state_of
 from megacore.watch.record import LedgerFile, Record
@@ -40,7 +40,7 @@ RANKS, OTHERS = (0, 1, 2, 3), (1, 3)
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """The ledger of this process, as rank 1 of 4."""
     made = Ledger(tmp_path, identity(1, 4, pid=os.getpid(), degrees={"pp": 1, "dp": 2, "tp": 2}))
-    monkeypatch.setattr(Current, "ledger", made)
+    monkeypatch.setattr(Current, "heartbeat", made)
     return made
 
 
@@ -164,7 +164,8 @@ def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from megacore.watch.ledger import Ledger, Phase, code_of
+from megacore.heartbeat import Phase, code_of
+from megacore.watch.ledger import Ledger
 from tests.unit.watch_records import identity
 ledger = Ledger(Path(sys.argv[1]), identity(1, 4, pid=os.getpid()))
 ledger.enter(code_of(Phase.BACKWARD, stage=3, microbatch=2))
@@ -213,7 +214,7 @@ def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_
         ranks[0].enter(code_of(Phase.BUILD))
         node = Node(tmp_path)
         assert [(one.rank, one.state) for one in node.look()] == [(0, "running"), (1, "gone")]
-        monkeypatch.setattr(Current, "ledger", Ledger(tmp_path, identity(3, 4, **alive)))
+        monkeypatch.setattr(Current, "heartbeat", Ledger(tmp_path, identity(3, 4, **alive)))
         assert died_without_a_word(0.0) == f"rank 1 (pid {dead}) on host has died in the phase: build of the model"
         living.kill()
     assert Node(tmp_path).look() == []
@@ -242,7 +243,7 @@ def test_a_process_with_a_reused_number_is_another_one() -> None:
 
 
 def test_without_a_ledger_nothing_is_marked() -> None:
-    assert Current.ledger is None
+    assert Current.heartbeat is None
     with phase(Phase.DATA), post(Phase.BARRIER, RANKS, 0), section(Phase.SAVE):
         pass
 
@@ -378,7 +379,7 @@ def test_a_rank_that_comes_while_a_watcher_leaves_has_a_ledger_and_a_watcher(
     started: list[Any] = []
     monkeypatch.setattr(start.subprocess, "Popen", lambda command, **_: started.append(command))
     monkeypatch.setattr(start.faulthandler, "register", lambda *_, **__: None)
-    monkeypatch.setattr(Current, "ledger", None)
+    monkeypatch.setattr(Current, "heartbeat", None)
     directory = tmp_path / "ledgers"
     make(directory)
     lock = os.open(directory / start._LOCK, os.O_RDWR | os.O_CREAT)

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacore.config.messages import ranks_in_words
+from megacore.heartbeat import Channel
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-from megacore.watch.ledger import Channel
-from megacore.watch.marks import Current
+from megacore.watch.ledger import this_ledger
 
 Operations = Mapping[Channel, Sequence[tuple[int, str, int]]]  # number, kind and bytes
 
@@ -28,7 +28,7 @@ def different_operations(step: int, mesh: Mesh) -> str:
         step: in which it was noticed.
         mesh: this rank's groups.
     """
-    ledger = Current.ledger
+    ledger = this_ledger()
     assert ledger is not None, "every rank has voted"
     everyone = all_gather_objects((ledger.recent_operations(), ledger.had_deviated), mesh.world)
     deviating = [rank for rank, (_, deviates) in enumerate(everyone) if deviates]
