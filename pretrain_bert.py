@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from megacore.starting import announce, announce_stage
+from megacore.train.starting import announce, announce_stage
 
 if __name__ == "__main__":
     announce()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megacore.starting import announce, announce_stage
+from megacore.train.starting import announce, announce_stage
 
 if __name__ == "__main__":
     announce()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 from megacore.watch.budget import STEPS, TIMES
 from tests.e2e.hanging import HANG, MARK
 from tests.e2e.launching import small_run, under_torchrun

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.workload import add_sizes, configuration, megacore_step, megacore_trainer
 from megacore.config import ParallelConfig
-from megacore.heartbeat import Current, Phase, phase, post
 from megacore.parallel.collectives import barrier
+from megacore.parallel.heartbeat import Current, Phase, phase, post
 from megacore.parallel.mesh import build_mesh
 from megacore.train.callbacks import Callbacks
 from megacore.train.metrics import StepTimes

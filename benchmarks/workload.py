@@ -13,9 +13,9 @@ from benchmarks.comparison.job import Sizes
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.gpt.mock import MockDataset
-from megacore.freed_memory import keep_what_is_freed
 from megacore.models.initialize import InitialWeights
 from megacore.parallel.mesh import Mesh, world_size
+from megacore.train.freed_memory import keep_what_is_freed
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer

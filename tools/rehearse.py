@@ -28,7 +28,7 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from megacore.commands.plan import ENTRIES
 from megacore.commands.tool import EXIT_FAILED, ToolParser, positive, run_tool
 from megacore.errors import UserError
-from megacore.starting import REHEARSAL
+from megacore.train.starting import REHEARSAL
 from megacore.verify.rehearse import PROCESSES
 
 _ALLOCATING = ("srun", "mpirun", "mpiexec")  # start any command; the others start a Python program

@@ -30,9 +30,9 @@ from megacore.convert.to_hf import plan_export, write_directory
 from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_equal, write_ranks, write_torch_dist
 from megacore.convert.upcycle import upcycled, write_upcycled
 from megacore.errors import UserError
-from megacore.freed_memory import give_back_what_is_freed
 from megacore.inference.trained import trained_layers
 from megacore.remote import is_url
+from megacore.train.freed_memory import give_back_what_is_freed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MEGATRON = ("megatron", "torch_dist")

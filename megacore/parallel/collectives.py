@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.errors import PeerFailed
-from megacore.heartbeat import UNMARKED, Phase, post
 from megacore.ops.dispatch import Node
 from megacore.parallel import direct
+from megacore.parallel.heartbeat import UNMARKED, Phase, post
 from megacore.parallel.mesh import Group, Holders, Mesh
 
 Reduction = Literal["sum", "max"]

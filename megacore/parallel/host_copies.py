@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacore.heartbeat import Current
+from megacore.parallel.heartbeat import Current
 
 Content = Literal["parameters", "gradients", "activations"]
 

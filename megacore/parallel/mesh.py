@@ -37,8 +37,8 @@ from megacore.config.dimensions import (
 from megacore.config.messages import counted, ranks_in_words
 from megacore.config.nodes import launcher_number, torchrun_flags
 from megacore.errors import ConfigError
-from megacore.heartbeat import Phase, phase, post
 from megacore.parallel import gloo
+from megacore.parallel.heartbeat import Phase, phase, post
 from megacore.parallel.processors import take_long_turns
 
 

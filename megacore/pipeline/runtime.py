@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.config import ParallelConfig
 from megacore.errors import UserError
-from megacore.heartbeat import Phase, phase
+from megacore.parallel.heartbeat import Phase, phase
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.backward import WeightHalf, accumulate_gradients, input_half

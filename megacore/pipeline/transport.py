@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.heartbeat import Phase, post
+from megacore.parallel.heartbeat import Phase, post
 from megacore.parallel.mesh import Group
 from megacore.pipeline.stage import TensorSpec
 

@@ -33,7 +33,6 @@ from megacore.config import (
     WatchConfig,
 )
 from megacore.errors import UserError
-from megacore.heartbeat import Phase, phase, section
 from megacore.models.plain import (
     BuiltLayer,
     Layer,
@@ -45,6 +44,7 @@ from megacore.models.plain import (
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
 from megacore.parallel.context import SequenceShards
+from megacore.parallel.heartbeat import Phase, phase, section
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed

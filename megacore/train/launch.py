@@ -30,11 +30,10 @@ from megacore.errors import (
     UserError,
     WorkerDied,
 )
-from megacore.freed_memory import keep_what_is_freed
-from megacore.heartbeat import Phase, section
 from megacore.models.outline import outline
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import why_not_compile
+from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import (
     Mesh,
     build_mesh,
@@ -48,15 +47,16 @@ from megacore.parallel.mesh import (
     world_size,
 )
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
-from megacore.starting import announce_stage
 from megacore.train.causes import lost_connection, outside_cause
 from megacore.train.ending import exit_with, report_cause
+from megacore.train.freed_memory import keep_what_is_freed
 from megacore.train.memory_check import fits_everywhere
 from megacore.train.metrics import device_name
 from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
 from megacore.train.planning import planner
 from megacore.train.same_run import refuse_different_ranks
+from megacore.train.starting import announce_stage
 from megacore.train.watchdog import watchdog
 
 __all__ = ["exit_with", "launch"]

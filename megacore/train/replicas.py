@@ -26,10 +26,10 @@ from torch import Tensor
 from megacore.checkpoint.save import Saved
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import SilentCorruption
-from megacore.heartbeat import Phase, section
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather, all_gather_objects
+from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import stable_hash
 from megacore.parallel.sharding import ShardSpec, Slices

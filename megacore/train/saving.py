@@ -11,7 +11,7 @@ from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
-from megacore.heartbeat import Phase, section
+from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
 from megacore.train.callbacks import Callbacks

@@ -23,11 +23,11 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import OptimizerConfig, ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
-from megacore.heartbeat import Phase, operations_differ, phase, section, votes_on_operations
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, describe_non_finite
 from megacore.optim.update import Outcome, WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
+from megacore.parallel.heartbeat import Phase, operations_differ, phase, section, votes_on_operations
 from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words

@@ -24,8 +24,8 @@ from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.errors import TrainingDiverged
-from megacore.heartbeat import Phase, section
 from megacore.models.flops import CONVENTION
+from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.remote import Location, location

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from megacore import has_ring
 from megacore.config import ResolvedConfig
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -35,7 +35,7 @@ class Watchdog:
     def end(self) -> None:
         """The run is over on this rank."""
 
-    # ---- what this process does, beside megacore.heartbeat
+    # ---- what this process does, beside megacore.parallel.heartbeat
 
     def rest_in(self, phase: Phase) -> None:
         """Set the phase that this process is in outside of every other phase; only to be called outside of all."""
@@ -84,7 +84,7 @@ class Watchdog:
         """In which operation ranks took part with different sizes, and which rank is wrong; all call this together.
 
         Args:
-            step: in which the votes on operations (megacore/heartbeat.py) differed.
+            step: in which the votes on operations (megacore/parallel/heartbeat.py) differed.
             mesh: this rank's groups.
         """
         raise AssertionError("without a heartbeat no rank votes")

@@ -44,7 +44,7 @@ from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.parallel.processors import computes_on_cpu
-from megacore.starting import REHEARSAL
+from megacore.train.starting import REHEARSAL
 from megacore.verify.narrow import narrow
 
 PROCESSES = 8

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacore.config.messages import ranks_in_words
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 from megacore.watch.ledger import Flag
 from megacore.watch.record import Record
 

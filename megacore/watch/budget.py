@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.record import Record
 from megacore.watch.report import PHASES_IN_WORDS

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megacore.config import ResolvedConfig
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 from megacore.train.watchdog import Watchdog
 from megacore.watch import start
 from megacore.watch.ledger import Flag, this_ledger

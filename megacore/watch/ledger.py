@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
-from megacore.heartbeat import AGREED, MESSAGES, Channel, Current, Phase, code_of
+from megacore.parallel.heartbeat import AGREED, MESSAGES, Channel, Current, Phase, code_of
 from megacore.watch.operation_log import OperationLog
 from megacore.watch.order import UsualOrder
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from megacore.heartbeat import Channel, Phase
+from megacore.parallel.heartbeat import Channel, Phase
 from megacore.watch.ledger import MAGIC, SIZE, TEXT, Identity, Word
 
 _READS = 20

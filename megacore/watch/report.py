@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megacore.config.dimensions import describe_rank, group_in_words
 from megacore.config.messages import ranks_in_words
-from megacore.heartbeat import Channel, Phase
+from megacore.parallel.heartbeat import Channel, Phase
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.record import Record
 

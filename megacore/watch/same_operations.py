@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacore.config.messages import ranks_in_words
-from megacore.heartbeat import Channel
 from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.heartbeat import Channel
 from megacore.parallel.mesh import Mesh
 from megacore.watch.ledger import this_ledger
 

@@ -26,7 +26,7 @@ from megacore.config.dimensions import describe_rank
 from megacore.config.nodes import launcher_number
 from megacore.errors import EXIT_HUNG
 from megacore.files import take_lock
-from megacore.heartbeat import Current
+from megacore.parallel.heartbeat import Current
 from megacore.watch.ledger import Flag, Identity, Ledger, this_ledger
 from megacore.watch.node import STACK_SIGNAL, Node, directory_of, leaving_file, make, report_file, stack_file
 from megacore.watch.processes import born

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from megacore.config.dimensions import pipeline_dimension
-from megacore.heartbeat import Phase
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_, rows_of_ranks
+from megacore.parallel.heartbeat import Phase
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.rollback import Rollback

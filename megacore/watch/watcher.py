@@ -20,7 +20,7 @@ from typing import TextIO
 from megacore.config.cli import leave_for_launcher
 from megacore.errors import EXIT_HUNG
 from megacore.files import replace_bytes
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import TIMES, Limit, limit, still_seconds
 from megacore.watch.ledger import Flag

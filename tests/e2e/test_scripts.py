@@ -18,7 +18,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.starting import REHEARSAL
+from megacore.train.starting import REHEARSAL
 from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
 from tests.e2e.launching import alone

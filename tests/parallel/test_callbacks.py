@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megacore.checkpoint.save import Saved
-from megacore.heartbeat import Current, Phase
+from megacore.parallel.heartbeat import Current, Phase
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import clock
 from megacore.train.callbacks import Callback, Run

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megacore.errors import TrainingStopped
-from megacore.heartbeat import Channel, Current, Phase, operations_differ
+from megacore.parallel.heartbeat import Channel, Current, Phase, operations_differ
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.transport import Send, Transport
 from megacore.watch import operation_log

@@ -28,7 +28,7 @@ optim/adamw optim/fused_adam optim/lr_schedules optim/optimizer optim/spikes opt
 parallel/canonical parallel/products parallel/sequence parallel/tensor
 pipeline/backward pipeline/runtime pipeline/stage
 train/callbacks train/clock train/gpt_task train/history train/sinks train/step train/stopping train/trainer
-heartbeat watch/for_training watch/ledger watch/stragglers
+parallel/heartbeat watch/for_training watch/ledger watch/stragglers
 zero/bucket zero/data_parallel zero/local_segments
 """
 # Calls of a function under another name, with the reason.

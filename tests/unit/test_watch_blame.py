@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from megacore.heartbeat import Channel, Phase
+from megacore.parallel.heartbeat import Channel, Phase
 from megacore.watch import nodes
 from megacore.watch.blame import Seen, blame
 from megacore.watch.ledger import Flag

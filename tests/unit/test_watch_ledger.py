@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megacore.files import take_lock
-from megacore.heartbeat import Channel, Current, Phase, code_of, phase, post, section
+from megacore.parallel.heartbeat import Channel, Current, Phase, code_of, phase, post, section
 from megacore.train.trackers.callback import _END_SECONDS
 from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict
@@ -164,7 +164,7 @@ def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from megacore.heartbeat import Phase, code_of
+from megacore.parallel.heartbeat import Phase, code_of
 from megacore.watch.ledger import Ledger
 from tests.unit.watch_records import identity
 ledger = Ledger(Path(sys.argv[1]), identity(1, 4, pid=os.getpid()))

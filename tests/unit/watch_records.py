@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacore.heartbeat import Phase
+from megacore.parallel.heartbeat import Phase
 from megacore.watch.blame import Seen, State
 from megacore.watch.ledger import Identity
 from megacore.watch.record import Record

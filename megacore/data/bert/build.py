@@ -29,7 +29,7 @@ from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.errors import DataError
-from megacore.heartbeat import Phase, section
+from megacore.parallel.heartbeat import Phase, section
 
 _LOG = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from megacore.data.indexed.sidecar import Sidecar, read_sidecar
 from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
-from megacore.heartbeat import Phase, section
+from megacore.parallel.heartbeat import Phase, section
 from megacore.progress import Progress
 
 # Tokens are compared with the vocabulary at the start up to this many bytes; the rest as it is read.

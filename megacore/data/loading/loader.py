@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.loading.batch import Batch
 from megacore.errors import DataError, WorkerDied
-from megacore.heartbeat import Phase, phase
+from megacore.parallel.heartbeat import Phase, phase
 from megacore.parallel.processors import end_with_parent
 
 _SECONDS_FOR_A_WORKER_TO_END = 1.0
