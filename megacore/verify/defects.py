@@ -1,8 +1,7 @@
 """Defects of parallel training, planted at run time, for the self-test: a comparison that finds none proves nothing.
 
 Each one is a mistake that has been made in some trainer. It is planted in the layout's run only, after the model is
-built and loaded, by replacing functions of the product on every rank. docs/guides/verify.md has the matrix of what
-finds it.
+built and loaded, by replacing functions of the product on every rank. docs/guides/verify.md lists them.
 """
 
 from __future__ import annotations
