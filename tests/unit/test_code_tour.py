@@ -1,4 +1,4 @@
-"""docs/explain/code-tour.md is true: its anchors point at what they name, and an editor can follow every call."""
+"""docs/explain/code-tour.md is true: its stops name what their files define, and an editor can follow every call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.packaging_builds import ROOT
 
-ANCHOR = re.compile(r"^\d+\. \[`(?P<path>[\w/.]+)`\]\(\.\./\.\./(?P=path)#L(?P<line>\d+)\) `(?P<symbol>[\w.]+)`")
+ANCHOR = re.compile(r"^\d+\. \[`(?P<path>[\w/.]+)`\]\(\.\./\.\./(?P=path)\) `(?P<symbol>[\w.]+)`")
 STOPS = [
     match for line in (ROOT / "docs/explain/code-tour.md").read_text().splitlines() if (match := ANCHOR.match(line))
 ]
@@ -20,25 +20,17 @@ BESIDE = ["megacore/train/task.py", "megacore/train/bert_task.py", "megacore/tra
 BESIDE += ["megacore/train/callbacks.py", "megacore/pipeline/stage.py", "megacore/train/parallelize.py"]
 
 
-def definition(path: str, symbol: str) -> ast.stmt:
-    node: ast.Module | ast.stmt = ast.parse((ROOT / path).read_text())
-    for name in symbol.split("."):
-        assert isinstance(node, ast.Module | ast.ClassDef)
-        node = next(n for n in node.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
-    assert not isinstance(node, ast.Module)
-    return node
-
-
 def test_the_tour_has_ten_files_at_most() -> None:
     assert 5 < len(STOPS) <= 10
     assert len(set(FILES)) == len(FILES)
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=FILES)
-def test_an_anchor_points_at_what_it_names(stop: re.Match[str]) -> None:
-    assert definition(stop["path"], stop["symbol"]).lineno == int(stop["line"]), (
-        "update the line in docs/explain/code-tour.md"
-    )
+def test_a_stop_names_what_its_file_defines(stop: re.Match[str]) -> None:
+    node: ast.Module | ast.stmt = ast.parse((ROOT / stop["path"]).read_text())
+    for name in stop["symbol"].split("."):
+        assert isinstance(node, ast.Module | ast.ClassDef)
+        node = next(n for n in node.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
 
 
 def stored_callables(tree: ast.Module) -> Iterator[str]:
