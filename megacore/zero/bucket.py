@@ -73,6 +73,7 @@ class Bucket:
         unsplit: names of the parameters that no shard splits.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
+        users: numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
         gathers: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
         compressed: sums of gradients, or of the momentum, in a compressed format; None: there are none.
         sums_gradients: whether the gradients of the step under way are summed over the group.
@@ -109,6 +110,7 @@ class Bucket:
         if options.offload_params:
             assert streams is not None and options.stage == 3 and options.offload
             self._host = HostShard(self._shard_params, group, streams, sum_dtype=options.sum_dtype)
+        self.users: set[int] = set()
         self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 

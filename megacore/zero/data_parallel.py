@@ -130,13 +130,12 @@ class DataParallel:
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         # The first layer that uses each bucket: its gradients are complete once backward has passed that layer.
         self._first_layer = {
-            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(new))) for p in new[number]
+            self._bucket_of[p.spec.name]: number for number in reversed(range(len(new))) for p in new[number]
         }
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
-        users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
-        self._shared_by_chunks = [b for b in self.buckets if sum(id(b) in used for used in users) > 1]
+        used_by = [{bucket for number in numbers for bucket in self._needs[number]} for numbers in self._chunks]
+        self._shared_by_chunks = [b for b in self.buckets if sum(b in used for used in used_by) > 1]
         self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
-        self._users: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
         self._computing: list[Bucket] = []  # whose gradients are being computed
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
         self._by_layer = True  # whether this backward completes a layer before it reaches the one before
@@ -247,20 +246,19 @@ class DataParallel:
 
     def _acquire(self, index: int) -> None:
         for bucket in self._needs[index]:
-            self._users[id(bucket)].add(index)
+            bucket.users.add(index)
             bucket.wait()
 
     def _prefetch(self, index: int, chunk: range) -> None:
         if self.options.stage == 3 and index in chunk:
             for bucket in self._needs[index]:
-                self._users[id(bucket)].add(index)
+                bucket.users.add(index)
                 bucket.prefetch()
 
     def _release(self, index: int) -> None:
         for bucket in self._needs[index]:
-            users = self._users[id(bucket)]
-            users.discard(index)
-            if not users:
+            bucket.users.discard(index)
+            if not bucket.users:
                 bucket.release()
 
     @contextmanager
@@ -275,7 +273,7 @@ class DataParallel:
             yield
         finally:
             for bucket in self.buckets:
-                self._users[id(bucket)].clear()  # a layer that raised has not released them
+                bucket.users.clear()  # a layer that raised has not released them
                 bucket.release()
                 bucket.gathers = True
 
@@ -430,7 +428,7 @@ class DataParallel:
         Args:
             reached: backward has passed all layers after this one: a gradient that they have not computed is zero.
         """
-        while self._due and (not self._due[0].awaits_gradients or self._first_layer[id(self._due[0])] > reached):
+        while self._due and (not self._due[0].awaits_gradients or self._first_layer[self._due[0]] > reached):
             self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
