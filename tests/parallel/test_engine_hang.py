@@ -48,6 +48,7 @@ def train(rank: int, world_size: int, output_dir: str, minutes: float) -> None:
         engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 4)))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_the_engine_is_named_and_ends_all(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="SIGTERM"):
         run_distributed(train, 4, str(tmp_path), scaled_minutes(0.02))

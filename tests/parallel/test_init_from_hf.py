@@ -21,7 +21,7 @@ from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.e2e.launching import alone, words
-from tests.parity.hf_models import CONFIGS, SLOW, VOCAB, as_stored, make_model, save_model
+from tests.parity.hf_models import CONFIGS, VOCAB, as_stored, make_model, save_model
 from tests.parity.runs import Layout, RaggedData, gather, make_config
 
 SEQUENCE = 16
@@ -68,17 +68,13 @@ def loss_of(model: nn.Module, batch: int) -> Tensor:
     return (losses * mask.flatten()).sum() / mask.sum()
 
 
-EXPERTS: dict[str, Any] = {"ep": 2, "zero_stage": 1}
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "changes"),
     [
-        ("stablelm-12b", (2, 2, 1), {}),  # each rank normalises its heads with their own weights
-        ("qwen3-moe", (2, 1, 2), EXPERTS),  # every rank reads the slices of its experts
+        ("qwen3-moe", (2, 1, 2), {"ep": 2, "zero_stage": 1}),  # every rank reads the slices of its experts
+        # Each rank normalises its heads with their own weights.
+        pytest.param("stablelm-12b", (2, 2, 1), {}, marks=pytest.mark.slow),
         pytest.param("gpt2", (4, 1, 2), {"zero_stage": 3}, marks=pytest.mark.slow),
-        pytest.param("mixtral", (2, 1, 2), EXPERTS, marks=pytest.mark.slow),
-        pytest.param("deepseek-v3", (2, 1, 2), EXPERTS, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -90,13 +86,9 @@ def test_a_run_starts_from_the_weights(name: str, layout: Layout, changes: dict[
     for step in hf.plan:
         if step.is_buffer:  # the loss depends on it
             continue
-        whole: Tensor = step.slice(spec_of(step.ours, step.shape), hf.stored.tensors)
+        whole: Tensor = step.slice(ShardSpec(name=step.ours, shape=step.shape), hf.stored.tensors)
         assert torch.equal(weights[step.ours], whole), step.ours
     assert loss == pytest.approx(float(loss_of(make_model(name), 8).detach()), abs=1e-6)
-
-
-def spec_of(name: str, shape: tuple[int, ...]) -> ShardSpec:
-    return ShardSpec(name=name, shape=shape)
 
 
 First = tuple[float, float, dict[str, Tensor]]  # loss, norm of the gradient, and the gradient by tensor
@@ -125,10 +117,8 @@ def require_that_of_transformers(found: First, model: nn.Module, directory: Path
         assert error <= 1e-5 * wanted.abs().max() + 1e-7, f"gradient of {name}: {error}"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
-)
-def test_the_first_step_of_every_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "deepseek-v3"])
+def test_the_first_step_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     source = save_model(model, tmp_path / "hf")
     mesh, layout = Mesh(device=torch.device("cpu")), (1, 1, 1)
@@ -147,7 +137,7 @@ def first_steps(rank: int, world_size: int, sources: dict[str, str], output: str
 
 
 @pytest.mark.slow
-def test_so_it_is_on_two_by_two_ranks(tmp_path: Path) -> None:
+def test_so_it_is_of_every_family_on_two_by_two_ranks(tmp_path: Path) -> None:
     models = {name: make_model(name) for name in CONFIGS}
     sources = {name: str(save_model(model, tmp_path / name)) for name, model in models.items()}
     found = run_distributed(first_steps, 4, sources, str(tmp_path / "run"), timeout=300)[0]
@@ -163,19 +153,7 @@ def test_the_program_takes_the_shape_from_the_directory(directory: Path, tmp_pat
     assert "num_layers = 3" in (tmp_path / "run" / "config.toml").read_text()
 
 
-@pytest.mark.slow
-def test_the_program_takes_experts_from_the_directory(tmp_path: Path) -> None:
-    source = save_model(make_model("mixtral"), tmp_path / "hf")
-    flags = words(init_from_hf=source, mock_data=True, seq_length=SEQUENCE, train_iters=2, eval_interval=0)
-    done = alone(*flags, *words(output_dir=tmp_path / "run", log_interval=1), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "num_experts = 4" in (tmp_path / "run" / "config.toml").read_text()
-    done = alone(*flags, "--moe-router-topk", 3, *words(output_dir=tmp_path / "again"))
-    assert done.returncode == 2
-    assert f"--moe-router-topk 3 contradicts {source}/config.json, which makes it 2" in done.stderr
-
-
-def test_flags_that_contradict_the_directory_are_refused(directory: Path, tmp_path: Path) -> None:
+def test_flags_that_contradict_the_directory_or_lead_to_none_are_refused(directory: Path, tmp_path: Path) -> None:
     flags = words(
         init_from_hf=directory, mock_data=True, seq_length=SEQUENCE, train_iters=2, output_dir=tmp_path / "run"
     )
@@ -187,10 +165,6 @@ def test_flags_that_contradict_the_directory_are_refused(directory: Path, tmp_pa
     assert done.returncode == 2
     assert "--preset gpt2-tiny has no effect with --init-from-hf" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
     done = alone(*words(init_from_hf=tmp_path / "none", mock_data=True, train_iters=2))
     assert done.returncode == 2
-    assert "refused: 1 problem" in done.stderr
     assert "none is not a directory" in done.stderr

@@ -84,8 +84,10 @@ def train_copies(
 
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    [((2, 1, 1), {"sequence_parallel": True}), ((1, 1, 2), {"zero_stage": 2})],
-    ids=["tp", "dp"],
+    [
+        pytest.param((2, 1, 1), {"sequence_parallel": True}, id="tp", marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), {"zero_stage": 2}, id="dp"),
+    ],
 )
 def test_a_dimension_that_replicates_changes_no_number(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
     ranks = math.prod(layout)

@@ -165,7 +165,7 @@ def examine(directory: Path, trials: Sequence[int]) -> None:
         assert name.split()[0] in said, where
 
 
-@pytest.mark.parametrize("trials", [[0, 1, 6], pytest.param(range(100, 112), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("trials", [[1, 6], pytest.param(range(100, 112), marks=pytest.mark.slow)], ids=str)
 def test_flipped_bits_are_found_and_named(trials: Sequence[int], tmp_path: Path) -> None:
     examine(tmp_path, trials)
 
@@ -192,7 +192,7 @@ def checked_and_not(rank: int, world_size: int, directory: str, cases: list[Case
             assert [record["watch/replicas_checked_step"] for record in records] == [2, 3]
 
 
-@pytest.mark.parametrize("cases", [CASES[2:4], pytest.param(CASES[4:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [CASES[2:3], pytest.param(CASES[3:], marks=pytest.mark.slow)])
 def test_checks_change_no_bit_and_raise_no_alarm(cases: list[Case], tmp_path: Path) -> None:
     run_distributed(checked_and_not, 4, str(tmp_path), cases, timeout=120)
 

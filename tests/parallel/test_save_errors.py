@@ -63,7 +63,7 @@ def save_with_each_part_failing(
     return raised
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_exception_on_one_rank_fails_the_save_on_all(tmp_path: Path, async_save: bool) -> None:
     told = run_distributed(save_with_each_part_failing, 2, str(tmp_path), True, {"async_save": async_save})
     assert told[0] == told[1]
@@ -80,6 +80,7 @@ def test_an_exception_on_one_rank_fails_the_save_on_all(tmp_path: Path, async_sa
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_warns_trains_on_after_any_exception(tmp_path: Path) -> None:
     told = run_distributed(save_with_each_part_failing, 2, str(tmp_path), False, {"on_save_error": "warn"})
     assert told == [dict.fromkeys(PARTS)] * 2

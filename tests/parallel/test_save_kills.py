@@ -31,11 +31,7 @@ OF_EVERY_RANK = ("staged", "shard opened", "shard half written", "shard written"
 # Who is killed, where, whether the save is in the background, and whether it goes to a URL.
 CHOSEN = [
     (1, "shard half written", False, False),
-    (0, "manifest written", True, False),
-    (3, "before the rename", False, False),
-    (2, "renamed", True, False),
     (0, "half retired", True, False),
-    (3, "shard half written", False, True),
     (0, "manifest written", True, True),
 ]
 

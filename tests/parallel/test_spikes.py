@@ -121,7 +121,7 @@ def rolls_back(rank: int, world_size: int, layout: Layout, directory: str, chang
     assert found.skipped == [10]
     if rank == 0:
         _look_at_files(Path(directory, "run"))
-    if world_size == 4:
+    if world_size > 1:
         _resume_elsewhere(layout, Path(directory), expected, changes)
 
 
@@ -131,7 +131,7 @@ def _resume_elsewhere(layout: Layout, directory: Path, expected: Losses, changes
     again, newest = Losses(), directory / "run" / f"step_{LAST_SAVED:08d}.2"
     guard = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
     options = {**changes, "zero_stage": 1, "load": str(newest)}
-    run = trainer_on(None, (pp, tp, dp), directory / "again", Text(POISON), again, guard, **options)
+    run = trainer_on(None, (dp, tp, pp), directory / "again", Text(POISON), again, guard, **options)
     run.run()
     assert again.skipped == []
     assert again.by_step == pytest.approx(expected.by_step, rel=1e-5 if "precision" not in changes else 1e-2)
@@ -158,8 +158,8 @@ def _look_at_files(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        ((1, 1, 1), {"async_save": True}),
-        ((1, 2, 2), {"zero_stage": 2, "clip_grad_adaptive": True, "clip_grad_warmup_iters": 5, "ema_decay": 0.9}),
+        ((1, 1, 2), {"async_save": True, "zero_stage": 2, "ema_decay": 0.9}),
+        pytest.param((1, 2, 2), {"clip_grad_adaptive": True, "clip_grad_warmup_iters": 5}, marks=pytest.mark.slow),
         pytest.param((2, 1, 2), {"zero_stage": 3, "precision": "bf16", "keep_last": 9}, marks=pytest.mark.slow),
         pytest.param((1, 2, 1), {"schedule": "zero-bubble"}, marks=pytest.mark.slow),
         pytest.param((1, 1, 2), {"zero_stage": 1, "precision": "fp16"}, marks=pytest.mark.slow),
@@ -203,8 +203,10 @@ def test_a_warning_changes_no_number(tmp_path: Path, capsys: pytest.CaptureFixtu
 FP16: dict[str, Any] = {"precision": "fp16", "initial_loss_scale": 256.0}  # nothing overflows
 
 
-@pytest.mark.parametrize("one_pass", [False, True])
-@pytest.mark.parametrize("mode", ["skip", "rollback"])  # before its first checkpoint, a rollback skips
+@pytest.mark.parametrize(
+    ("mode", "one_pass"),  # before its first checkpoint, a rollback skips
+    [("skip", True), *(pytest.param(*more, marks=pytest.mark.slow) for more in (("skip", False), ("rollback", True)))],
+)
 def test_a_skipped_spike_leaves_the_state_as_it_is(tmp_path: Path, mode: str, one_pass: bool) -> None:
     run, losses = outcome(tmp_path, mode, one_pass=one_pass, save_interval=100, **FP16)
     for number in range(1, STEPS + 1):

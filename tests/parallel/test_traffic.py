@@ -124,29 +124,29 @@ ONE_NORM = "parallel_residual=True shared_parallel_norm=True"
 CASES = [
     "tp2 recompute=full",
     "tp2 sp",
-    "tp2 parallel_residual=True",
-    "tp2 reproducible=True precision=bf16",
     "cp2 reproducible=True mb4",
     "pp2 interleaved virtual2 num_layers=4",
+    "dp2 z1 precision=bf16 grad_reduce_dtype=bf16",
+    "dp2 z3",
+    f"dp2 ep2 {EXPERTS}",
+    f"tp2 sp ep2 etp1 recompute=full {EXPERTS}",
+    # With a number of matrices that the ranks share evenly, as all with Muon.
+    "dp2 z1 optimizer=muon",
+]
+MORE = [
+    "tp2 parallel_residual=True",
+    "tp2 reproducible=True precision=bf16",
     "pp2 reset_attention_mask=True reset_position_ids=True",
     "pp2 untie_embeddings_and_output_weights=True",
     "dp2",
-    "dp2 z1 precision=bf16 grad_reduce_dtype=bf16",
     "dp2 z2 ema_decay=0.9 moments_dtype=bf16",
-    "dp2 z3",
-    f"dp2 ep2 {EXPERTS}",
     f"dp2 ep2 z3 recompute=full {BALANCED}",
     f"tp2 moe_shared_expert_size=64 moe_shared_expert_gate=True moe_first_dense_layers=1 {EXPERTS}",
-    f"tp2 sp ep2 etp1 recompute=full {EXPERTS}",
     f"tp2 reproducible=True {EXPERTS}",
     f"cp2 mb4 {EXPERTS}",
-    # Each with a number of matrices that the ranks share evenly.
     "dp2 optimizer=muon precision=bf16",
-    "dp2 z1 optimizer=muon",
     f"dp2 ep2 optimizer=muon {EXPERTS}",
     "tp2 optimizer=muon",
-]
-MORE = [
     "tp2 sp parallel_residual=True recompute=full",
     f"tp2 reproducible=True {ONE_NORM}",
     f"cp2 reproducible=True mb4 recompute=full {ONE_NORM}",

@@ -183,9 +183,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
-# In `make test-slow` only.
-SLOW = {"llama-yarn", "phi3-longrope", "phi3-short-context", "stablelm-parallel", "opt"}
-SLOW |= {"falcon-7b", "falcon-sequential", "falcon-40b", "falcon-11b"}
+# Those whose tensors are laid out or computed in another way each; the others are for `make test-slow`.
+USUAL = {
+    "gpt2",
+    "llama3",
+    "qwen3",
+    "mixtral",
+    "deepseek-v3",
+    "pythia",
+    "bloom",
+    "olmo2",
+    "phi3",
+    "stablelm-12b",
+    "gptj",
+}
+USUAL |= {"gpt-bigcode", "gemma3", "exaone4", "cohere2", "glm4"}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:

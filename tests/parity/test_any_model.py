@@ -21,35 +21,39 @@ EVEN = {"pipeline_balance": "uniform"}
 CAPTURED: dict[str, Any] = {"compile": True, "compile_backend": "aot-eager"}
 Case = tuple[str, int, int, dict[str, Any]]  # model, pp, dp, changes
 
+# In `make test` every model, schedule and ZeRO stage once, by the number of ranks.
 CASES: dict[int, list[Case]] = {
-    1: [*((name, 1, 1, {}) for name in MODELS), ("tokens", 1, 1, SPLIT), ("bare", 1, 1, CAPTURED)],
+    1: [("cnn", 1, 1, {}), ("tokens", 1, 1, SPLIT), ("bare", 1, 1, CAPTURED)],
+    2: [
+        ("cnn", 2, 1, TWICE),
+        ("cnn", 1, 2, {"zero_stage": 3}),
+        ("tokens", 2, 1, EVEN | SPLIT),
+        ("tokens", 1, 2, {"zero_stage": 2}),
+        ("bare", 2, 1, {}),
+    ],
+    4: [("bare", 4, 1, EVEN | SPLIT), ("tokens", 2, 2, SPLIT | {"zero_stage": 1})],
+}
+MORE: dict[int, list[Case]] = {
     2: [
         *((name, 2, 1, changes) for name in MODELS for changes in ({}, TWICE, EVEN | SPLIT)),
         ("cnn", 2, 1, GPIPE),
         ("cnn", 1, 2, {}),
-        ("cnn", 1, 2, {"zero_stage": 3}),
         ("tokens", 1, 2, {"zero_stage": 1}),
-        ("tokens", 1, 2, {"zero_stage": 2}),
     ],
     4: [
-        *((name, 4, 1, EVEN | SPLIT) for name in MODELS),
+        *((name, 4, 1, EVEN | changes) for name in MODELS for changes in ({}, SPLIT)),
+        *((name, 2, 2, SPLIT) for name in MODELS),
         ("cnn", 4, 1, EVEN | TWICE),
         ("cnn", 2, 2, TWICE | {"zero_stage": 3}),
         ("tokens", 2, 2, {"zero_stage": 2}),
-        ("tokens", 2, 2, SPLIT | {"zero_stage": 1}),
+        ("tokens", 2, 2, TWICE | {"zero_stage": 3}),
+        ("tokens", 2, 2, SPLIT | {"zero_stage": 3}),
         ("bare", 2, 2, EVEN | {"zero_stage": 3}),
+        ("bare", 2, 2, EVEN | SPLIT | {"zero_stage": 2}),
+        ("cnn", 4, 1, EVEN | CAPTURED),
+        ("tokens", 2, 2, SPLIT | CAPTURED),
     ],
 }
-# In `make test-slow`, on four ranks.
-MORE: list[Case] = [
-    *((name, 4, 1, EVEN) for name in MODELS),
-    *((name, 2, 2, SPLIT) for name in MODELS),
-    ("tokens", 2, 2, TWICE | {"zero_stage": 3}),
-    ("tokens", 2, 2, SPLIT | {"zero_stage": 3}),
-    ("bare", 2, 2, EVEN | SPLIT | {"zero_stage": 2}),
-    ("cnn", 4, 1, EVEN | CAPTURED),
-    ("tokens", 2, 2, SPLIT | CAPTURED),
-]
 
 
 def make_engine(case: Case) -> PipelineEngine:
@@ -100,7 +104,7 @@ def reference(name: str) -> Result:
     ("world_size", "cases"),
     [
         *(pytest.param(*item, id=f"{item[0]} ranks") for item in CASES.items()),
-        pytest.param(4, MORE, id="more", marks=pytest.mark.slow),
+        *(pytest.param(*item, id=f"{item[0]} ranks more", marks=pytest.mark.slow) for item in MORE.items()),
     ],
 )
 def test_it_trains_as_plain_torch_does(world_size: int, cases: list[Case]) -> None:

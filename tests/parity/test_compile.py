@@ -50,7 +50,7 @@ def train(
     [
         ((1, 1, 1), {**GPT, "recompute": "selective"}),
         pytest.param((1, 1, 1), {"loss_chunks": 2}, marks=pytest.mark.slow),
-        ((2, 1, 1), {**LLAMA, "num_query_groups": 2, "sequence_parallel": True}),
+        pytest.param((2, 1, 1), {**LLAMA, "num_query_groups": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param((2, 1, 1), {}, marks=pytest.mark.slow),
     ],
     ids=str,

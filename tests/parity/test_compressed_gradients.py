@@ -49,7 +49,7 @@ def sums(rank: int, ranks: int, name: str, masked: bool) -> tuple[list[Tensor], 
 @pytest.mark.parametrize(("name", "masked"), [("sign", False), ("sign", True), ("int8", False), ("bf16", False)])
 def test_what_sums_lack_is_in_the_errors(name: str, masked: bool) -> None:
     ranks = 2
-    found = run_distributed(sums, ranks, name, masked)
+    found = run_distributed(sums, ranks, name, masked, stay=True)
     size = len(found[0][1])
     terms = [terms_of(rank, step, size).double() for rank in range(ranks) for step in range(5)]
     expected = torch.stack(terms).sum(0) / 4.0
@@ -64,9 +64,9 @@ def test_what_sums_lack_is_in_the_errors(name: str, masked: bool) -> None:
 
 def skipped(rank: int, ranks: int, directory: str) -> tuple[list[bool], bool, list[float]]:
     """Which steps an fp16 run skips whose loss scale is too large at first; whether its errors are finite; losses."""
-    changes = {"precision": "fp16", "initial_loss_scale": 2.0**40, "hysteresis": 1, "max_bad_steps": 30}
-    trainer = trainer_of((1, 1, 2), directory, grad_reduce_compression="int8", **RUN | changes | {"train_iters": 40})
-    results = [trainer.train_step(next(trainer.batches)) for _ in range(40)]
+    changes = {"precision": "fp16", "initial_loss_scale": 2.0**26, "hysteresis": 1, "max_bad_steps": 30}
+    trainer = trainer_of((1, 1, 2), directory, grad_reduce_compression="int8", **RUN | changes | {"train_iters": STEPS})
+    results = [trainer.train_step(next(trainer.batches)) for _ in range(STEPS)]
     errors = [bucket.compressed for bucket in trainer.model.data_parallel.buckets]
     finite = all(error is not None and bool(error.worker_error.isfinite().all()) for error in errors)
     return [result.skipped is not None for result in results], finite, [float(result.loss) for result in results]
@@ -194,7 +194,7 @@ def reference(name: str, workers: int) -> Weights:
     return weights
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_twenty_steps_are_those_of_the_papers(name: str, workers: int) -> None:
     compare(name, run_distributed(updated, workers, name), workers)
@@ -248,7 +248,7 @@ def rest_of(trainer: Any) -> list[float]:
     return [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(ONE_BIT["train_iters"] - HALF)]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["onebitlamb", pytest.param("onebitadam", marks=pytest.mark.slow)])
 def test_a_run_resumes_bit_for_bit_and_keeps_the_sum_of_errors_on_other_replicas(name: str, tmp_path: Path) -> None:
     changes = {"optimizer": name, **RATES[name], "micro_batch_size": 1}
     expected, _ = run_distributed(begun, 2, str(tmp_path), (1, 1, 2), changes)[0]

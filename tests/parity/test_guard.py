@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,8 +78,13 @@ OVERFLOWS: dict[int, list[tuple[Layout, int, int]]] = {
 }
 
 
+def mostly_slow(ranks: Sequence[int], usual: int) -> list[Any]:
+    """The numbers of ranks, of which one is for `make test`."""
+    return [pytest.param(number, marks=() if number == usual else pytest.mark.slow) for number in ranks]
+
+
 @pytest.mark.parametrize("values", [(math.nan, math.inf), pytest.param((math.inf, math.nan), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", CULPRITS)
+@pytest.mark.parametrize("ranks", mostly_slow([*CULPRITS], 2))
 def test_all_ranks_skip_and_the_culprit_is_named(ranks: int, values: tuple[float, float], tmp_path: Path) -> None:
     cases = [(*case, values[number % 2], "fp32") for number, case in enumerate(CULPRITS[ranks])]
     for of_rank in run_distributed(skip_each, ranks, str(tmp_path), cases):
@@ -87,7 +93,7 @@ def test_all_ranks_skip_and_the_culprit_is_named(ranks: int, values: tuple[float
             assert same and skipped == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", mostly_slow([*OVERFLOWS], 2))
 def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     cases = [(*case, math.inf, "fp16") for case in OVERFLOWS[ranks]]
     found = run_distributed(skip_each, ranks, str(tmp_path), cases)
@@ -167,35 +173,49 @@ SEQUENCE: Changes = {"sequence_parallel": True, "num_layers": 1}
 BF16: Changes = {"precision": "bf16", "num_layers": 2}
 STAGE_1: Changes = {"zero_stage": 1, "bucket_size_mb": 25.0, "num_layers": 1}
 TABLE, NORM = "embedding.tokens.weight", "head.norm.weight"
+# By the number of ranks. With one replica gradients stay in `.grad`, and sums over positions and over copies are made
+# there. On stage 1 the sum overwrites a rank's own gradients in its shard alone; there all lie in one bucket. Sums of
+# one replica in 16 bits are made in place as well.
 PLANTED: dict[int, list[Planted]] = {
     1: [((1, 1, 1), {}, "", 0), ((1, 1, 1), {"reproducible": True}, "", 0)],
     2: [
-        ((1, 1, 2), {"zero_stage": 1, "bucket_size_mb": 25.0}, "", 1),
         ((1, 1, 2), {"zero_stage": 3}, "", 1),
         ((1, 2, 1), {"bucket_size_mb": 25.0}, "", 1),
-        ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}, "", 1),
-        # With one replica gradients stay in `.grad`, and sums over positions and over copies are made there.
-        *(((2, 1, 1), SEQUENCE, NORM, rank) for rank in (0, 1)),
-        *(((1, 2, 1), {"num_layers": 2}, TABLE, rank) for rank in (0, 1)),
-        # On stage 1 the sum overwrites a rank's own gradients in its shard alone; here all lie in one bucket. Sums of
-        # one replica in 16 bits are made in place as well.
-        *(((1, 1, 2), STAGE_1, name, rank) for name in (NORM, "embedding.positions") for rank in (0, 1)),
-        *(((2, 1, 1), BF16 | {"sequence_parallel": True}, NORM, rank) for rank in (0, 1)),
-        *(((1, 2, 1), BF16, TABLE, rank) for rank in (0, 1)),
+        ((2, 1, 1), SEQUENCE, NORM, 1),
+        ((1, 1, 2), STAGE_1, NORM, 0),
+        ((1, 2, 1), BF16, TABLE, 1),
     ],
     4: [((1, 2, 2), {"zero_stage": 2}, "", 3)],
 }
+MORE_PLANTED: list[Planted] = [
+    ((1, 1, 2), {"zero_stage": 1, "bucket_size_mb": 25.0}, "", 1),
+    ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}, "", 1),
+    ((2, 1, 1), SEQUENCE, NORM, 0),
+    *(((1, 2, 1), {"num_layers": 2}, TABLE, rank) for rank in (0, 1)),
+    *(((1, 1, 2), STAGE_1, name, rank) for name in (NORM, "embedding.positions") for rank in (0, 1)),
+    *(((2, 1, 1), BF16 | {"sequence_parallel": True}, NORM, rank) for rank in (0, 1)),
+    ((1, 2, 1), BF16, TABLE, 0),
+]
 
 
-@pytest.mark.parametrize("ranks", PLANTED)
-def test_the_parameter_and_the_rank_where_it_began_are_named(ranks: int, tmp_path: Path) -> None:
-    for said in run_distributed(planted, ranks, str(tmp_path), PLANTED[ranks]):
-        for line, (_, changes, name, culprit) in zip(said, PLANTED[ranks], strict=True):
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, PLANTED[2]),
+        *(pytest.param(ranks, cases, marks=pytest.mark.slow) for ranks, cases in ((1, PLANTED[1]), (4, PLANTED[4]))),
+        pytest.param(2, MORE_PLANTED, marks=pytest.mark.slow),
+    ],
+)
+def test_the_parameter_and_the_rank_where_it_began_are_named(ranks: int, cases: list[Planted], tmp_path: Path) -> None:
+    for said in run_distributed(planted, ranks, str(tmp_path), cases):
+        for line, (_, changes, name, culprit) in zip(said, cases, strict=True):
             name = name or f"blocks.{changes.get('num_layers', 3) - 1}.mlp.down.bias"
             assert line.startswith(f"step 1/20 | skipped: the gradient of {name} on rank {culprit}"), changes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])  # gradients in `.grad`, and in a buffer of the bucket
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)]
+)  # gradients in `.grad`, and in a buffer of the bucket
 def test_finite_gradients_whose_squares_overflow_are_called_just_that(precision: str, tmp_path: Path) -> None:
     """Four microbatches of 2^67 each."""
     trainer, said = begin((1, 1, 1), str(tmp_path), precision=precision)
