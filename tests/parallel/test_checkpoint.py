@@ -169,7 +169,9 @@ def test_a_step_that_is_there_already_is_kept_and_the_new_one_published_beside_i
     assert find_checkpoint(checkpoint.parent) == beside
 
 
-@pytest.mark.parametrize("kind", ["rope", "alibi", "none", "learned"])
+@pytest.mark.parametrize(
+    "kind", ["rope", "learned", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("alibi", "none"))]
+)
 def test_the_context_may_change_unless_positions_are_a_table(tmp_path: Path, kind: str) -> None:
     one_process(tmp_path, position_embedding_type=kind).save()
     for length in (8, 64):

@@ -126,7 +126,7 @@ def sixteen_bits(rank: int, world_size: int, pp: int, precision: str) -> tuple[d
     return before, train(engine, 0, 4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_sixteen_bits_are_those_of_plain_torch_on_one_process_and_four(precision: str) -> None:
     state, one = run_distributed(sixteen_bits, 1, 1, precision)[0]
     results = run_distributed(sixteen_bits, 4, 2, precision)
@@ -195,17 +195,17 @@ def test_a_mesh_that_needs_other_processes_is_refused(parallel: ParallelConfig) 
         build_mesh(parallel)
 
 
-def test_split_layers_train_as_on_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "pp", "zero_stage"), [(2, 1, 2), pytest.param(2, 2, 0, marks=pytest.mark.slow)])
+def test_split_layers_train_as_on_one_process(tp: int, pp: int, zero_stage: int, tmp_path: Path) -> None:
     losses, norms, state = run_distributed(tensor_parallel, 1, 1, 1, 0, "")[0]
     assert state["up.weight"].shape == (16, 8) and state["up.weight"].std() > 0.01
-    for world, tp, pp, zero_stage in ((2, 2, 1, 0), (4, 2, 2, 0), (4, 2, 1, 2)):
-        for result in run_distributed(tensor_parallel, world, tp, pp, zero_stage, str(tmp_path / f"{world}-{pp}")):
-            assert result[0] == pytest.approx(losses, rel=1e-5)
-            assert result[1] == pytest.approx(norms, rel=1e-5)
-            for name, value in state.items():
-                torch.testing.assert_close(result[2][name], value, rtol=1e-4, atol=1e-5)
+    for result in run_distributed(tensor_parallel, 4, tp, pp, zero_stage, str(tmp_path)):
+        assert result[0] == pytest.approx(losses, rel=1e-5)
+        assert result[1] == pytest.approx(norms, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(result[2][name], value, rtol=1e-4, atol=1e-5)
     mesh = Mesh(device=torch.device("cpu"))
     one = engine_on(split_layers(mesh), mesh=mesh)
-    one.load(tmp_path / "4-2")
+    one.load(tmp_path)
     assert one.step == 3
     torch.testing.assert_close(one.state_dict()["up.weight"], state["up.weight"], rtol=1e-4, atol=1e-5)

@@ -114,6 +114,7 @@ def train_both(rank: int, world_size: int, directory: str) -> list[tuple[Outcome
     return pairs
 
 
+@pytest.mark.slow
 def test_training_with_them_gives_the_same_bits(tmp_path: Any) -> None:
     """Two terms have the same sum in either order."""
     for pair in run_distributed(train_both, 2, str(tmp_path), timeout=120)[0]:

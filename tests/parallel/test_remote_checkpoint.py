@@ -51,7 +51,7 @@ def names(url: str) -> list[str]:
     return [str(path).removeprefix(url + "/") for path in RemotePath(url).files()]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_url_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
     losses = []
     for url in (None, URL):
@@ -96,7 +96,10 @@ def test_a_checkpoint_at_a_url_is_marked_in_doubt(tmp_path: Path) -> None:
     assert find_checkpoint(run) == pointed_to(run) == run / "step_00000001"
 
 
-@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "manifest", "no manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["changed", "no manifest", *(pytest.param(more, marks=pytest.mark.slow) for more in ("cut", "gone", "manifest"))],
+)
 def test_what_is_damaged_is_passed_over_by_name(tmp_path: Path, damage: str) -> None:
     trainer = alone(tmp_path)
     for _ in range(2):

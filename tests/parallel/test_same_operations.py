@@ -57,7 +57,7 @@ def train(rank: int, world_size: int, output_dir: str, at: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_short_message_is_noticed_in_its_step_and_its_sender_named(at: int, tmp_path: Path) -> None:
     said = run_distributed(train, 2, str(tmp_path), at)
     assert said[0] == said[1]

@@ -60,10 +60,9 @@ def computed(row: list[Event]) -> list[Event]:
     return [event for event in row if event["cat"] == "compute"]
 
 
-CASES: list[tuple[Layout, str, int]] = [
-    ((1, 2, 1), "1f1b", 1),
-    ((1, 2, 1), "interleaved", 2),
+CASES: list[Any] = [
     ((1, 2, 2), "zero-bubble", 1),
+    *(pytest.param(((1, 2, 1), *schedule), marks=pytest.mark.slow) for schedule in (("1f1b", 1), ("interleaved", 2))),
 ]
 
 
@@ -289,18 +288,10 @@ def test_the_predicted_bubble_is_the_formula_for_two_stages(tmp_path: Path) -> N
         assert json.loads(line)["perf/bubble_predicted"] == pytest.approx(idle, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "changes, steps",
-    [
-        ({"train_iters": 1}, {1}),
-        ({"trace_steps": 1}, {2}),
-        ({"trace": False}, None),
-    ],
-    ids=str,
-)
-def test_which_steps_are_traced(changes: dict[str, Any], steps: set[int] | None, tmp_path: Path) -> None:
-    train((1, 1, 1), tmp_path, **changes)
-    if steps is None:
-        assert not (tmp_path / "trace.json").exists()
-    else:
-        assert {event["args"]["step"] for event in events_of(tmp_path) if event["ph"] == "X"} == steps
+def test_which_steps_are_traced(tmp_path: Path) -> None:
+    """From the second on, as many as are asked for; the first where there is no other."""
+    for name, changes, steps in (("one", {"train_iters": 1}, {1}), ("few", {"trace_steps": 1}, {2})):
+        run(0, 1, (1, 1, 1), str(tmp_path / name), PLAIN | changes)
+        assert {event["args"]["step"] for event in events_of(tmp_path / name) if event["ph"] == "X"} == steps
+    run(0, 1, (1, 1, 1), str(tmp_path / "none"), PLAIN | {"trace": False, "train_iters": 1})
+    assert not (tmp_path / "none" / "trace.json").exists()

@@ -97,7 +97,7 @@ def train_all(rank: int, world_size: int, width: int, cases: list[dict[str, Any]
     return [train(width, dp=world_size, **case) for case in cases]
 
 
-@pytest.mark.parametrize(("width", "bucket_size_mb"), [(8, 1e-6), (64, 25.0)])
+@pytest.mark.parametrize(("width", "bucket_size_mb"), [(8, 1e-6), pytest.param(64, 25.0, marks=pytest.mark.slow)])
 def test_replicas_may_use_different_parameters(width: int, bucket_size_mb: float) -> None:
     """Buckets of one parameter, of which several are of one size; and of a quarter of the model."""
     expected, weights = train(width)

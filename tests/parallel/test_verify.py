@@ -20,7 +20,7 @@ from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.masks import replaced
 from megacore.verify.narrow import narrow
-from megacore.verify.reference import Reference, relative_difference
+from megacore.verify.reference import Reference
 from megacore.verify.run import Key, Piece, Record, assemble
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config
@@ -66,6 +66,7 @@ def test_tensor_parallelism_agrees_and_planted_defects_are_found(tmp_path: Path)
         assert not found["agrees"] and found["first"]["kind"] in BY_NAME[name].kinds, name
 
 
+@pytest.mark.slow
 def test_a_reproducible_layout_agrees_to_the_bit(tmp_path: Path) -> None:
     words = f"{GPT} --tp 2 --reproducible --hidden-dropout 0.1 --attention-dropout 0.1"
     result = result_of(words, tmp_path / "result.json", 2)
@@ -221,12 +222,6 @@ def test_a_tensor_of_rounding_only_is_not_judged(config: ResolvedConfig) -> None
     assert verdict.agrees and [key.name for key in verdict.rounding_only] == ["b"]
 
 
-def test_relative_difference_is_that_of_norms() -> None:
-    assert relative_difference(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
-    assert relative_difference(np.zeros(2), np.zeros(2)) == 0.0
-    assert relative_difference(np.ones(2), np.zeros(2)) == float("inf")
-
-
 def test_slices_are_put_together_and_copies_that_differ_are_noted() -> None:
     def piece(start: int, values: list[float]) -> Piece:
         stop = start + len(values)
@@ -253,21 +248,14 @@ def test_slices_are_put_together_and_copies_that_differ_are_noted() -> None:
     [
         ("", "the first word must be pretrain_gpt.py, pretrain_bert.py or a file of your own, and nothing was given"),
         ("pretrain_gpt --tp 2", "did you mean pretrain_gpt.py?"),
-        ("train.py", "not 'train.py'"),
         ("pretrain_gpt.py --self-test --defect qkv-order", "keep one of the two"),
         ("pretrain_gpt.py --defect qkv-ordre", "did you mean qkv-order?"),
         ("pretrain_gpt.py --defect missing-dp-sum", "it needs --dp times --cp of 2 or more"),
         ("pretrain_gpt.py --json /nowhere/result.json", "must be a file in a directory that exists"),
         ("pretrain_gpt.py --tp 8 --dp 4000 --num-attention-heads 16", "starts at most 64 on a machine"),
-        ("pretrain_gpt.py --self-tset", "--self-tset"),
     ],
 )
 def test_nonsense_is_refused_with_a_way_out(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
-
-
-def test_the_defects_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list-defects"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [defect.name for defect in DEFECTS]

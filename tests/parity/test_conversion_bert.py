@@ -70,7 +70,13 @@ def test_modernbert_there_and_back(tmp_path: Path) -> None:
     assert made.rope_parameters == modern_twin().config.rope_parameters
 
 
-@pytest.mark.parametrize("family, types", [("Roberta", 1), ("Roberta", 2), ("XLMRoberta", 1), ("Camembert", 1)])
+@pytest.mark.parametrize(
+    "family, types",
+    [
+        ("Roberta", 2),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("Roberta", "XLMRoberta", "Camembert")),
+    ],
+)
 def test_roberta_there_and_back(family: str, types: int, tmp_path: Path) -> None:
     """Its positions begin after the number of the padding token, which no check has among its tokens."""
     config = getattr(transformers, f"{family}Config")(
@@ -121,8 +127,10 @@ def untied(folder: Path, *, sentences: bool) -> Path:
     return folder / "hf"
 
 
-@pytest.mark.parametrize("anew", [False, True])
-@pytest.mark.parametrize("sentences", [True, False])
+@pytest.mark.parametrize(
+    ("sentences", "anew"),
+    [(True, True), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((True, False), (False, True)))],
+)
 def test_an_untied_bert_has_the_bias_that_transformers_adds(sentences: bool, anew: bool, tmp_path: Path) -> None:
     directory = untied(tmp_path, sentences=sentences)
     to_megacore(directory, tmp_path / "megacore")
@@ -151,7 +159,7 @@ def test_the_check_sees_what_transformers_would_miss(tmp_path: Path) -> None:
         compare(directory, tmp_path / "megacore", batch)
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["tokenizer", "none"])
+@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tokenizer", "none"])
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(classic_twin, "BertForPreTraining"), (modern_twin, "ModernBertForMaskedLM")],

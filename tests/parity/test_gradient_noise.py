@@ -79,6 +79,7 @@ def compressed(rank: int, ranks: int, directory: str, interval: int) -> list[flo
     ]
 
 
+@pytest.mark.slow
 def test_a_measurement_leaves_the_errors_of_compressed_gradients_as_they_are(tmp_path: Path) -> None:
     found = [run_distributed(compressed, 2, str(tmp_path / str(every)), every)[0] for every in (0, 1)]
     assert found[0] == found[1]
