@@ -334,6 +334,8 @@ RESUMES = [
     *(Row(f"{name}-reshard", "gpt2", TWO | changes, ["tp2 dp2 mb1 sp z1", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True) for name, (changes, _) in EACH_OPTIMIZER.items()),
     Row("adafactor-reshard", "gpt2", TWO | ADAFACTOR, ["dp4 z2", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True),
     Row("zero-shards-reshard", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z3 shards2", "dp4 z2", "dp4 z1 shards4", ""], RESHARD, slow=True),
+    Row("offload-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2, "micro_batch_size": 1}, ["pp2 dp2 z1 offload", "tp2 dp2"], RESHARD),
+    Row("bert-resume", "bert", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["", ""], RESUME),
 ]
 
 EXPERTS = [
