@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +13,12 @@ import pytest
 import torch
 
 from megacore.checkpoint.save import Saved
-from megacore.parallel.heartbeat import Current, Phase
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import clock
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
-from megacore.watch.ledger import Ledger, this_ledger
-from megacore.watch.record import LedgerFile
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, SEQUENCE, make_config, make_trainer
-from tests.unit.watch_records import identity
 
 
 class Collect(Callback):
@@ -127,27 +122,6 @@ def test_a_record_is_that_of_the_slowest_rank_on_every_rank(tmp_path: Path) -> N
     assert [json.loads(line)["perf/step_time_s"] for line in (tmp_path / "metrics.jsonl").open()] == [2.0, 2.0]
 
 
-class Sections(Callback):
-    """The sections of the watchdog's ledger in which callbacks are called at the end."""
-
-    def __init__(self) -> None:
-        self.at_stop: Phase | None = None
-
-    def on_stop(self, run: Run, reason: str | None) -> None:
-        ledger = this_ledger()
-        assert ledger is not None
-        record = LedgerFile(ledger.directory / "rank-0.ledger").record()
-        self.at_stop = record.section
-
-
-def test_sinks_that_close_slowly_have_the_budget_of_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not that of a step, after which they would be taken for a hang."""
-    monkeypatch.setattr(Current, "heartbeat", Ledger(tmp_path, identity(0, 1, pid=os.getpid())))
-    sections = Sections()
-    run(tmp_path / "run", sections)
-    assert sections.at_stop is Phase.EXIT
-
-
 def test_a_sink_collects_what_is_logged(tmp_path: Path) -> None:
     sink, diary = Collect(), Diary()
     run(tmp_path, sink, diary)
@@ -169,22 +143,3 @@ def test_a_callback_that_fails_ends_the_run_with_its_error(tmp_path: Path, capsy
         run(tmp_path, Fails(), diary)
     assert diary.calls == ["begin 1", "end 1", "begin 2", "error a sink broke"]
     assert "Fails.on_error failed" in capsys.readouterr().err
-
-
-class StopsOnRank1(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if result.step == 1 and run.mesh.world.rank == 1:
-            run.request_stop("a full queue")
-
-
-def stopped(rank: int, world_size: int, directory: str) -> list[str]:
-    config = make_config((1, 1, 2), directory, **OPTIONS)
-    diary = Diary()
-    make_trainer(config, build_mesh(config.parallel), callbacks=[StopsOnRank1(), diary]).run()
-    return diary.calls[-3:]
-
-
-def test_one_ranks_request_stops_all_after_the_next_step(tmp_path: Path) -> None:
-    first, second = run_distributed(stopped, 2, str(tmp_path))
-    assert first == ["log 2", "save 2 True", "stop a callback of another rank"]
-    assert second == ["log 2", "save 2 True", "stop a full queue"]

@@ -1,11 +1,10 @@
-"""Which checkpoint a run goes on with, on all ranks the same one; a damaged file is refused by name. That any layout
-goes on with the checkpoint of any other are rows of tests/matrix."""
+"""Which checkpoint a run goes on with, and into which directory all ranks write. Damaged files are in
+test_corruption.py; that any layout goes on with the checkpoint of any other are rows of tests/matrix."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 
 from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint
@@ -22,38 +20,8 @@ from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, UserError
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.train import output
-from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import VOCAB, differences, gather, make_config, make_trainer
-
-State = dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor
-
-
-def moments_kept(rank: int, world_size: int, directory: str) -> None:
-    """Two steps with the optimizer in host memory and in shards, a save, and a load on other ranks without either."""
-    config = make_config((1, 2, 2), directory, num_layers=4, zero_stage=1, offload_optimizer=True)
-    trainer = make_trainer(config, mesh := build_mesh(config.parallel))
-    for _ in range(2):
-        trainer.train_step(next(trainer.batches))
-    trainer.save()
-    saved = whole_state(trainer, mesh)
-    config = make_config((2, 1, 2), f"{directory}/other", num_layers=4, load=directory)
-    trainer = make_trainer(config, mesh := build_mesh(config.parallel))
-    loaded = whole_state(trainer, mesh)
-    assert loaded.keys() == saved.keys() == {"model", "exp_avg", "exp_avg_sq"}
-    assert not [kind for kind, table in saved.items() if differences(loaded[kind], table)]
-
-
-def whole_state(trainer: Trainer, mesh: Mesh) -> State:
-    optimizer = trainer.update.optimizer
-    state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
-    for kind in ("exp_avg", "exp_avg_sq"):
-        state[kind] = gather(trainer, mesh, lambda owned: owned.state(optimizer, kind))  # noqa: B023
-    return state
-
-
-def test_an_optimizer_in_host_memory_loads_into_any_layout(tmp_path: Path) -> None:
-    run_distributed(moments_kept, 4, str(tmp_path))
+from tests.parity.runs import VOCAB, make_config, make_trainer
 
 
 def one_process(directory: Path, **changes: Any) -> Any:
@@ -75,27 +43,6 @@ def checkpoint(saved_once: Path, tmp_path: Path) -> Path:
     """The checkpoint of that run in a copy of its directory."""
     shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
     return tmp_path / "step_00000001"
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "said"),
-    [
-        (
-            "model-pp0-tp0.safetensors",
-            lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
-            "the XXH3",
-        ),
-        ("exp_avg-pp0-tp0.safetensors", lambda content: content[:-1], r"has .* bytes"),
-        ("manifest.json", lambda content: content[:100], "manifest"),
-    ],
-    ids=["flipped bit", "truncated", "manifest"],
-)
-def test_a_run_does_not_start_from_a_damaged_file(
-    file: str, damage: Callable[[bytes], bytes], said: str, checkpoint: Path
-) -> None:
-    (checkpoint / file).write_bytes(damage((checkpoint / file).read_bytes()))
-    with pytest.raises(CheckpointError, match=rf"{file}.*{said}"):
-        one_process(checkpoint.parent, load=str(checkpoint))
 
 
 def test_another_model_is_refused_by_tensor_name(checkpoint: Path) -> None:
@@ -134,41 +81,6 @@ def test_the_newest_complete_step_of_a_run_is_found(checkpoint: Path) -> None:
         find_checkpoint(run / "step_00000000")
 
 
-def load_another(rank: int, world_size: int, directories: list[str]) -> str:
-    """Load into a trainer's steps another checkpoint on each rank; what this rank is told."""
-    config = make_config((1, 1, 2), directories[0])
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    with pytest.raises(CheckpointError) as error:
-        trainer.train_steps.load(Path(directories[rank]))
-    return str(error.value)
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_ranks_that_load_different_checkpoints_are_all_refused(missing: bool, tmp_path: Path) -> None:
-    for name, steps in (("a", 1), *([] if missing else [("b", 2)])):
-        trainer = one_process(tmp_path / name)
-        for _ in range(steps):
-            trainer.train_step(next(trainer.batches))
-        trainer.save()
-    told = run_distributed(load_another, 2, [str(tmp_path / name) for name in ("a", "b")])
-    assert told[0] == told[1]
-    if missing:
-        assert told[0].startswith(f"on rank 1: {tmp_path}/b holds no checkpoint")
-    else:
-        assert f"rank 0: {tmp_path}/a/step_00000001 (step 1, manifest " in told[0]
-        assert f"rank 1: {tmp_path}/b/step_00000002 (step 2, manifest " in told[0]
-
-
-def test_a_step_that_is_there_already_is_kept_and_the_new_one_published_beside_it(checkpoint: Path) -> None:
-    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    trainer = one_process(checkpoint.parent, load=str(checkpoint))
-    trainer.save()
-    beside = checkpoint.with_name("step_00000001.2")
-    assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {checkpoint.name, beside.name}
-    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-    assert find_checkpoint(checkpoint.parent) == beside
-
-
 @pytest.mark.parametrize(
     "kind", ["rope", "learned", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("alibi", "none"))]
 )
@@ -198,36 +110,6 @@ def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> 
     assert choice.refused == (f"{run}/latest names step_00000001, which is not there any more",)
     aside.rename(checkpoint)
     assert choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE).refused == ()
-
-
-def chosen(rank: int, world_size: int, runs: list[str]) -> str:
-    """What this rank continues from where --load names its own of these run directories, or why it is refused."""
-    config = make_config((1, 1, world_size), "unused", load=runs[rank])
-    try:
-        return str(choose_checkpoint(config, build_mesh(config.parallel).world).directory)
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_each_rank_loads_from_its_own_path_and_all_the_same_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    """A run's directory may be mounted elsewhere on another node; another run's directory is refused."""
-    run, copy, other, lacking = checkpoint.parent, tmp_path / "copy", tmp_path / "other", tmp_path / "lacking"
-    shutil.copytree(run, copy)
-    trainer = one_process(other, seed=2)
-    trainer.train_step(next(trainer.batches))
-    trainer.save()
-    lacking.mkdir()
-    name = checkpoint.name
-    assert run_distributed(chosen, 2, [str(run), str(copy)]) == [str(run / name), str(copy / name)]
-    first, second = (read_manifest(at / name).manifest_sha256[:16] for at in (run, other))
-    differs = (
-        f"the ranks load different checkpoints: rank 0: {run / name} (step 1, manifest {first}); "
-        f"rank 1: {other / name} (step 1, manifest {second}): give every rank the same one"
-    )
-    assert run_distributed(chosen, 2, [str(run), str(other)]) == [differs] * 2
-    misses = f"none of the 1 checkpoints of {{}} can be continued: on rank 1: {lacking / name}"
-    for found, own in zip(run_distributed(chosen, 2, [str(run), str(lacking)]), (run, lacking), strict=True):
-        assert misses.format(own) in found
 
 
 def held(rank: int, world_size: int, directories: list[str]) -> str:
@@ -271,15 +153,3 @@ def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> Non
     trainer.save()
     saved = find_checkpoint(tmp_path / "run")
     assert load_tokenizer(saved / "tokenizer").fingerprint == read_manifest(saved).tokenizer == fingerprint
-
-
-def test_the_last_that_was_published_is_taken_whatever_its_step(checkpoint: Path) -> None:
-    """A second, shorter run in the same directory: the newest step is the old run's."""
-    old = checkpoint.parent / "step_00000004"
-    checkpoint.rename(old)
-    trainer = one_process(checkpoint.parent)
-    trainer.train_step(next(trainer.batches))
-    trainer.save()
-    assert find_checkpoint(checkpoint.parent) == checkpoint
-    (checkpoint.parent / "latest").write_text("../somewhere")  # the pointer is for people
-    assert find_checkpoint(checkpoint.parent) == checkpoint

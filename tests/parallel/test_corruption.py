@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 
 from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint, whole
-from megacore.checkpoint.manifest import find_checkpoint, sealed
+from megacore.checkpoint.manifest import sealed
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE, Mesh
 from tests.parity.runs import VOCAB, make_config, make_trainer
@@ -94,34 +94,12 @@ def test_every_flipped_bit_is_refused_by_file_name(newest: Path) -> None:
     assert whole(newest, ALONE) is None
 
 
-def test_every_bit_of_a_manifests_head_counts(newest: Path) -> None:
-    file = newest / "manifest.json"
-    good = file.read_bytes()
-    for bit in range(0, 8 * 120, 5):
-        content = bytearray(good)
-        content[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(content)
-        problem = whole(newest, ALONE)
-        assert problem is not None
-        assert str(file) in problem
-
-
 def test_a_file_beside_the_tokenizer_is_refused_by_name(newest: Path) -> None:
     (newest / "tokenizer" / "tokenizer.model").touch()
     refused(newest, newest / "tokenizer" / "tokenizer.model")
     for check in (check_load, lambda config: choose_checkpoint(config, ALONE)):
         with pytest.raises(CheckpointError, match=r"tokenizer.model is not among the files of the manifest"):
             check(make_config((1, 1, 1), newest.parent, load=str(newest)))
-
-
-def test_a_damaged_tokenizer_is_no_other_tokenizer(run: Path, newest: Path) -> None:
-    """What is looked at before torch is loaded is the checkpoint that will be taken."""
-    file = newest / "tokenizer" / "tokenizer.json"
-    file.write_bytes(file.read_bytes().replace(b'"w3"', b'"w;"'))
-    tokenizer = str(run.parent / "tokenizer.json")
-    check_load(make_config((1, 1, 1), newest.parent, load="auto", tokenizer=tokenizer))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not have the XXH3"):
-        check_load(make_config((1, 1, 1), newest.parent, load=str(newest), tokenizer=tokenizer))
 
 
 def test_every_truncated_or_missing_file_and_every_shard_of_another_step_is_refused_by_name(newest: Path) -> None:
@@ -168,12 +146,6 @@ def test_checkpoints_that_were_moved_away_and_linked_are_taken(newest: Path) -> 
     assert (choice.directory, choice.refused) == (older, (gone, problem))
 
 
-def test_auto_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
-    assert choose_checkpoint(make_config((1, 1, 1), tmp_path / "none", load="auto"), ALONE).directory is None
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        choose_checkpoint(make_config((1, 1, 1), tmp_path, load=str(tmp_path)), ALONE)
-
-
 # ---- hostile checkpoints: whoever made them has made their digests too
 
 
@@ -214,12 +186,6 @@ def test_a_name_outside_the_directory_is_refused(newest: Path) -> None:
         (newest / "manifest.json").write_text(good)
 
 
-def test_pieces_in_files_outside_the_list_are_refused(newest: Path) -> None:
-    for name in ("../outside", "tokenizer/tokenizer.json", "other.safetensors"):
-        rewritten(newest, lambda raw: raw["tensors"]["model"]["embedding.positions"]["pieces"][0].update(file=name))  # noqa: B023
-        assert "is not among its files" in str(whole(newest, ALONE))
-
-
 @pytest.mark.parametrize("what", ["file", "directory", "pipe"])
 def test_links_and_pipes_are_refused_and_not_opened(newest: Path, what: str) -> None:
     file = newest / ("tokenizer" if what == "directory" else "model-pp0-tp0.safetensors")
@@ -235,9 +201,7 @@ def test_links_and_pipes_are_refused_and_not_opened(newest: Path, what: str) -> 
 BOMBS = {
     "deep": lambda: b"[" * 1_000_000,
     "wide": lambda: b"[" + b"0," * 10_000_000 + b"0]",
-    "many lists": lambda: b"[" + b"[]," * 3_000_000 + b"0]",
     "long": lambda: b" " * (1 << 26) + b"{}",
-    "number": lambda: b"1" * 1_000_000,
 }
 
 
@@ -302,29 +266,3 @@ def test_a_table_with_overlapping_tensors_is_refused_when_it_is_read(newest: Pat
     replaced(newest, file.name, struct.pack("<Q", len(text)) + text + content[8 + length :])
     with pytest.raises(CheckpointError, match=file.name):
         make_trainer(make_config((1, 1, 1), newest.parent, load=str(newest)), Mesh(device=torch.device("cpu")))
-
-
-def test_pieces_that_overlap_or_leave_a_gap_are_refused(newest: Path) -> None:
-    def pieces(*cuts: tuple[int, int]) -> Callable[[dict[str, Any]], None]:
-        def change(raw: dict[str, Any]) -> None:
-            entry = raw["tensors"]["model"]["embedding.positions"]
-            file, (_, width) = entry["pieces"][0]["file"], entry["shape"]
-            entry["pieces"] = [{"file": file, "start": [a, 0], "stop": [b, width]} for a, b in cuts]
-
-        return change
-
-    for cuts in [(0, 8)], [(0, 8), (7, 15)], [(0, 8), (9, 16)], [(0, 8), (0, 8)], [(0, 16), (0, 16)], []:
-        rewritten(newest, pieces(*cuts))
-        assert "do not tile it" in str(whole(newest, ALONE)), cuts
-
-
-def test_the_manifest_says_what_made_the_checkpoint(newest: Path) -> None:
-    manifest = json.loads((find_checkpoint(newest.parent) / "manifest.json").read_text())
-    assert manifest["step"] == 2
-    assert manifest["serial"] == 2
-    assert manifest["consumed_samples"] == 2 * manifest["config"]["training"]["global_batch_size"]
-    assert manifest["counters"].keys() >= {"updates", "skipped_steps", "learning_rate"}
-    assert manifest["topology"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
-    assert manifest["tokenizer"]
-    assert "no generator has a state" in manifest["random"]
-    assert {"tokenizer/tokenizer.json", "exp_avg-pp0-tp0.safetensors"} <= manifest["files"].keys()

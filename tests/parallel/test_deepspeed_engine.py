@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 import megacore
 from megacore.config import WatchConfig
 from megacore.errors import ConfigError, UserError
-from megacore.train.engine import Layer
 from tests.distributed import run_distributed
 
 UNWATCHED: dict[str, Any] = {"watch": WatchConfig(hang_timeout_minutes=0.0)}
@@ -74,12 +72,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.95))
 
 
-def plain(
-    replicas: int, rates: list[float] | None = None, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
-) -> tuple[list[float], dict[str, Tensor]]:
+def plain(replicas: int, rates: list[float] | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the same training in plain torch, on one process with all replicas' samples."""
     model = net()
-    optimizer = make(model)
+    optimizer = adamw(model)
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -194,34 +190,6 @@ def test_the_learning_rate_is_that_of_the_configuration_or_of_a_scheduler_of_tor
     assert_equal((losses, engine.module_state_dict()), expected)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        adamw,
-        lambda model: torch.optim.Adam(groups(model), lr=1e-2),
-        lambda model: torch.optim.SGD(groups(model), lr=1e-2, momentum=0.9, nesterov=True),
-        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.3),
-    ],
-    ids=["AdamW", "Adam with weight decay", "SGD with Nesterov's momentum", "weight decay of vectors"],
-)
-def test_optimizers_of_torchs_train_as_there(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    config = document()
-    del config["optimizer"]
-    model = net()
-    engine, *_ = megacore.initialize(model=model, optimizer=make(model), config=config, **UNWATCHED)
-    assert_equal((train(engine, range(STEPS)), engine.module_state_dict()), plain(1, make=make))
-
-
-def test_lamb_of_a_configuration_has_deepspeeds_defaults() -> None:
-    config = document(optimizer={"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}})
-    engine, *_ = megacore.initialize(model=net(), config=config, **UNWATCHED)
-    found = engine.pipeline.update.optimizer
-    assert (found.adam.adam_beta2, found.settings.lamb_min_coeff, found.settings.lamb_max_coeff) == (0.999, 0.01, 10.0)
-    losses = train(engine, range(STEPS))
-    assert losses != plain(1)[0]
-    assert all(0 < loss < 3 for loss in losses)
-
-
 class Loss(nn.Module):
     """A model whose output is its loss."""
 
@@ -265,38 +233,6 @@ def test_training_data_become_a_loader_of_microbatches() -> None:
     assert engine.global_steps == 3
 
 
-def on_pipeline(rank: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    layers = [Layer("a", nn.Linear, 5, 8), Layer("act", nn.Tanh), Layer("b", nn.Linear, 8, 4)]
-    config = document(pipeline={"stages": 2, "partition": "uniform"}, zero_optimization={"stage": 1})
-    engine, *_ = megacore.initialize(model=layers, loss=F.cross_entropy, config=config, **UNWATCHED)
-    with pytest.raises(UserError, match="use train_batch and eval_batch"):
-        engine.forward(data(0, 0)[0])
-    losses = [float(engine.train_batch(iter([data(step, 0), data(step, 1)]))) for step in range(STEPS)]
-    losses.append(float(engine.eval_batch(iter([data(0, 0), data(0, 1)]))))
-    return losses, engine.module_state_dict()
-
-
-def test_layers_train_in_a_pipeline() -> None:
-    config = document()
-    first, last = Layer("a", nn.Linear, 5, 8).build(1234), Layer("b", nn.Linear, 8, 4).build(1234)
-    model = nn.Sequential(first, nn.Tanh(), last)
-    optimizer = adamw(model)
-    losses = []
-    for step in [*range(STEPS), 0]:
-        batches = [data(step, number) for number in range(2)]
-        loss = sum(F.cross_entropy(model(x), y) for x, y in batches) / 2
-        losses.append(float(loss.detach()))  # type: ignore[union-attr]
-        if len(losses) > STEPS:
-            break
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[union-attr]
-        nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
-        optimizer.step()
-    for got, weights in run_distributed(on_pipeline, 2):
-        assert got == pytest.approx(losses, rel=1e-6)
-        torch.testing.assert_close(weights["b.weight"], model.state_dict()["2.weight"], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("changes", "arguments", "said"),
     [
@@ -307,9 +243,7 @@ def test_layers_train_in_a_pipeline() -> None:
         ),
         ({"optimizer": {"type": "Muon"}}, {}, "optimizer muon of an engine needs the names of the matrices"),
         ({"scheduler": {"type": "LRRangeTest"}}, {}, "needs the length of the run, which an engine does not know"),
-        ({"train_batch_size": 7}, {}, "train_batch_size 7 must be"),
         ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "--async-save is of the training programs"),
-        ({"pipeline": {"activation_checkpoint_interval": 1}}, {}, "use torch.utils.checkpoint"),
         ({}, {"mpu": object()}, "mpu is given"),
         ({}, {"model_parameters": []}, "model_parameters leaves out inner.weight"),
     ],

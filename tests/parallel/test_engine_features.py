@@ -1,26 +1,29 @@
-"""The engine has what the trainer has: 16-bit formats, recomputation, offload, checkpoints of any layout, and tensor
-parallelism for layers that are split."""
+"""The engine has what the trainer has: recomputation, offload, checkpoints of any layout, and tensor parallelism for
+layers that are split. Its 16-bit formats are in test_deepspeed_engine.py."""
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megacore.train.engine import Layer, PipelineEngine
-from tests.distributed import run_distributed
+from tests.distributed import RankFailed, run_distributed
 from tests.parallel.test_engine import UNIFORM, batch, engine_of
+from tests.patience import scaled_minutes, until
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_decay_style="constant", weight_decay=0.1)
-ADAMW = AdamWConfig()
 
 
 class Split(nn.Module):
@@ -76,67 +79,6 @@ def test_what_saves_memory_changes_no_bit(schedule: str, changes: dict[str, Any]
     saving = engine_on(plain_layers(), **changes)
     assert train(saving, 0, 3) == train(plain, 0, 3)
     assert same(saving.state_dict(), plain.state_dict())
-
-
-# ---- 16 bits
-
-
-def by_plain_torch(state: dict[str, Tensor], steps: int) -> list[float]:
-    """Losses of torch's own mixed precision: fp32 masters, a bf16 copy that computes, gradients summed in fp32."""
-    masters = {name: value.clone().requires_grad_() for name, value in state.items()}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in masters.values() if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-        betas=(ADAMW.adam_beta1, ADAMW.adam_beta2),
-        eps=ADAMW.adam_eps,
-    )
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for inputs, targets in zip(*(part.tensor_split(4) for part in batch(step)), strict=True):
-            rounded = {name: value.bfloat16() for name, value in masters.items()}
-            hidden = torch.tanh(F.linear(inputs.bfloat16(), rounded["a.weight"], rounded["a.bias"]))
-            output = F.linear(hidden, rounded["b.weight"], rounded["b.bias"])
-            loss = F.mse_loss(output.float(), targets) / 4
-            loss.backward()
-            total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.clip_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
-def tanh_layers() -> list[Layer]:
-    return [Layer("a", nn.Linear, 6, 6), Layer("tanh", nn.Tanh), Layer("b", nn.Linear, 6, 6)]
-
-
-def sixteen_bits(rank: int, world_size: int, pp: int, precision: str) -> tuple[dict[str, Tensor], list[float]]:
-    engine = engine_on(
-        tanh_layers(),
-        pp,
-        world_size // pp,
-        precision=PrecisionConfig(precision=precision),  # type: ignore[arg-type]
-        parallel={"zero_stage": 1 if world_size > pp else 0},
-    )
-    before = engine.state_dict()
-    return before, train(engine, 0, 4)
-
-
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_sixteen_bits_are_those_of_plain_torch_on_one_process_and_four(precision: str) -> None:
-    state, one = run_distributed(sixteen_bits, 1, 1, precision)[0]
-    results = run_distributed(sixteen_bits, 4, 2, precision)
-    assert all(value.dtype == torch.float32 for value in state.values())
-    expected = by_plain_torch(state, 4)
-    assert one == pytest.approx(expected, rel=2e-2)
-    if precision == "bf16":
-        assert one[0] == pytest.approx(expected[0], rel=1e-3)
-    for _, losses in results:
-        assert losses == pytest.approx(one, rel=5e-3)
 
 
 # ---- checkpoints
@@ -209,3 +151,48 @@ def test_split_layers_train_as_on_one_process(tp: int, pp: int, zero_stage: int,
     one.load(tmp_path)
     assert one.step == 3
     torch.testing.assert_close(one.state_dict()["up.weight"], state["up.weight"], rtol=1e-4, atol=1e-5)
+
+
+# ---- a hang
+
+CALL = 4
+
+
+class Halts(nn.Module):
+    """Stops for good in one call on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == CALL and os.environ["RANK"] == "2":
+            time.sleep(3600)
+        return self.linear(x)
+
+
+def hang(rank: int, world_size: int, output_dir: str, minutes: float) -> None:
+    engine = PipelineEngine(
+        [Layer("in", nn.Linear, 4, 4), Layer("halts", Halts)],
+        loss=F.mse_loss,
+        train_iters=10,
+        parallel=ParallelConfig(pp=2, dp=2, device="cpu"),
+        output_dir=output_dir,
+        watch=WatchConfig(hang_timeout_minutes=minutes),
+    )
+    time.sleep(1.3 * 60.0 * minutes)  # in its own code a program takes as long as it likes
+    while True:
+        engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 4)))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_the_engine_is_named_and_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="SIGTERM"):
+        run_distributed(hang, 4, str(tmp_path), scaled_minutes(0.02))
+    until(lambda: any(tmp_path.glob("hang-*.json")), 5, "no report")
+    report = json.loads(next(tmp_path.glob("hang-*.json")).read_text())
+    verdict = report["verdict"]
+    assert (verdict["kind"], verdict["ranks"], verdict["is_certain"]) == ("holds up", [2], True)
+    assert [rank["phase"] for rank in report["ranks"]][2] == "FORWARD"
+    assert "in forward" in report["ranks"][2]["stack"]

@@ -122,17 +122,6 @@ def test_what_is_damaged_is_passed_over_by_name(tmp_path: Path, damage: str) -> 
         alone(tmp_path, load=str(newest))
 
 
-def test_a_run_whose_unfinished_save_was_swept_away_stops(tmp_path: Path) -> None:
-    first = alone(tmp_path / "a")
-    step_and_save(first)
-    first.train_step(next(first.batches))
-    first.saving._saver.begin(first.state())
-    assert sweep(RemotePath(URL)) == ["step_00000002"]  # as another run does with the same --save
-    with pytest.raises(StorageError, match=r"another run has removed this unfinished checkpoint: give each run"):
-        first.saving._saver.finish()
-    assert [path.name for path in published(RemotePath(URL))] == ["step_00000001"]
-
-
 def test_a_store_that_fails_leaves_nothing_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = alone(tmp_path)
     step_and_save(trainer)

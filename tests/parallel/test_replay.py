@@ -18,8 +18,6 @@ from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.pipeline.schedule import SCHEDULES, build_schedule, first_backward
-from megacore.pipeline.schedule_file import load_schedule
 from megacore.train.engine import PipelineEngine
 from megacore.train.launch import launch
 from megacore.train.replay import Replay
@@ -177,16 +175,6 @@ def engines(rank: int, world_size: int) -> None:
 
 def test_an_engine_with_replays_keeps_every_bit_of_weights_and_buffers() -> None:
     run_distributed(engines, 4)
-
-
-def test_every_schedule_has_a_microbatch_that_comes_first(tmp_path: Path) -> None:
-    for name in SCHEDULES:
-        for microbatches in (1, 2, 5, 8):
-            schedule = build_schedule(name, 4, microbatches, virtual_stages=2 if name == "interleaved" else 1)
-            assert first_backward(schedule) == 0
-    file = tmp_path / "own.csv"
-    file.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1I0,1I1,1W1,1W0\n")
-    assert first_backward(load_schedule(file)) is None
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(tmp_path: Path) -> None:

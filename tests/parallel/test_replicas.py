@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor
 from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
 from megacore.errors import SilentCorruption
 from megacore.models.plain import Layer
-from megacore.parallel.bit_hash import _ROW, _weights, bit_hash
+from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import build_mesh
 from megacore.train.callbacks import Callback, Run
@@ -32,24 +31,8 @@ from tests.parity.runs import Layout, bitwise, make_config, make_trainer, train_
 # ---- the hash
 
 
-def hash_by_hand(integers: list[int]) -> int:
-    """The definition, in Python's integers."""
-    within = _weights(0, _ROW, torch.device("cpu")).tolist()
-    of_rows = _weights(1, 1 << 10, torch.device("cpu")).tolist()
-    total = sum(of_rows[i // _ROW] * within[i % _ROW] * value for i, value in enumerate(integers))
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-@pytest.mark.parametrize("size", [0, 1, 5, _ROW - 1, _ROW, 5 * _ROW + 7])
-def test_the_hash_is_its_definition(size: int) -> None:
-    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    assert bit_hash(values).item() == hash_by_hand(np.frombuffer(values.numpy().tobytes(), np.int32).tolist())
-    half = values.bfloat16()
-    assert bit_hash(half).item() == hash_by_hand(half.view(torch.int16).tolist())
-
-
 def test_every_single_bit_and_every_swap_changes_the_hash() -> None:
-    values = torch.randn(3 * _ROW + 5, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
     expected, bits = bit_hash(values).item(), values.view(torch.int32)
     draw = random.Random(1)
     for bit in range(32):
@@ -171,12 +154,6 @@ def test_flipped_bits_are_found_and_named(trials: Sequence[int], tmp_path: Path)
 
 
 # ---- no alarm, no other bits, and the engine
-
-
-def test_a_rank_without_copies_checks_nothing_and_one_process_neither(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, train_iters=2, check_replicas_interval=1, log_interval=1)
-    make_trainer(config, build_mesh(config.parallel)).run()
-    assert "watch/replicas_checked_step" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def checked_and_not(rank: int, world_size: int, directory: str, cases: list[Case]) -> None:

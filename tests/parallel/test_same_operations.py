@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from megacore.errors import TrainingStopped
-from megacore.parallel.heartbeat import Channel, Current, Phase, operations_differ
+from megacore.parallel.heartbeat import Channel, Current
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.transport import Send, Transport
-from megacore.watch import operation_log
 from megacore.watch.ledger import Ledger
 from megacore.watch.same_operations import Difference, first_difference, odd_ones
 from tests.distributed import run_distributed
@@ -81,53 +80,3 @@ def test_who_differs_is_the_one_that_changed_or_a_minority() -> None:
     assert first_difference([{GROUP: same}, {GROUP: same[1:]}, {GROUP: same}]) is None  # older ones are forgotten
     missing = first_difference([{PAIR: [(1, "message", 4)]}, {PAIR: [(1, "message", 4), (2, "message", 4)]}])
     assert missing == Difference(PAIR, 2, {1: "message of 4 bytes", 0: "none"})
-
-
-def test_the_first_operation_that_differs_is_named_however_long_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 leaves out the fifth message of a step, and all later ones have the number of the one before."""
-
-    def found() -> Difference | None:
-        remembered = []
-        for rank in (0, 1):
-            ledger = Ledger(tmp_path, identity(rank, 2))
-            for step in range(3):
-                for number in range(3000):
-                    if (rank, step, number) != (1, 2, 4):
-                        ledger.post(Phase.RECEIVE if rank == 0 else Phase.SEND, PAIR.ranks, number)
-                ledger.votes_on_operations()
-            for _ in range(100):  # of another group: what a rank remembers of one must not depend on others
-                ledger.post(Phase.ALL_REDUCE, (rank,), 1)
-            remembered.append(ledger.recent_operations())
-        assert (remembered[0] is None) == (remembered[1] is None)
-        return first_difference([operations for operations in remembered if operations is not None])
-
-    assert found() == Difference(PAIR, 6005, {1: "message of 5 bytes", 0: "message of 4 bytes"})
-    monkeypatch.setattr(operation_log, "RECENT_OPERATIONS", 2048)
-    assert found() is None
-
-
-def test_votes_do_not_depend_on_where_the_operations_are_cut(tmp_path: Path) -> None:
-    """Ranks end sections, and digest what they have posted, at different points."""
-
-    def vote(rank: int, sections: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-        ledger = Ledger(tmp_path, identity(rank, 2))
-        for step in (1, 2, 3):  # the later ones repeat what is known
-            ledger.begin_step(step)
-            for size in sizes:
-                ledger.post(Phase.ALL_REDUCE, PAIR.ranks, size)
-            ledger.end_step()
-            for number, size in enumerate(sizes):
-                ledger.post(Phase.ALL_GATHER, PAIR.ranks, size)
-                if number in sections:
-                    ledger.leave_section(ledger.enter_section(Phase.SINK))
-        return ledger.votes_on_operations()
-
-    def differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-        votes = vote(0, [], mine), vote(1, [0, 2], theirs)
-        return operations_differ([sum(column) for column in zip(*votes, strict=True)], 2)
-
-    assert not differ([8, 16, 4], [8, 16, 4])
-    assert differ([8, 16, 4], [16, 8, 4])
-    assert differ([8, 16, 4], [8, 16, 5])

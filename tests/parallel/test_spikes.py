@@ -224,16 +224,6 @@ def test_a_skipped_spike_leaves_the_state_as_it_is(tmp_path: Path, mode: str, on
     assert losses.by_step[12] < losses.by_step[9] < losses.by_step[10]
 
 
-def test_spikes_without_end_stop_the_run(tmp_path: Path) -> None:
-    losses = Losses()
-    spikes = SpikeConfig(on_spike="skip", **GUARD)
-    data = Text(range(9 * BATCH, 40 * BATCH))
-    run = trainer_on(Mesh(device=torch.device("cpu")), (1, 1, 1), tmp_path, data, losses, spikes, max_bad_steps=3)
-    with pytest.raises(TrainingDiverged, match=r"a spike for 3 steps in a row \(--max-bad-steps 3\)"):
-        run.run()
-    assert losses.skipped == [10, 11]
-
-
 def test_the_same_fault_twice_stops_the_run(tmp_path: Path) -> None:
     """More of the data is bad than is skipped. A run that is started again stops at the same place."""
     spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=0, **GUARD)
@@ -245,28 +235,6 @@ def test_the_same_fault_twice_stops_the_run(tmp_path: Path) -> None:
             run.run()
         assert losses.skipped == [10, 9][1 if load else 0 :]
         assert len(run.rollbacks.done) == 1
-
-
-def test_a_larger_skip_extends_the_rollback_that_was_too_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The advice of the message works: the result is that of a run which had skipped as much at first."""
-    first, again, expected = Losses(), Losses(), Losses()
-    mesh, run = Mesh(device=torch.device("cpu")), tmp_path / "run"
-    short, enough = (SpikeConfig(on_spike="rollback", spike_skip_batches=batches, **GUARD) for batches in (0, 1))
-    with pytest.raises(TrainingDiverged, match=r"resume with --load auto and a larger --spike-skip-batches than 0$"):
-        trainer_on(mesh, (1, 1, 1), run, Text(POISON), first, short).run()
-    newest = str(run / f"step_{LAST_SAVED:08d}.2")
-    resumed = trainer_on(mesh, (1, 1, 1), run, Text(POISON), again, enough, load=newest)
-    resumed.run()
-    said = capsys.readouterr().out
-    assert "changed: --spike-skip-batches 0 -> 1" in said
-    trainer_on(mesh, (1, 1, 1), tmp_path / "never", Text(POISON), expected, enough).run()
-    assert again.skipped == []
-    assert again.by_step == {step: expected.by_step[step] for step in again.by_step}
-    (rollback,) = rollbacks_of(read_manifest(run / f"step_{STEPS:08d}").series)
-    assert range(rollback.first_sample, rollback.stop_sample) == SKIPPED
-    assert f"skips more by --spike-skip-batches: {rollback}" in said
 
 
 def test_data_that_are_too_few_for_a_rollback_stop_the_run(tmp_path: Path) -> None:

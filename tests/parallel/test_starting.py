@@ -1,4 +1,5 @@
-"""What a run takes from a checkpoint: its weights alone, all but the optimizer's state, or the shape of its model."""
+"""What a run takes from a checkpoint: its weights alone, all but the optimizer's state, or the shape of its model;
+and a resume within a batch-size ramp."""
 
 from __future__ import annotations
 
@@ -82,3 +83,36 @@ def test_a_checkpoint_has_the_shape_of_its_model(
     assert parse("--load", str(tmp_path), "--num-layers", "3").model.num_layers == 3  # which check_load refuses
     tuned = parse("--load", str(tmp_path), "--finetune")
     assert (tuned.checkpoint.load, tuned.start.pretrained_checkpoint) == (None, str(tmp_path))
+
+
+# ---- a batch-size ramp
+
+RAMP: dict[str, Any] = {
+    "rampup_batch_size": ("4", "4", "24"),
+    "global_batch_size": 16,
+    "train_iters": 7,
+    "lr_warmup_iters": 2,
+    "num_layers": 3,
+}
+SIZES = [4, 4, 8, 12, 16, 16, 16]
+
+
+def ramped(rank: int, world: int, output: str, stop: int, load: str | None) -> list[tuple[float, float, int]]:
+    """Loss, learning rate and samples so far of the steps up to `stop`, with a checkpoint of the last."""
+    config = make_config((1, 1, 1), output, **RAMP, load=load)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    steps = []
+    while trainer.step < stop:
+        result = trainer.train_step(next(trainer.batches))
+        steps.append((float(result.loss), result.lr, trainer.consumed_samples))
+    with trainer.saving:
+        trainer.save()
+    return steps
+
+
+def test_a_resumed_ramp_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    (whole,) = run_distributed(ramped, 1, str(tmp_path / "whole"), 7, None)
+    (first,) = run_distributed(ramped, 1, str(tmp_path / "parts"), 3, None)
+    (second,) = run_distributed(ramped, 1, str(tmp_path / "parts"), 7, str(tmp_path / "parts"))
+    assert first + second == whole
+    assert [samples for *_, samples in whole] == [sum(SIZES[: step + 1]) for step in range(7)]

@@ -1,10 +1,12 @@
-"""A traced run: each action once a step, in order and not before what it needs; and both bubbles of metrics.jsonl."""
+"""A traced run: each action once a step, in order and not before what it needs; and both bubbles of metrics.jsonl. A
+profiled one: each rank's trace has the steps that were asked for."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
-import re
+import warnings
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +14,12 @@ from typing import Any
 
 import pytest
 
+from megacore.config import validate
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.schedule import build_schedule, requirements, result
 from tests.distributed import run_distributed
 from tests.parity.runs import VOCAB, Layout, make_config, make_trainer
-from tests.unit.test_picture import boxes, drawn_spans
-from tools.draw_schedule import main
 
 Event = dict[str, Any]
 PLAIN: dict[str, Any] = {"train_iters": 5, "log_interval": 1, "trace": True, "num_layers": 4}
@@ -137,26 +138,6 @@ def test_arrows_lead_to_other_ranks_from_what_they_need(traced: tuple[Path, Layo
     assert drawn == Counter(dict.fromkeys(expected, 3))  # steps
 
 
-def test_a_pass_is_filled_with_what_was_done_in_it_and_the_update_follows(
-    traced: tuple[Path, Layout, str, int],
-) -> None:
-    events = events_of(traced[0])
-    found = rows(events)
-    passes, updates = (
-        {(e["pid"], e["args"]["step"]): e for e in events if e.get("cat") == kind} for kind in ("pass", "update")
-    )
-    assert passes.keys() == updates.keys() == found.keys()
-    for key, event in passes.items():
-        row, update = found[key], updates[key]
-        assert update["ts"] == pytest.approx(event["ts"] + event["dur"], abs=0.15)
-        assert update["dur"] > 0
-        assert row[0]["ts"] >= event["ts"]
-        assert row[-1]["ts"] + row[-1]["dur"] <= event["ts"] + event["dur"] + 0.05
-        # Gaps that are shorter than a microsecond are left out.
-        filled = sum(inner["dur"] for inner in row)
-        assert event["dur"] - len(row) - 1 <= filled <= event["dur"] + 0.1 * len(row)
-
-
 def test_the_collectives_of_tensor_and_data_parallelism_are_there(tmp_path: Path) -> None:
     train((2, 1, 2), tmp_path, train_iters=3, trace_steps=1, num_layers=2)
     events = events_of(tmp_path)
@@ -196,59 +177,7 @@ def test_ranks_that_divide_sequences_are_traced_and_share_the_flops(tmp_path: Pa
     assert record["perf/mfu"] == pytest.approx(record["perf/tflops_per_rank"] / 2e-3, rel=1e-6)
 
 
-def test_a_process_is_a_rank_by_its_coordinates(traced: tuple[Path, Layout, str, int]) -> None:
-    output_dir, (_, pp, dp), _, _ = traced
-    names = {e["pid"]: e["args"]["name"] for e in events_of(output_dir) if e["name"] == "process_name"}
-    assert names == {r * dp + d: f"rank {r * dp + d}: pp {r}, dp {d}, tp 0" for r in range(pp) for d in range(dp)}
-
-
-def test_simulated_and_measured_are_drawn_above_each_other(
-    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output_dir, (_, pp, dp), _, _ = traced
-    picture, trace = tmp_path / "out.svg", output_dir / "trace.json"
-    assert main(["--from-trace", str(trace), "--step", "3", "-o", str(picture)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "simulated with" in said[0] and "measured in step 3" in said[1]
-    assert all("bubble" in line for line in said)
-    found = rows(events_of(output_dir))
-    pipeline = [computed(found[rank * dp, 3]) for rank in range(pp)]
-    first = min(row[0]["ts"] for row in pipeline)
-    end = max(row[-1]["ts"] + row[-1]["dur"] for row in pipeline) - first
-    drawn = drawn_spans(picture, end)
-    assert len(drawn) == 2 * pp
-    for row, events in zip(drawn[pp:], pipeline, strict=True):
-        assert list(row) == [event["name"] for event in events]
-        for event in events:
-            start = event["ts"] - first
-            assert row[event["name"]] == pytest.approx((start, start + event["dur"]), abs=end * 1e-4)
-    shaded = [box.width for box in boxes(picture) if box.note == "bubble"]  # as long as the pass; one scale for both
-    # In the prediction every computation of a stage takes the mean of its kind.
-    for row, events in zip(drawn[:pp], pipeline, strict=True):
-        assert list(row) == [event["name"] for event in events]
-        durations = defaultdict(list)
-        for event in events:
-            durations[event["name"].rstrip("0123456789")].append(event["dur"])
-        for drawn_name, (start, stop) in row.items():
-            same = durations[drawn_name.rstrip("0123456789")]
-            assert (stop - start) * shaded[0] / shaded[-1] == pytest.approx(sum(same) / len(same), abs=end * 1e-4)
-    assert main(["--from-trace", str(trace), "--step", "9"]) == 2
-    assert f"--step 9: {trace} has the steps 2, 3, 4" in capsys.readouterr().err
-
-
-def test_a_trace_without_an_action_is_refused(
-    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = json.loads((traced[0] / "trace.json").read_text())
-    content["traceEvents"] = [event for event in content["traceEvents"] if event["name"] != "0F1"]
-    (tmp_path / "trace.json").write_text(json.dumps(content))
-    assert main(["--from-trace", str(tmp_path / "trace.json")]) == 2
-    assert "trace.json is not whole: the schedule deadlocks: rank " in capsys.readouterr().err
-
-
-def test_the_measured_bubble_is_the_traces_and_the_pictures(
-    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_measured_bubble_is_the_traces(traced: tuple[Path, Layout, str, int]) -> None:
     """What no rank computes between the first begin and the last end of any computation of the pipeline counts, the
     wait for the others after a rank's own last one too."""
     output_dir, (_, pp, dp), _, _ = traced
@@ -266,15 +195,6 @@ def test_the_measured_bubble_is_the_traces_and_the_pictures(
             idle.append(unused / (moments[-1] - moments[0]) / pp)
         assert 0 < records[step]["perf/bubble_measured"] < 1
         assert records[step]["perf/bubble_measured"] == pytest.approx(sum(idle) / len(idle), abs=1e-3)
-        if dp > 1:  # the picture shows one pipeline, the metric is the mean of all
-            continue
-        flags = ["--from-trace", str(output_dir / "trace.json"), "--step", str(step)]
-        assert main([*flags, "-o", str(tmp_path / "out.svg")]) == 0
-        share = re.search(r"([\d.]+)% of the ranks' time", capsys.readouterr().out.splitlines()[1])
-        assert share is not None
-        assert float(share[1]) / 100 == pytest.approx(
-            records[step]["perf/bubble_measured"], abs=6e-4
-        )  # of three digits
 
 
 def test_the_predicted_bubble_is_the_formula_for_two_stages(tmp_path: Path) -> None:
@@ -295,3 +215,45 @@ def test_which_steps_are_traced(tmp_path: Path) -> None:
         assert {event["args"]["step"] for event in events_of(tmp_path / name) if event["ph"] == "X"} == steps
     run(0, 1, (1, 1, 1), str(tmp_path / "none"), PLAIN | {"trace": False, "train_iters": 1})
     assert not (tmp_path / "none" / "trace.json").exists()
+
+
+# ---- --profile-steps
+
+
+def run_profiled(rank: int, world_size: int, output_dir: str, profile_steps: str | None) -> None:
+    config = make_config((1, 1, 2), output_dir, train_iters=4, num_layers=1, profile_steps=profile_steps)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*Profiler")
+        make_trainer(config, build_mesh(config.parallel)).run()
+
+
+def losses_of(directory: Path) -> list[float]:
+    return [json.loads(line)["train/loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_rank_writes_a_trace_of_the_steps(tmp_path: Path) -> None:
+    run_distributed(run_profiled, 2, str(tmp_path / "profiled"), "2:3")
+    run_distributed(run_profiled, 2, str(tmp_path / "plain"), None)
+    assert losses_of(tmp_path / "profiled") == losses_of(tmp_path / "plain")
+    files = sorted((tmp_path / "profiled" / "profile").iterdir())
+    assert [file.name for file in files] == ["rank_0.json.gz", "rank_1.json.gz"]
+    for file in files:
+        names = [event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+        assert names.count("aten::embedding") == 2 * 2  # in each of 2 steps, for each of the rank's 2 microbatches
+        assert "gloo:all_reduce" in names
+
+
+@pytest.mark.parametrize("text", ["5", "0:3", "4:3", "1:2:3", "\u0661:\u0662"])
+def test_a_range_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (problem,) = validate(make_config((1, 1, 1), tmp_path, profile_steps=text), 1)
+    assert problem.startswith(f"--profile-steps {text} must be A:B, two step numbers with 1 <= A <= B")
+
+
+def test_a_range_beyond_the_run_is_refused(tmp_path: Path) -> None:
+    message = (
+        "--profile-steps 15:30 must end within --train-iters 20: use --profile-steps 15:20, or a larger --train-iters"
+    )
+    assert validate(make_config((1, 1, 1), tmp_path, profile_steps="15:30"), 1) == [message]
+    far, only = f"15:3{'0' * 90}", message.removesuffix(", or a larger --train-iters")  # no run is that long
+    assert validate(make_config((1, 1, 1), tmp_path, profile_steps=far), 1) == [only.replace("15:30", far)]
+    assert validate(make_config((1, 1, 1), tmp_path, profile_steps="20:20"), 1) == []

@@ -184,20 +184,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
 # Those whose tensors are laid out or computed in another way each; the others are for `make test-slow`.
-USUAL = {
-    "gpt2",
-    "llama3",
-    "qwen3",
-    "mixtral",
-    "deepseek-v3",
-    "pythia",
-    "bloom",
-    "olmo2",
-    "phi3",
-    "stablelm-12b",
-    "gptj",
-}
-USUAL |= {"gpt-bigcode", "gemma3", "exaone4", "cohere2", "glm4"}
+USUAL = {"gpt2", "llama3", "qwen3", "mixtral", "deepseek-v3", "pythia", "bloom", "olmo2"}
+USUAL |= {"phi3", "stablelm-12b", "gptj", "gpt-bigcode", "gemma3", "exaone4", "cohere2", "glm4"}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:

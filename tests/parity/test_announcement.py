@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from megacore.plan import fit
 from megacore.plan.memory import GIB
 from megacore.train import step
 from megacore.train.engine import Layer, PipelineEngine
-from tests.parity.runs import VOCAB, make_config, make_trainer
+from tests.parity.runs import make_config, make_trainer
 
 
 def test_the_summary_comes_before_the_model(
@@ -35,26 +33,6 @@ def test_the_summary_comes_before_the_model(
     assert "topology  pp 1 x dp 1 x tp 1 = 1 rank" in said
     assert "MFU is a share of 2 TFLOP/s (cpu, fp32)" in said
     assert "MiB of state on the fullest rank, by formula" in said
-
-
-def test_mfu_is_the_share_of_the_given_peak(tmp_path: Path) -> None:
-    """By hand, as Narayanan et al. 2021 count: 3 x (24 b s h^2 + 4 b s^2 h) for each block and 6 b s h V for logits."""
-    config = make_config((1, 1, 1), tmp_path, peak_tflops=2e-3, train_iters=1)
-    make_trainer(config, build_mesh(config.parallel)).run()
-    (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    flops = 3 * 5 * (24 * 8 * 16 * 32**2 + 4 * 8 * 16**2 * 32) + 6 * 8 * 16 * 32 * VOCAB
-    assert record["perf/tflops_per_rank"] == pytest.approx(flops / record["perf/step_time_s"] / 1e12, rel=1e-6)
-    assert record["perf/mfu"] == pytest.approx(record["perf/tflops_per_rank"] / 2e-3, rel=1e-6)
-
-
-def test_a_run_between_certain_and_expected_is_warned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fit, "host_memory", lambda: AvailableMemory(0.1 * GIB, "a small machine"))
-    config = make_config((1, 1, 1), tmp_path)
-    make_trainer(config, build_mesh(config.parallel))
-    said = capsys.readouterr().out
-    assert re.search(r"warning +tight: expected [\d.]+ MiB of 102\.4 MiB available \(a small machine\)", said)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

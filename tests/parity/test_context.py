@@ -7,10 +7,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,8 +31,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import run_distributed
 from tests.kernels.test_attention import brute_force
-from tests.parity.bert_runs import RaggedPairs, make_bert_config, make_bert_trainer
-from tests.parity.runs import BATCH, SEQUENCE, VOCAB, Outcome, bitwise, make_config, outcome_of
+from tests.parity.runs import SEQUENCE, VOCAB, make_config
 
 # ---- which positions a rank holds
 
@@ -197,25 +194,6 @@ def _unaffected(view: Mapping[str, Any]) -> list[Tensor]:
     return [~result, ~result, ~keys, ~keys]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sixteen_bits_lose_no_more_than_on_one_process(ranks: int) -> None:
-    names = ("causal", "a window of several chunks", "documents", "documents, window")
-    cases: list[Key] = [
-        (n, groups, False, comm) for n in names for groups in (1, 2, 4) for comm in get_args(ContextComm)
-    ]
-    for (name, groups, _, _), (found, _) in run_distributed(attend_on_ranks, ranks, cases, torch.bfloat16)[0].items():
-        *tensors, d_out = (x.bfloat16() for x in drawn(groups))
-        exact = [x.double().requires_grad_() for x in tensors]
-        expected = brute_force(*exact, **VIEWS[name])
-        wanted = [expected.detach(), *torch.autograd.grad(expected, exact, d_out.double())]
-        out = ops.attention(*(x.requires_grad_() for x in tensors), **VIEWS[name])
-        alone = [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
-        for ours, one, want in zip(found, alone, wanted, strict=True):
-            assert ours.dtype == torch.bfloat16
-            assert float((ours.double() - want).norm()) <= 1.2 * float((one.double() - want).norm())
-
-
 # ---- the engine
 
 
@@ -278,43 +256,3 @@ def test_the_engine_trains_layers_of_megacore_as_one_process_does() -> None:
         assert ours == pytest.approx(numbers, rel=1e-5) and ours[:2] == pytest.approx(numbers[:2], rel=1e-6)
         for name, value in weights.items():
             torch.testing.assert_close(values[name], value, rtol=1e-5, atol=2e-6)
-
-
-# ---- BERT's padding
-
-LENGTH = 10  # of each sample: with 2 ranks, rank 1 holds one whole chunk of padding, and rank 0 one
-
-
-class PaddedSamples(RaggedPairs):
-    """Samples of `LENGTH` tokens, after which padding has this content."""
-
-    def __init__(self, samples: int, content: int) -> None:
-        super().__init__(samples, packed=False, pairs=True)
-        self._content = content
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = super().__getitem__(index)
-        real = np.arange(SEQUENCE) < LENGTH
-        tokens = np.where(real, sample["tokens"], self._content)
-        token_types = np.where(real, sample["token_types"], self._content % 2)
-        predicted = (np.arange(SEQUENCE) % 3 == 1) & real
-        changed = {"documents": real.astype(np.int64), "loss_mask": predicted.astype(np.float32)}
-        return sample | changed | {"tokens": tokens, "token_types": token_types}
-
-
-def train_padded(rank: int, world_size: int, directory: str, content: int) -> list[Outcome]:
-    """One step with each way of communication."""
-    outcomes = []
-    for comm in ("allgather", "ulysses"):
-        config = make_bert_config((1, 1, 1), directory, cp=world_size, cp_comm=comm, num_layers=2, train_iters=1)
-        mesh = build_mesh(config.parallel)
-        data = PaddedSamples(BATCH, content)
-        outcomes.append(outcome_of(make_bert_trainer(config, mesh, data)))
-    return outcomes if rank == 0 else []
-
-
-def test_the_content_of_padding_changes_no_bit_of_loss_or_gradients(tmp_path: Path) -> None:
-    one, other = (run_distributed(train_padded, 2, str(tmp_path / str(n)), n)[0] for n in (3, 4))
-    for found, expected in zip(one, other, strict=True):
-        bitwise(found, expected)
-        assert found.gradients["head.sentence.classifier.weight"].abs().max() > 0

@@ -32,7 +32,16 @@ from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
-from tests.parity.conversions import forget_the_config, loads_as, require_same, to_hf, to_megacore, tokenizer, weights
+from tests.parity.conversions import (
+    change_manifest,
+    forget_the_config,
+    loads_as,
+    require_same,
+    to_hf,
+    to_megacore,
+    tokenizer,
+    weights,
+)
 from tests.parity.hf_models import (
     CONFIGS,
     USUAL,
@@ -299,30 +308,6 @@ def test_the_check_goes_beyond_windows_and_contexts(
     assert compare(directory, tmp_path / "megacore", batch).difference > 1e-4
 
 
-@pytest.mark.slow
-def test_a_released_long_context_agrees_beyond_the_original_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Phi-3-mini for 128k tokens, as its config.json is, with one head of its size: beyond 4,096 tokens the long
-    factors count."""
-    released = json.loads((Path(__file__).parents[1] / "unit" / "hub_configs.json").read_text())
-    shape = {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    shape |= {"intermediate_size": 32, "vocab_size": VOCAB}
-    own_code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
-    values = released["microsoft/Phi-3-mini-128k-instruct"] | shape
-    torch.manual_seed(0)
-    made = transformers.Phi3Config(**json.loads(json.dumps(values)), pad_token_id=None)
-    directory = save_model(transformers.AutoModelForCausalLM.from_config(made), tmp_path / "hf")
-    (directory / "config.json").write_text(json.dumps(values | {"pad_token_id": None, "auto_map": own_code}))
-    to_megacore(directory, tmp_path / "megacore", ignore_config_field="auto_map")
-    to_hf(tmp_path / "megacore", tmp_path / "back")
-    assert capsys.readouterr().out.count("4104 tokens: logits differ by at most") == 2
-    assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
-    require_same(weights(tmp_path / "back"), weights(directory))
-    batch = torch.randint(0, VOCAB, (1, 4096), generator=torch.Generator().manual_seed(2))
-    assert compare(directory, tmp_path / "megacore", batch, ignored=("auto_map",)).difference <= 1e-4
-
-
 def test_what_changes_no_logit_is_converted(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_config(gpt2, novel=1)
     to_megacore(gpt2, tmp_path / "megacore")
@@ -356,3 +341,66 @@ def test_an_ignored_field_is_left_out_and_the_logits_decide(
     to_megacore(gpt2, target, ignore_config_field="auto_map")
     to_hf(target, tmp_path / "back")
     assert (tmp_path / "back" / "config.json").read_bytes() == (gpt2 / "config.json").read_bytes()
+
+
+# ---- the tokenizer that an export carries
+
+BACK = ("--from", "megacore", "--to", "hf")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint with a tokenizer, and without a config.json of its own; the directory it came from is beside it."""
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    tokenizer(ENDS).save(directory)
+    to_megacore(directory, tmp_path / "megacore")
+    forget_the_config(tmp_path / "megacore")
+    return tmp_path / "megacore"
+
+
+def export_refused(source: Path, target: Path, capsys: pytest.CaptureFixture[str], **flags: object) -> str:
+    assert convert([*words(input=source, output=target, **flags), *BACK]) == 2
+    assert not target.exists()
+    return capsys.readouterr().err
+
+
+def test_a_flipped_bit_is_not_published(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint / "tokenizer" / "tokenizer.json"
+    text = bytearray(path.read_bytes())
+    text[text.index(b'"w7"') + 2] ^= 1  # w6 is there twice, and means w7
+    path.write_bytes(text)
+    said = export_refused(checkpoint, tmp_path / "out", capsys)
+    assert "tokenizer/tokenizer.json does not have the XXH3 of its manifest" in said
+
+
+def test_a_file_that_the_manifest_does_not_list_is_left_out(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "tokenizer" / "chat_template.jinja").write_text("{{ 1 }}")
+    to_hf(checkpoint, tmp_path / "out")
+    assert "does not list them: tokenizer/chat_template.jinja" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_checkpoint_whose_manifest_lists_no_tokenizer_exports_none(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_manifest(checkpoint, "tokenizer/")
+    to_hf(checkpoint, tmp_path / "out")
+    assert "--like DIR takes a tokenizer from elsewhere" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_like_with_another_tokenizer_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tmp_path / "hf", tmp_path / "like")
+    (tmp_path / "like" / "chat_template.jinja").write_text("{{ 1 }}")
+    to_hf(checkpoint, tmp_path / "out", like=tmp_path / "like")
+    assert (tmp_path / "out" / "chat_template.jinja").exists()
+    tokenizer(ENDS, size=61).save(tmp_path / "like")
+    said = export_refused(checkpoint, tmp_path / "other", capsys, like=tmp_path / "like")
+    assert "has another tokenizer than" in said
+    assert "ids mean other texts" in said

@@ -25,7 +25,6 @@ from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.parity.hf_models import make_model, save_model
 from tests.unit.hostile import Payload
-from tests.unit.test_deepspeed_files import write as write_deepspeed
 from tools.convert_checkpoint import main as convert
 
 HEADS, GROUPS, HIDDEN, HEAD = 4, 2, 32, 8
@@ -217,17 +216,6 @@ def test_a_conversion_without_a_description_of_the_model_is_refused(
 ) -> None:
     assert convert([*words(input=small, output=tmp_path / "out"), "--from", "dcp", "--to", "megacore"]) == 2
     assert "--from dcp needs --like DIR" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_zero_with_names_of_transformers_is_proven_by_logits(llama: Path, tmp_path: Path) -> None:
-    weights = load_file(llama / "model.safetensors")
-    write_deepspeed(tmp_path / "ds", weights, 3, buffers={})
-    flags = words(input=tmp_path / "ds", output=tmp_path / "out", like=llama)
-    assert convert([*flags, "--from", "deepspeed", "--to", "megacore"]) == 0
-    assert convert([*words(input=tmp_path / "out", output=tmp_path / "hf"), "--from", "megacore", "--to", "hf"]) == 0
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
-    assert all(torch.equal(value, weights[name]) for name, value in exported.items())
 
 
 @pytest.mark.parametrize("name", list(dcp_files._KNOWN))

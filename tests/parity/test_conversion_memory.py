@@ -15,7 +15,7 @@ from megacore.checkpoint.tensor_file import TensorWriter
 from tests.e2e.launching import ROOT, words
 from tests.patience import patience
 
-# Imports what a conversion imports, then converts there and back, and says how far memory rose above that.
+# Imports what a conversion imports, then converts as each list of flags says, and says how far memory rose above that.
 PROGRAM = """
 import re, sys, torch, transformers
 from pathlib import Path
@@ -25,10 +25,9 @@ def memory(what):
     return int(re.search(what + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-then = sys.argv.index("then")
-status = main(sys.argv[1:then]) or main(sys.argv[then + 1 :])
+for flags in " ".join(sys.argv[1:]).split(" then "):
+    assert main(flags.split()) == 0
 print("peak", memory("VmHWM") - before, memory("VmHWM"))
-sys.exit(status)
 """
 
 
@@ -87,6 +86,9 @@ def test_memory_is_that_of_the_largest_tensor(
     assert whole > 3 * (2 * largest + room) or dtype != torch.float32, "the model would fit as a whole"
     there = words(input=tmp_path / "hf", output=tmp_path / "megacore", max_shard_size="50MB")
     back = words(input=tmp_path / "megacore", output=tmp_path / "back")
-    above, total = peak(*there, "--from", "hf", "--to", "megacore", "then", *back, "--from", "megacore", "--to", "hf")
+    flags = [*there, "--from", "hf", "--to", "megacore"]
+    if dtype != torch.float32:  # the way back takes as long again
+        flags += ["then", *back, "--from", "megacore", "--to", "hf"]
+    above, total = peak(*flags)
     assert above < 2 * largest + room
     assert total < 2 * largest + (1 << 30)

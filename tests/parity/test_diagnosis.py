@@ -17,7 +17,6 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import CHECKED_IN
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, RaggedData, make_config, make_trainer
 
@@ -240,19 +239,6 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
     trainer.save()
     with pytest.raises(CheckpointError, match=r"not finite, first in forward order blocks\.0\.attention\.qkv\.weight"):
         start(mesh, (1, 1, 1), str(tmp_path), {"load": str(tmp_path / "step_00000001")})
-
-
-def test_every_weight_is_checked_in_turn(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, num_layers=1, precision="bf16")
-    data_parallel = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200)).model.data_parallel
-    for parameter in data_parallel.parameters:
-        flat = parameter.data.view(-1)
-        for place in (0, -1):
-            before, flat[place] = float(flat[place]), math.nan
-            checks = [float(data_parallel.weight_check(number)) for number in range(CHECKED_IN)]
-            assert sum(map(math.isnan, checks)) == 1
-            assert [check for check in checks if check == 0.0] == [0.0] * (CHECKED_IN - 1)
-            flat[place] = before
 
 
 def test_a_loss_beyond_reason_is_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

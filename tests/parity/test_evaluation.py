@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megacore.config.cli import load_toml
 from megacore.data.gpt.blend import NamedSets
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.gpt_task import GPTTask
-from megacore.train.output import output_directory
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
@@ -56,14 +54,6 @@ def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_
 def test_an_interval_or_a_length_of_0_is_no_evaluation(off: str, tmp_path: Path) -> None:
     trainer_of((1, 1, 1), tmp_path, **{"train_iters": 2, "eval_interval": 1, "eval_iters": 1, off: 0}).run()
     assert not evaluations(tmp_path)
-
-
-def test_an_evaluation_leaves_the_settings_of_the_training(tmp_path: Path) -> None:
-    mesh = Mesh(device=torch.device("cpu"))
-    for skip in (True, False, True):  # an evaluation writes them only where there are none
-        with output_directory(make_config((1, 1, 1), tmp_path, skip_train=skip, eval_interval=1), mesh):
-            pass
-    assert not load_toml(tmp_path / "config.toml").training.skip_train
 
 
 # ---- several sets

@@ -1,10 +1,9 @@
-"""Mixtures of experts: groups of ranks, rows that reach their experts and come back, and biases that balance them.
+"""Mixtures of experts: rows that reach their experts and come back, and biases that balance them.
 
 That every layout computes what one process computes are rows of tests/matrix."""
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,45 +15,20 @@ from torch import Tensor
 
 from megacore.checkpoint.check import check_load
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
-from megacore.config.dimensions import DIMENSIONS, EXPERT_ROLES
 from megacore.errors import CheckpointError
+from megacore.inference.generate import Sampling, generate
 from megacore.inference.trained import model_of
 from megacore.layers import moe
 from megacore.models.gpt import gpt_layers
 from megacore.ops.grouped import RowGroups
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
-from megacore.parallel.mesh import build_mesh, groups_of_experts
+from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
 from tests.distributed import run_distributed
-from tests.matrix.programs import PROGRAMS
-from tests.parity.runs import make_config, trainer_of
-
-# ---- groups
-
-
-@pytest.mark.parametrize(
-    ("degrees", "split"),
-    [((1, 4, 1, 2), (4, 2)), ((2, 4, 1, 2), (2, 2)), ((2, 2, 2, 2), (8, 1)), ((1, 2, 2, 4), (4, 4))],
-    ids=str,
-)  # fmt: skip
-def test_the_ranks_of_a_stage_are_seen_as_edp_ep_etp(degrees: tuple[int, ...], split: tuple[int, int]) -> None:
-    """By a loop: etp innermost, then ep, then edp, within each pipeline stage."""
-    ep, etp = split
-    named = dict(zip((d.name for d in DIMENSIONS), degrees, strict=True))
-    block = degrees[1] * degrees[2] * degrees[3]
-    expected: dict[str, set[tuple[int, ...]]] = {role: set() for role in EXPERT_ROLES}
-    for stage, edp, e, t in itertools.product(range(degrees[0]), range(block // (ep * etp)), range(ep), range(etp)):
-
-        def rank(edp: int, e: int, t: int, stage: int = stage) -> int:
-            return stage * block + (edp * ep + e) * etp + t
-
-        expected["expert_layer"].add(tuple(rank(edp, e, other) for other in range(etp)))
-        expected["dispatch"].add(tuple(rank(edp, other, t) for other in range(ep)))
-        expected["expert_replicas"].add(tuple(rank(other, e, t) for other in range(block // (ep * etp))))
-    for role, groups in expected.items():
-        assert set(groups_of_experts(role, DIMENSIONS, named, split)) == groups, role
-
+from tests.matrix.programs import LATENT, PROGRAMS
+from tests.matrix.rows import LATENT_EXPERTS
+from tests.parity.runs import make_config, make_trainer, trainer_of
 
 # ---- rows
 
@@ -193,3 +167,25 @@ def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
     assert torch.equal(read, found)
     with pytest.raises(CheckpointError, match="--num-experts 4 there, 8 here"):
         check_load(make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **bias | {"num_experts": 8}))
+
+
+# ---- latent attention, with experts
+
+CPU = torch.device("cpu")
+
+
+def test_a_checkpoint_generates_what_the_trained_model_predicts(tmp_path: Path) -> None:
+    changes = LATENT | LATENT_EXPERTS | {"train_iters": 1, "lr_warmup_iters": 0}
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **changes), Mesh(device=CPU))
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    directory = find_checkpoint(tmp_path)
+    model = trained_model(read_manifest(directory), directory)
+    stage = model_of(directory, partial(gpt_layers, model), CPU)
+    tokens = [5, 9, 2]
+    found = list(generate(stage, model, tokens, max_new_tokens=4, sampling=Sampling(temperature=0.0)))
+    trained = trainer.model.chunks[0].eval()
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = [*tokens, int(trained(torch.tensor([tokens]))[0, -1, : model.vocab_size].argmax())]
+    assert found == tokens[3:]

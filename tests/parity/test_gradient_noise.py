@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megacore.train.gradient_noise import GradientNoise
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity import runs
@@ -67,33 +66,6 @@ def test_training_computes_the_same_bits(tmp_path: Path) -> None:
         for interval in (0, 2)
     )
     bitwise(first, second)
-
-
-def compressed(rank: int, ranks: int, directory: str, interval: int) -> list[float]:
-    changes: Changes = {"grad_reduce_compression": "int8", "gradient_noise_interval": interval}
-    trainer = trainer_of((1, 1, 2), directory, **changes)
-    trainer.run()
-    errors = [bucket.compressed for bucket in trainer.model.data_parallel.buckets]
-    return [float(e.worker_error.double().abs().sum()) for e in errors if e is not None] + [
-        float(parameter.detach().double().abs().sum()) for parameter in trainer.model.data_parallel.parameters
-    ]
-
-
-@pytest.mark.slow
-def test_a_measurement_leaves_the_errors_of_compressed_gradients_as_they_are(tmp_path: Path) -> None:
-    found = [run_distributed(compressed, 2, str(tmp_path / str(every)), every)[0] for every in (0, 1)]
-    assert found[0] == found[1]
-
-
-def test_a_known_noise_is_found() -> None:
-    """Gradients g + n / sqrt(batch) of known sizes, without chance: the estimate is exact."""
-    noise = GradientNoise(1)
-    norms = [(4.0 + 12.0 / batch) ** 0.5 for batch in (2, 16)]
-    for _ in range(3):
-        noise.measure(*norms, small_batch=2, large_batch=16)
-    noise.measure(float("nan"), 1.0, small_batch=2, large_batch=16)
-    assert noise.figures()["train/gradient_noise_scale"] == pytest.approx(3.0)
-    assert GradientNoise(1).figures() == {"train/gradient_noise_scale": None}
 
 
 def measured(rank: int, ranks: int, directory: str, layout: Layout, changes: Changes) -> list[float]:

@@ -68,8 +68,8 @@ def skip_each(
 # Each with one of the two values, in turn; in `make test-slow` with the other one too. Keyed by the number of ranks.
 CULPRITS: dict[int, list[tuple[Layout, int, int]]] = {
     1: [((1, 1, 1), 0, 0)],
-    2: [((2, 1, 1), 0, 1), ((1, 1, 2), 1, 1), ((1, 1, 2), 2, 0), ((1, 1, 2), 3, 1)],
-    4: [((1, 2, 2), 0, 2)],
+    2: [((2, 1, 1), 0, 1), ((1, 1, 2), 2, 0), ((1, 1, 2), 3, 1)],
+    4: [((1, 2, 2), 0, 2), ((1, 1, 4), 1, 1)],
 }
 OVERFLOWS: dict[int, list[tuple[Layout, int, int]]] = {
     2: [((1, 1, 2), 3, 1), ((1, 1, 2), 2, 1)],
@@ -101,23 +101,6 @@ def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(ranks: int, tmp_path:
     for (said, *_), (_, _, culprit, _, _) in zip(found[0], cases, strict=True):
         assert said is not None
         assert said.endswith(f"the gradient of {NAME} on rank {culprit} overflowed; loss scale 65536 -> 32768")
-
-
-def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:
-    """One data-parallel rank's loss is infinite though its gradients are not; three times in a row is too often."""
-    trainer, said = begin((1, 1, 2), directory, max_bad_steps=3, num_layers=1)
-    sound, extra = trainer.task.loss, math.inf if rank == 1 else 0.0
-    trainer.task.loss = lambda output, microbatch: sound(output, microbatch) + extra  # type: ignore[method-assign]
-    step(trainer)
-    step(trainer)
-    with pytest.raises(TrainingStopped, match=r"the loss was not finite for 3 steps in a row \(--max-bad-steps 3\)"):
-        step(trainer)
-    return said
-
-
-def test_a_loss_that_is_not_finite_counts_and_three_in_a_row_stop(tmp_path: Path) -> None:
-    for said in run_distributed(bad_loss, 2, str(tmp_path), stay=True):
-        assert said == [f"step {number}/20 | skipped: the loss is not finite" for number in (1, 2)]
 
 
 @dataclass(frozen=True)

@@ -108,39 +108,3 @@ def test_sixteen_bits_in_chunks_are_as_exact_as_of_all_logits(dtype: torch.dtype
     for one, other, exact in zip(whole, chunked, expected, strict=True):
         error, allowed = (other.double() - exact).norm(), (one.double() - exact).norm()
         assert error <= 1.1 * allowed + 1e-6
-
-
-def gradient_of_input(chunks: int, dtype: torch.dtype) -> Tensor:
-    """Of 64 tokens at a vocabulary of 4096, computed in a dtype from numbers in bf16; 0 chunks: of all logits."""
-    generator = torch.Generator().manual_seed(3)
-    x, weight = (torch.randn(rows, 256, generator=generator).mul_(0.25).bfloat16().to(dtype) for rows in (64, 4096))
-    targets = torch.randint(0, 4096, (1, 64), generator=generator)
-    x = x[None].requires_grad_()
-    if chunks == 0:
-        losses = torch.nn.functional.cross_entropy((x @ weight.t())[0], targets[0], reduction="none")
-    else:
-        layer = ChunkedLoss(
-            vocab_size=4096, chunks=chunks, group=ALONE, sequence_parallel=False, split_backward=False, products=TORCH
-        )
-        losses = layer.losses(x, weight, None, targets, OPTIONS[0])
-    losses.sum().backward()
-    assert x.grad is not None
-    return x.grad.double()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_inputs_gradient_is_rounded_once(dtype: torch.dtype) -> None:
-    """To 16 bits after the sum over chunks: more of them do not make it less exact."""
-    exact = gradient_of_input(0, torch.float64)
-    of_one, *of_more = (float((gradient_of_input(chunks, dtype) - exact).norm()) for chunks in (1, 2, 8, 64))
-    assert max(of_more) <= 1.001 * of_one
-
-
-def test_without_gradients_nothing_is_kept() -> None:
-    with torch.no_grad():
-        layer = ChunkedLoss(
-            vocab_size=7, chunks=2, group=ALONE, sequence_parallel=False, split_backward=False, products=TORCH
-        )
-        losses = layer.losses(torch.ones(1, 2, 4), torch.ones(8, 4), None, torch.zeros(1, 2).long(), OPTIONS[0])
-    assert not losses.requires_grad
-    torch.testing.assert_close(losses, torch.full((1, 2), 7.0).log())

@@ -1,27 +1,19 @@
-"""What ranks hold: between steps what the formulas say; for a moment no more than ZeRO promises; and while a run is
-built on ZeRO-3 one whole layer at most."""
+"""What ranks hold: between steps what the formulas say; for a moment no more than ZeRO promises. What
+they hold while a run is built is in tests/accelerator/test_memory.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from megacore.config import ParallelConfig
-from megacore.models.plain import Layer
 from megacore.parallel.mesh import build_mesh
 from megacore.plan.state import state_bytes
-from megacore.train.engine import PipelineEngine
-from megacore.train.trainer import Trainer
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.memory import measured_bytes
@@ -163,56 +155,3 @@ def test_zero_holds_little_for_a_moment(layout: Layout, tmp_path: Path) -> None:
                 neighbours = [one + other for one, other in zip(peaks.layers, peaks.layers[1:], strict=False)]
                 assert max(peaks.layers) <= peaks.parameters <= max(neighbours) < sum(peaks.layers), changes
                 assert peaks.left == 0, changes
-
-
-# ---- while a run is built: torch's profiler counts what the allocator gives and takes
-
-SMALL = 1 << 16  # bytes: seeds, numbers that ranks agree on, blocks of random values
-SIZES: Changes = {"hidden_size": 128, "num_attention_heads": 4, "num_layers": 12}
-
-
-@dataclass(frozen=True)
-class Built:
-    """Bytes: most at once while building, what is left afterwards, the largest layer and the whole stage in fp32."""
-
-    peak: int
-    kept: int
-    layer: int
-    stage: int
-
-
-def held_while(build: Callable[[], Trainer | PipelineEngine]) -> Built:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        built = build()
-    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    levels = [0, *accumulate(changes)]
-    layers = [4 * sum(bucket.layout.size for bucket in needs) for needs in built.model.data_parallel._needs]
-    return Built(peak=max(levels), kept=levels[-1], layer=max(layers), stage=sum(layers))
-
-
-def builds(rank: int, world_size: int, directory: str, saved: str) -> list[Built]:
-    """From the seed and from a checkpoint, in 32 and 16 bits; and layers that come with their values."""
-    found = []
-    for load, precision in product((None, saved), ("fp32", "bf16")):
-        changes = {"zero_stage": 3, "precision": precision, "load": load, "micro_batch_size": 1, **SIZES}
-        config = make_config((1, 1, world_size), directory, **changes)
-        found.append(held_while(partial(make_trainer, config, build_mesh(config.parallel))))
-    layers = [Layer(str(number), nn.Linear, 256, 256) for number in range(6)]
-    parallel = ParallelConfig(dp=world_size, zero_stage=3, device="cpu")
-    engine = partial(PipelineEngine, layers, loss=nn.MSELoss(), train_iters=1, parallel=parallel)
-    return [*found, held_while(engine)]
-
-
-def save_one(rank: int, world_size: int, directory: str) -> None:
-    trainer = trainer_of((1, 1, 1), directory, **SIZES)
-    trainer.train_step(next(trainer.batches))
-    trainer.save()
-
-
-def test_a_run_is_built_and_loaded_layer_by_layer(tmp_path: Path) -> None:
-    run_distributed(save_one, 1, str(tmp_path / "saved"))
-    for of_rank in run_distributed(builds, 4, str(tmp_path / "run"), str(tmp_path / "saved")):
-        for held in of_rank:
-            allowed = held.kept + held.layer + SMALL
-            assert 0 < held.peak <= allowed, held
-            assert allowed < held.stage, "a whole stage in fp32 must not be allowed"

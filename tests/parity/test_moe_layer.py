@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedExperts, ResolvedModel
-from megacore.layers.capacity import capacity_of
 from megacore.layers.context import BuildContext
 from megacore.layers.moe import MoE, Router, choose
 from megacore.parallel.experts import ExpertRanks
@@ -218,57 +217,6 @@ def test_equal_scores_take_the_first_experts_and_idle_ones_get_gradients_of_zero
     assert of_up is not None and of_up[:2].abs().amax((1, 2)).min() > 0 and not of_up[2:].any()
 
 
-def test_noise_belongs_to_a_position_of_a_sample() -> None:
-    """Whichever positions a rank holds, and however samples form microbatches; and it is spread evenly over [0, 1)."""
-    streams, positions = RandomStreams(7, CPU), torch.arange(12)
-    noise = []
-    for streams.microbatch in range(4):
-        noise.append(streams.uniform("here", positions, samples=2, width=10))
-    whole = torch.cat(noise)
-    streams.microbatch = 1
-    assert torch.equal(streams.uniform("here", positions[5:9], samples=4, width=10), whole[4:, 5:9])
-    assert not torch.isin(streams.uniform("there", positions, samples=4, width=10), whole).all()
-    streams.microbatch = 1 << 40  # a number of a sample in more than 32 bits
-    assert not torch.equal(streams.uniform("here", positions, samples=4, width=10), whole[:4])
-    streams.microbatch = 0
-    many = streams.uniform("here", torch.arange(2000), samples=5, width=10).flatten()
-    assert many.min() >= 0 and many.max() < 1 and len(many.unique()) > 0.99 * len(many)
-    counts = torch.histc(many, bins=10, min=0.0, max=1.0)
-    assert ((counts - 10_000).abs() < 5 * 100).all()  # five standard deviations
-
-
-@pytest.mark.parametrize(
-    ("factor", "chosen", "experts", "length", "capacity"),
-    [(0.8, 3, 4, 40, 24), (0.8, 6, 8, 40, 24), (1.25, 2, 8, 4096, 1280), (0.8, 3, 4, 41, 25), (1e308, 2, 8, 8, None)],
-)
-def test_a_capacity_is_the_factor_times_the_mean_rounded_up(
-    factor: float, chosen: int, experts: int, length: int, capacity: int | None
-) -> None:
-    """0.8 x 3 x 40 / 4 is 24, though the product of the numbers as a computer has them is above it."""
-    fields: dict[str, Any] = {"moe_expert_capacity_factor": factor, "moe_router_topk": chosen, "num_experts": experts}
-    found = capacity_of(experts_of(model_with(**fields)), length)
-    assert found == capacity or (capacity is None and found >= length)
-
-
-@pytest.mark.parametrize("policy, capacity", [("probs", 0.5), ("position", 0.5), ("probs", None)])
-def test_the_gap_covers_the_choice_of_dropped_tokens(policy: str, capacity: float | None) -> None:
-    """All tokens prefer expert 0 by far, and two almost alike: the last that it takes and the first that it drops."""
-    fields: dict[str, Any] = {"moe_expert_capacity_factor": capacity, "moe_token_drop_policy": policy}
-    model = model_with(num_experts=2, moe_router_topk=1, moe_router_pre_softmax=True, **fields)
-    layer, taken = built(model), -(-S // 4)
-    layer.router.weight.data.zero_()[0, 0] = 1.0
-    x = torch.zeros(1, S, H)
-    x[0, :, 0] = torch.linspace(3.0, 1.0, S)
-    x[0, taken, 0] = x[0, taken - 1, 0] - 1e-5
-    weights = x[0, :, 0].sigmoid()
-    layer(x.requires_grad_())
-    assert layer.router.counts[-1] == (0 if capacity is None else S - taken)
-    alike = weights[taken - 1] - weights[taken]
-    assert alike < 1e-5
-    expected = alike if capacity is not None and policy == "probs" else (2.0 * weights - 1.0).min()
-    torch.testing.assert_close(layer.router.gap, expected.detach(), rtol=0, atol=1e-7)
-
-
 def test_neither_noise_nor_capacity_are_there_in_evaluation() -> None:
     model, x = model_with(moe_input_jitter_eps=0.5, moe_expert_capacity_factor=0.2), batch()[0]
     plain = dataclasses.replace(
@@ -276,20 +224,6 @@ def test_neither_noise_nor_capacity_are_there_in_evaluation() -> None:
     )
     assert torch.equal(built(model).eval()(x), built(plain)(x))
     assert not torch.equal(built(model)(x), built(plain)(x))
-
-
-@pytest.mark.parametrize("fields", [{"num_experts": 6, "moe_router_topk": 6}, {"moe_router_topk": 1}], ids=str)
-def test_one_token_and_a_choice_of_all_experts(fields: dict[str, Any]) -> None:
-    """K = E has no gap, and its weights are the softmax itself; one token uses k experts."""
-    model = model_with(moe_router_pre_softmax=True, moe_aux_loss_coeff=1.0, **fields)
-    layer, (x, grad) = built(model), batch()
-    one = x.detach()[:1, :1].requires_grad_()
-    y = layer(one)
-    y.backward(grad[:1, :1])
-    assert layer.router.counts[:-2].sum() == experts_of(model).moe_router_topk
-    assert layer.router.gap.isinf() == (experts_of(model).moe_router_topk == 6)
-    assert one.grad is not None and one.grad.isfinite().all() and one.grad.any()
-    torch.testing.assert_close(layer(x)[:1, :1], y, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_pass_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:

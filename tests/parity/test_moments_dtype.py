@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +10,7 @@ import torch
 
 from megacore.config import AdamWConfig
 from megacore.optim.block_moments import decoded_mean, decoded_square, encoded_mean, encoded_square
-from megacore.optim.moments import global_indices
 from megacore.optim.rounded_moments import random_bits, rounded
-from megacore.parallel.sharding import ShardSpec
-from megacore.zero.flat import FlatLayout
 from tests.parity.runs import trainer_of
 from tests.unit.test_optimizers import ADAM, drawn, updated
 
@@ -76,29 +72,6 @@ def test_values_that_were_8_bits_stay_as_they_are(scale: float) -> None:
     assert not encoded_square(zeros, zeros).any()
 
 
-@pytest.mark.parametrize(
-    ("shape", "slices", "local"),
-    [
-        ((6, 4), ((2, 4), (0, 4)), (2, 4)),
-        ((6, 4), ((0, 6), (1, 3)), (6, 2)),
-        ((7, 4), ((4, 7), (0, 4)), (4, 4)),
-        ((3, 4, 5), ((1, 3), (0, 4), (2, 4)), (2, 4, 3)),
-        ((), (), ()),
-    ],
-)
-def test_positions_in_the_whole_parameter(
-    shape: tuple[int, ...], slices: tuple[tuple[int, int], ...], local: tuple[int, ...]
-) -> None:
-    spec = ShardSpec(name="a", shape=shape, slices=slices)
-    size = int(np.prod(shape))
-    whole = torch.arange(size).view(shape)
-    expected = torch.full(local, -1)
-    spec.unpadded(expected).copy_(spec.take(whole)) if shape else expected.copy_(whole.view(()))
-    found = global_indices(spec, local, 0, expected.numel(), torch.device("cpu"))
-    assert torch.equal(torch.where(found < size, found, -1), expected.view(-1))
-    assert torch.equal(global_indices(spec, local, 1, expected.numel(), torch.device("cpu")), found[1:])
-
-
 def test_steps_are_close_to_those_of_fp32() -> None:
     weights, gradients = drawn(0), [drawn(seed) for seed in range(1, 21)]
     exact = updated(ADAM, weights, gradients)
@@ -119,21 +92,3 @@ def test_a_checkpoint_of_fp32_is_continued_in_8_bits(tmp_path: Path) -> None:
         assert exact is not None
         assert found is not None
         assert float((exact - found).abs().max()) <= 1.001 / 127 * float(exact.abs().max())
-
-
-def test_shards_end_between_blocks() -> None:
-    """GPT-2's shapes on 8 replicas: every shard has whole blocks, and padding is below 1%."""
-
-    class Parameter:
-        def __init__(self, name: str, size: int) -> None:
-            self.spec, self._size = ShardSpec(name=name, shape=(size,)), size
-
-        def numel(self) -> int:
-            return self._size
-
-    sizes = [768, 768, 2304 * 768, 2304, 768 * 768, 768, 768, 768, 3072 * 768, 3072, 3072 * 768, 768]
-    parameters: Any = [Parameter(str(number), size) for number, size in enumerate(sizes)]
-    layout = FlatLayout(parameters, 8, unit=AdamWConfig(moments_dtype="int8").shard_unit)
-    segments = [segment for shard in range(8) for segment in layout.segments(shard)]
-    assert all(segment.start % 256 == 0 for segment in segments)
-    assert layout.padding <= 0.01 * layout.size

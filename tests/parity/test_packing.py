@@ -77,20 +77,3 @@ def test_a_token_changes_no_bit_of_another_document(name: str, start: int, first
     assert torch.equal(gradients[last:], other_gradients[last:])
     assert not torch.equal(logits[start], other_logits[start])
     assert not torch.equal(gradients[first:last], other_gradients[first:last])
-
-
-def test_positions_alone_restart_too() -> None:
-    """Without --reset-attention-mask a token sees earlier documents, at the positions that these have in themselves."""
-    stage = twin_of(make_model("gpt2"), beside=("positions",))
-    documents, positions = places(LENGTHS[:1])
-    tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
-    parameters = stage.by_name()
-    plain = stage.run_layer(0, tokens)
-    restarted, _ = stage.run_layer(0, (tokens, positions))
-    table = parameters["embedding.positions"].detach()
-    torch.testing.assert_close(restarted - plain, (table[positions[0]] - table)[None], rtol=0, atol=1e-6)
-    changed = tokens.clone()
-    changed[0, 0] = (tokens[0, 0] + 1) % VOCAB
-    assert not torch.equal(stage((tokens, positions))[0, -1], stage((changed, positions))[0, -1])
-    within = twin_of(make_model("gpt2"))
-    assert torch.equal(within((tokens, documents, positions))[0, -1], within((changed, documents, positions))[0, -1])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config.parameter_groups import ParameterGroups, parse_rules
 from megacore.errors import ConfigError
 from megacore.train.trainer import Trainer
 from tests.parity.runs import trainer_of
@@ -96,9 +95,3 @@ def test_a_rule_about_nothing_is_refused(tmp_path: Path) -> None:
     # Both patterns that it names match something.
     for pattern in re.findall(r"'(.+?)'", str(refused.value)):
         trainer_of((1, 1, 1), tmp_path, param_group=(f"{pattern}:freeze",), **changes)
-
-
-def test_the_first_rule_counts() -> None:
-    groups = ParameterGroups(rules=parse_rules(["*.bias:lr=2", "*:lr=3"]), num_layers=2)
-    assert [groups.scale_of(name).lr for name in ("head.bias", "head.weight")] == [2.0, 3.0]
-    assert groups.unmatched(["head.weight"]) == ["*.bias"]

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import RepetitionPenaltyLogitsProcessor
 
-from megacore.errors import UserError
-from megacore.inference.generate import Sampling, penalized
+from megacore.inference.generate import Sampling
 from megacore.inference.scoring import TextScorer, windows
 from tests.e2e.launching import words
 from tests.parity.conversions import to_megacore, tokenizer
@@ -110,11 +108,6 @@ def scorer_of(checkpoint: Path, **changes: Any) -> TextScorer:
     return TextScorer.of_checkpoint(checkpoint, device="cpu", **changes)
 
 
-def test_a_program_that_is_not_there_is_refused(pair: tuple[nn.Module, Path]) -> None:
-    with pytest.raises(UserError, match=r"--program gone\.py is no Python file"):
-        scorer_of(pair[1], program="gone.py")
-
-
 def test_continuations_are_as_likely_as_in_transformers(pair: tuple[nn.Module, Path]) -> None:
     model, checkpoint = pair
     scorer = scorer_of(checkpoint, batch_size=3)
@@ -131,14 +124,6 @@ def test_continuations_are_as_likely_as_in_transformers(pair: tuple[nn.Module, P
     tokens = [BEGIN, *TOKENIZER.encode(texts()[0])]  # 46 of them are predicted, 40 at first
     rest = log_likelihood(model, tokens[-POSITIONS - 1 :], len(tokens) - 1 - POSITIONS)
     assert rolling == pytest.approx(log_likelihood(model, tokens[: POSITIONS + 1], POSITIONS) + rest, rel=1e-5)
-
-
-@pytest.mark.parametrize("penalty", [1.3, 0.5])
-def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    tokens = [3, 7, 7, 49, 0]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[None].clone())[0]
-    torch.testing.assert_close(penalized(logits, tokens, penalty).float(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])

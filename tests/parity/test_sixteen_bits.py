@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,44 +55,6 @@ def test_two_hundred_steps_end_where_fp32_ends(
     assert sum(expected[-10:]) < 10 * 0.3 * SPREAD, "the run is meant to learn"
     assert found[-1] == pytest.approx(expected[-1], rel=0.02)
     assert sum(found[-10:]) == pytest.approx(sum(expected[-10:]), rel=0.02)
-
-
-def gradients_of_a_microbatch(
-    rank: int, world_size: int, directory: str, scales: dict[str, float]
-) -> dict[str, Tensor]:
-    """All gradients of a microbatch as autograd leaves them: in fp32, and in fp16 with each loss scale."""
-    found = {}
-    for name, scale in {"fp32": 1.0, **scales}.items():
-        fp16 = {} if name == "fp32" else {"precision": "fp16", "initial_loss_scale": scale}
-        config = make_config(
-            (1, 1, 1), directory, init_method_std=0.02, micro_batch_size=1, global_batch_size=1, **fp16
-        )
-        trainer = make_trainer(config, build_mesh(config.parallel))
-        seen: dict[str, Tensor] = {}
-        for key, parameter in trainer.parameters.items():
-            parameter.register_hook(partial(seen.__setitem__, key))
-        step(trainer)
-        assert trainer.update.skipped_steps == 0
-        found[name] = torch.cat([seen[key].flatten() for key in sorted(seen)])
-    return found
-
-
-def test_gradients_of_a_large_batch_do_not_underflow(tmp_path: Path) -> None:
-    """In a batch of 2^16 microbatches, a million tokens, the gradients of each are 2^16 times smaller than those of the
-    same one alone: as they are alone with a loss scale that is 2^16 times smaller."""
-    microbatches = 2**16
-    large = make_config((1, 1, 1), tmp_path, precision="fp16", micro_batch_size=2, global_batch_size=2 * microbatches)
-    initial = large.precision.initial_loss_scale
-    scales = {"2^16": 2.0**16 / microbatches, "default": (initial or 0.0) / microbatches}
-    (found,) = run_distributed(gradients_of_a_microbatch, 1, str(tmp_path), scales)
-    there = found["fp32"].abs() > 1e-3 * found["fp32"].abs().mean()  # neither unused rows nor rounding
-
-    def lost(name: str) -> float:
-        """Share of gradients that fp16 holds with fewer than 11 bits, or as 0."""
-        return float((found[name][there].abs() < torch.finfo(torch.float16).tiny).float().mean())
-
-    assert lost("2^16") > 0.1
-    assert lost("default") < 1e-4
 
 
 # Loss scales after each of eight steps, of which the second, fifth and eighth overflow, with --loss-scale-window 3 and

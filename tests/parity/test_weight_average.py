@@ -87,13 +87,6 @@ def test_it_begins_with_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path
         torch.testing.assert_close(value, DECAY * first[name] + (1 - DECAY) * weights(trainer)[name])
 
 
-def test_a_checkpoint_before_the_first_update_has_the_weights(tmp_path: Path) -> None:
-    trainer = trainer_of((1, 1, 1), tmp_path)
-    trainer.save()
-    again = trainer_of((1, 1, 1), tmp_path, load=str(tmp_path))
-    assert all(torch.equal(value, weights(trainer)[name]) for name, value in average(again).items())
-
-
 def evaluated(trainer: Trainer) -> float:
     loss = trainer.evaluate()
     assert loss is not None
