@@ -47,10 +47,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from megacore import ops
-from megacore.parallel import products, sequence, tensor
 from tests.accelerator import build
 
 needs_pretend = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -121,28 +117,6 @@ def slow() -> Iterator[None]:
         yield
     finally:
         library().pretend_be_slow(False)
-
-
-@contextlib.contextmanager
-def operators_of_the_device() -> Iterator[None]:
-    """Inside, a CPU computes as the device does: bitwise the same, if terms are added in the same order.
-
-    Left are three differences: attention in torch's composed form, weight gradients that their products add to fp32
-    sums, and the layers' forms for accelerators, such as a row-parallel bias that is added before the sum.
-    """
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        sdpa_kernel(SDPBackend.MATH),
-        torch.library._scoped_library("aten", "IMPL") as kernels,
-    ):
-        for module in (ops, sequence, tensor):
-            patch.setattr(module, "on_accelerator", lambda x: True)
-        kernels.impl("addmm.dtype_out", _addmm_to_fp32, "CPU")
-        products._has_addmm_to_fp32.cache_clear()
-        try:
-            yield
-        finally:
-            products._has_addmm_to_fp32.cache_clear()
 
 
 def limit_memory(size: int) -> None:

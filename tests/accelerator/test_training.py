@@ -1,7 +1,7 @@
 """Everything that trains runs on the pretend accelerator, and gives the losses of the CPU.
 
 A group of runs shares its ranks: one launch on the device, and, for runs that are compared with one process, one
-reference on the CPU. What the device computes otherwise than a CPU: `device.operators_of_the_device`.
+reference on the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
-from tests.accelerator.device import needs_pretend, operators_of_the_device
+from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
@@ -68,50 +68,44 @@ CASES: dict[int, list[Case]] = {
     1: [
         ((1, 1, 1), FULL | UNFUSED | {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
         ((1, 1, 1), BF16 | OFFLOAD | SELECTIVE),
-        ((1, 1, 1), FP16 | SGD),
         ((1, 1, 1), BERT | OFFLOAD),
         ((1, 1, 1), GATED | OFF),
     ],
     2: [
         ((1, 1, 2), zero(0) | FP16 | OFFLOAD),
-        ((1, 1, 2), zero(1) | OFFLOAD | SELECTIVE),
         ((1, 1, 2), zero(2) | WAIT | BF16 | UNFUSED),
         ((1, 1, 2), zero(3) | WAIT | BERT),
-        ((1, 2, 1), GPIPE | FULL | OFFLOAD),
         ((1, 2, 1), TWICE | BF16),
         ((1, 2, 1), SPLIT | SELECTIVE | SGD),
-        ((2, 1, 1), GATED | SP),
         ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
         ((2, 1, 1), BERT | SP | BF16),
         ((1, 1, 1), context("ring") | GATED | zero(1)),
-        ((1, 1, 1), context("allgather") | BERT | zero(3)),
         ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
         ((1, 1, 2), EXPERTS | OFF | {"ep": 2, "moe_expert_capacity_factor": 1.0}),
         ((2, 1, 1), EXPERTS | DIVIDED | OFF),
+        ((1, 1, 2), zero(1) | {"reproducible": True}),  # last: it cannot be undone in a process
     ],
-    4: [
-        ((1, 2, 2), zero(3) | SPLIT | WAIT | SELECTIVE),
-        ((2, 1, 2), zero(3) | SP | BF16 | GATED),
-        ((2, 2, 1), SPLIT | BERT),
-        ((1, 1, 4), zero(1) | {"reproducible": True}),  # last: it cannot be undone in a process
-    ],
+    4: [((1, 2, 2), zero(3) | SPLIT | WAIT | SELECTIVE), ((2, 1, 2), zero(3) | SP | BF16 | GATED)],
 }
 MORE: dict[int, list[Case]] = {
     2: [
         ((1, 1, 2), zero(0) | WAIT | FULL),
+        ((1, 1, 2), zero(1) | OFFLOAD | SELECTIVE),
         ((1, 1, 2), zero(3) | FP16),
         ((1, 2, 1), BERT),
+        ((1, 2, 1), GPIPE | FULL | OFFLOAD),
         ((1, 2, 1), SPLIT | GATED | BF16),
-        ((2, 1, 1), GATED),
+        ((2, 1, 1), GATED | SP),
         ((2, 1, 1), SP | FULL),
         ((2, 1, 1), DIVIDED | OFF),
-        ((2, 1, 1), BERT | FP16 | SELECTIVE),
+        ((1, 1, 1), context("allgather") | BERT | zero(3)),
     ],
     4: [
         ((1, 2, 2), zero(1) | {"schedule": "1f1b"}),
         ((1, 2, 2), zero(2) | TWICE | OFFLOAD),
         ((2, 1, 2), zero(2) | SP | SELECTIVE),
         ((2, 2, 1), TWICE | SP | FULL),
+        ((2, 2, 1), SPLIT | BERT),
         ((1, 1, 4), zero(3) | OFFLOAD | WAIT),
     ],
 }
@@ -143,11 +137,6 @@ def train_all(rank: int, world_size: int, cases: list[Case], device: str, direct
     return [losses_and_norms(case, device, directory) for case in cases]
 
 
-def train_alike(rank: int, world_size: int, case: Case, directory: str) -> list[float]:
-    with operators_of_the_device():
-        return losses_and_norms(case, "cpu", directory)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("runs"))
@@ -172,11 +161,6 @@ def compare(cases: list[Case], directory: str) -> None:
     for case, figures in zip(cases, found, strict=True):
         precision = case[1].get("precision", "fp32")
         losses, norms = TOLERANCES[precision]
-        if precision == "fp16" and case[1].get("bert"):
-            # Another layout, or other operators, differ by more than the bound on the CPU as well: its fp16 losses are
-            # 2e-4 from those of fp32. In the same layout and with the same operators nothing differs.
-            assert figures == run_distributed(train_alike, ranks, case, directory, init=ranks > 1, timeout=120)[0], case
-            continue
         expected = on_cpu(json.dumps(case[1], sort_keys=True), directory)
         assert figures[::2] == pytest.approx(expected[::2], rel=losses), case
         assert figures[1::2] == pytest.approx(expected[1::2], rel=norms), case
@@ -194,16 +178,13 @@ def test_further_combinations_give_the_cpus_losses(ranks: int, folder: str) -> N
 
 
 def test_offloaded_activations_of_a_split_backward_change_no_bit(folder: str) -> None:
-    deep = SPLIT | {"num_layers": 6, "micro_batch_size": 2}
-    cases = [((1, 2, 1), deep | precision | offload) for precision in ({}, BF16) for offload in ({}, OFF)]
+    cases = [((1, 2, 1), SPLIT | BF16 | {"num_layers": 6, "micro_batch_size": 2} | offload) for offload in ({}, OFF)]
     found = run_distributed(train_all, 2, cases, "pretend", folder, backend="pretend", timeout=600)[0]
-    assert found[::2] == found[1::2]
+    assert found[0] == found[1]
 
 
 ENGINES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("cnn", 1, 2, {"zero_stage": 3}),
-    ("cnn", 2, 1, INTERLEAVED),
-    ("tokens", 1, 2, {"zero_stage": 1}),
     ("tokens", 2, 1, SPLIT),
     ("bare", 2, 1, {"pipeline_balance": "uniform"}),
 ]

@@ -32,6 +32,7 @@ class Comparison:
         reference: the plain-torch form of the custom operator, where `operator` does not reach it.
         fixed: inputs that stay as they are (masks, targets).
         scale: of inputs that are not to have a standard deviation of 1.
+        is_large: Triton's interpreter takes long: `make test` has it in bf16 alone.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Comparison:
     reference: Function | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, float] = field(default_factory=dict)
+    is_large: bool = False
 
     def __str__(self) -> str:
         return self.name

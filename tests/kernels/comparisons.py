@@ -20,7 +20,8 @@ from megacore.ops.visibility import Visibility
 from megacore.parallel.experts import Assignment, GroupedProducts, assign, combine, dispatch
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.products import TORCH
-from tests.kernels.comparing import Comparison
+from tests.kernels.comparing import Comparison, Function
+from tests.kernels.loop import with_all_weights
 
 
 def comparisons() -> list[Comparison]:
@@ -44,57 +45,61 @@ def _norms() -> Iterator[Comparison]:
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
-    # One row of one column; 100 columns stay in registers, 4,112 only forward, 9,001 neither way; backward reads 8,208
-    # columns of 16 bits in chunks.
-    for rows, width in ((33, 100), (1, 77), (3, 1), (3, 4112), (3, 8208), (3, 9001)):
-        size = {"x": (rows, width), "weight": (width,)}
-        both = size | {"bias": (width,)}
-        yield Comparison(
-            name=f"layer_norm-{rows}x{width}",
-            operator=ops.layer_norm,
-            oracle=layer_norm,
-            shapes=both,
-            reference=lambda x, weight, bias: norm._norm_forward(x, None, weight, bias, 1e-5, False)[0],
-        )
-        if width != 4112:
+    def forward(rms: bool) -> Function:
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
+            y, summed, *_ = norm._norm_forward(x, residual, weight, bias, 1e-5, rms)
+            return y if residual is None else (y, summed)
+
+        return run
+
+    def with_input(rms: bool) -> Function:
+        return lambda x, weight, bias=None: norm._WithInput.apply(x, weight, bias, 1e-5, rms)
+
+    kinds: dict[str, tuple[Function, Function, Function]] = {  # the operator, its formula and its plain form
+        "layer_norm": (ops.layer_norm, layer_norm, forward(False)),
+        "rms_norm": (ops.rms_norm, rms_norm, forward(True)),
+        "layer_norm_with_input": (
+            ops.layer_norm_with_input,
+            lambda x, weight, bias: (layer_norm(x, weight, bias), x),
+            with_input(False),
+        ),
+        "rms_norm_with_input": (
+            ops.rms_norm_with_input,
+            lambda x, weight: (rms_norm(x, weight), x),
+            with_input(True),
+        ),
+        "add_layer_norm": (
+            ops.add_layer_norm,
+            lambda x, residual, weight, bias: (layer_norm(x + residual, weight, bias), x + residual),
+            forward(False),
+        ),
+        "add_rms_norm": (
+            ops.add_rms_norm,
+            lambda x, residual, weight: (rms_norm(x + residual, weight), x + residual),
+            forward(True),
+        ),
+    }
+    # More rows than programs, whose shares of weight gradients are of one row or of two; one row; one column. 52
+    # columns stay in registers, 9,001 neither way; backward reads 8,208 columns of 16 bits in chunks.
+    for rows, width, names in (
+        (17, 52, tuple(kinds)),
+        (1, 77, ("layer_norm", "rms_norm")),
+        (3, 1, ("layer_norm", "rms_norm")),
+        (3, 8208, ("layer_norm", "rms_norm", "add_rms_norm")),
+        (3, 9001, ("rms_norm", "add_layer_norm")),
+    ):
+        for name in names:
+            operator, oracle, reference = kinds[name]
+            shapes = {"x": (rows, width), "weight": (width,)}
+            shapes |= {} if "rms" in name else {"bias": (width,)}
+            shapes |= {"residual": (rows, width)} if name.startswith("add") else {}
             yield Comparison(
-                name=f"rms_norm-{rows}x{width}",
-                operator=ops.rms_norm,
-                oracle=rms_norm,
-                shapes=size,
-                reference=lambda x, weight: norm._norm_forward(x, None, weight, None, 1e-5, True)[0],
-            )
-        if width == 100:  # wider ones run what `add_layer_norm` runs: the gradient of the sum is added in backward
-            yield Comparison(
-                name=f"layer_norm_with_input-{rows}x{width}",
-                operator=ops.layer_norm_with_input,
-                oracle=lambda x, weight, bias: (layer_norm(x, weight, bias), x),
-                shapes=both,
-                reference=lambda x, weight, bias: norm._WithInput.apply(x, weight, bias, 1e-5, False),
-            )
-            yield Comparison(
-                name=f"rms_norm_with_input-{rows}x{width}",
-                operator=ops.rms_norm_with_input,
-                oracle=lambda x, weight: (rms_norm(x, weight), x),
-                shapes=size,
-                reference=lambda x, weight: norm._WithInput.apply(x, weight, None, 1e-5, True),
-            )
-        if width in (100, 4112, 8208, 9001):
-            yield Comparison(
-                name=f"add_layer_norm-{rows}x{width}",
-                operator=ops.add_layer_norm,
-                oracle=lambda x, residual, weight, bias: (layer_norm(x + residual, weight, bias), x + residual),
-                shapes=both | {"residual": (rows, width)},
-                reference=lambda x, residual, weight, bias: norm._norm_forward(x, residual, weight, bias, 1e-5, False)[
-                    :2
-                ],
-            )
-            yield Comparison(
-                name=f"add_rms_norm-{rows}x{width}",
-                operator=ops.add_rms_norm,
-                oracle=lambda x, residual, weight: (rms_norm(x + residual, weight), x + residual),
-                shapes=size | {"residual": (rows, width)},
-                reference=lambda x, residual, weight: norm._norm_forward(x, residual, weight, None, 1e-5, True)[:2],
+                name=f"{name}-{rows}x{width}",
+                operator=operator,
+                oracle=oracle,
+                shapes=shapes,
+                reference=reference,
+                is_large=width > 8000,
             )
 
 
@@ -120,9 +125,9 @@ def _softmaxes() -> Iterator[Comparison]:
         ("causal", (13, 13), {"causal": True}),
         ("causal-longer-keys", (5, 50), {"causal": True}),
         ("causal-fewer-keys", (9, 4), {"causal": True}),  # the first queries see nothing
-        ("causal-offset", (9, 50), {"causal": True, "offset": -3}),
-        ("window", (24, 24), {"causal": True, "window": 7}),
-        ("window-alone", (8, 60), {"window": 20}),
+        ("causal-offset", (5, 50), {"causal": True, "offset": -3}),
+        ("window", (11, 11), {"causal": True, "window": 4}),
+        ("window-alone", (5, 60), {"window": 20}),
         ("long", (2, 16500), {"causal": True}),
     ):
         fixed: dict[str, Any] = {"scale": 0.3, **options}
@@ -220,10 +225,11 @@ def _activations() -> Iterator[Comparison]:
         return ops.swiglu(*both.chunk(2, dim=-1))
 
     yield Comparison(  # whose bias gradient several programs add up
-        name="bias_gelu-150x300",
+        name="bias_gelu-70x300",
         operator=ops.bias_gelu,
         oracle=gelu,
-        shapes={"x": (150, 300), "bias": (300,)},
+        shapes={"x": (70, 300), "bias": (300,)},
+        is_large=True,
     )
     for rows, width in ((5, 100), (1, 1), (3, 2500)):
         yield Comparison(
@@ -277,29 +283,23 @@ def _dropouts() -> Iterator[Comparison]:
 
 def attention_oracle(query: Tensor, key: Tensor, value: Tensor, *, slopes: Tensor | None, **seen_by: Any) -> Tensor:
     """With all weights; `seen_by` are the arguments of Visibility."""
-    length, times = query.shape[2], query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(times, 1).transpose(-1, -2) / math.sqrt(query.shape[-1])
-    position = torch.arange(length, device=query.device)
-    if slopes is not None:
-        scores = scores - slopes.to(query)[:, None, None] * (position[:, None] - position).abs()
-    seen = Visibility(**seen_by).mask(range(length), range(length), query.device)
-    scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
-    return torch.softmax(scores, -1) @ value.repeat_interleave(times, 1)
+    seen = Visibility(**seen_by).mask(range(query.shape[2]), range(query.shape[2]), query.device)
+    return with_all_weights(query, key, value, seen=seen, slopes=slopes)[0]
 
 
 def _attentions() -> Iterator[Comparison]:
     def operator(query: Tensor, key: Tensor, value: Tensor, *, slopes: Tensor | None, **seen_by: Any) -> Tensor:
         return block_attention(query, key, value, view=Visibility(**seen_by), slopes=slopes)[0]
 
-    # Longer than a block of queries and one of keys, and no multiple of either.
+    # No multiple of a block of queries or of keys; 142 positions are more than one of queries of 16 bits.
     documents = torch.tensor([[1] * 40 + [2] * 90 + [3] * 7 + [0] * 5])
     slopes = torch.tensor(ops.alibi_slopes(2))
     for name, (length, groups, size), options in (
-        ("alibi", (142, 2, 16), {"causal": True, "slopes": slopes}),
-        ("window-both-ways-alibi", (70, 1, 24), {"causal": False, "window": 50, "slopes": slopes}),
-        ("window", (142, 1, 8), {"causal": True, "window": 37}),
+        ("alibi", (70, 2, 16), {"causal": True, "slopes": slopes}),
+        ("window-both-ways-alibi", (41, 1, 24), {"causal": False, "window": 30, "slopes": slopes}),
+        ("window", (70, 1, 8), {"causal": True, "window": 37}),
         ("documents", (142, 1, 16), {"causal": True, "documents": documents}),
-        ("documents-both-ways-window", (142, 2, 16), {"causal": False, "documents": documents, "window": 20}),
+        ("documents-both-ways-window", (70, 2, 16), {"causal": False, "documents": documents[:, 72:], "window": 20}),
         ("one-position", (1, 2, 8), {"causal": True, "window": 1}),
     ):
         yield Comparison(
@@ -308,6 +308,7 @@ def _attentions() -> Iterator[Comparison]:
             oracle=attention_oracle,
             shapes={"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size)),
             fixed={"slopes": None, **options},
+            is_large="documents" in name,
         )
     yield Comparison(
         name="attention-documents-keys-of-another-rank",

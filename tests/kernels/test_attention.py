@@ -16,82 +16,17 @@ from torch._subclasses import FakeTensorMode
 from megacore import ops
 from megacore.ops import Attention
 from megacore.ops.attention import visible
-
-B, S, D = 2, 11, 8
-# Two documents and padding at the end; padding between and at the front.
-DOCUMENTS = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2, 0, 0, 0], [0, 3, 3, 3, 0, 7, 7, 7, 7, 7, 0]])
-CASES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "both ways": {"causal": False},
-    "last four": {"causal": True, "window": 4},
-    "last one": {"causal": True, "window": 1},
-    "a window beyond the sequence": {"causal": True, "window": 50},
-    "three on either side": {"causal": False, "window": 6},
-    "three on either side, odd": {"causal": False, "window": 7},
-    "documents": {"causal": True, "documents": DOCUMENTS},
-    "documents both ways": {"causal": False, "documents": DOCUMENTS},
-    "documents, window": {"causal": True, "documents": DOCUMENTS, "window": 2},
-    "documents both ways, window": {"causal": False, "documents": DOCUMENTS.int(), "window": 2},
-    "nothing but padding": {"causal": True, "documents": torch.zeros_like(DOCUMENTS)},
-}
-
-
-def brute_force(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    slopes: list[float] | None = None,
-) -> Tensor:
-    """Position by position."""
-    shared_by, out = query.shape[1] // key.shape[1], 0.0 * query
-    samples, heads, length, size = query.shape
-    for b in range(samples):
-        for head in range(heads):
-            k, v = key[b, head // shared_by], value[b, head // shared_by]
-            for i in range(length):
-                seen = []
-                for j in range(length):
-                    near = window is None or (i - j < window if causal else abs(i - j) <= window // 2)
-                    same = documents is None or (documents[b, i] == documents[b, j] and documents[b, i] != 0)
-                    if near and same and not (causal and j > i):
-                        seen.append(j)
-                if seen:
-                    scores = k[seen] @ query[b, head, i] / math.sqrt(size)
-                    if slopes is not None:
-                        scores = scores - slopes[head] * torch.tensor([abs(i - j) for j in seen], dtype=scores.dtype)
-                    out[b, head, i] = torch.softmax(scores, 0) @ v[seen]
-    return out
-
-
-def drawn(groups: int, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries, keys and values, laid out as the projection leaves them: [b, s, heads, d], transposed."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(B, S, count, D) for count in (heads, groups, groups)]
-    return [2.0 * torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]
+from tests.kernels.loop import CASES, DOCUMENTS, B, D, S, brute_force, drawn, is_the_loop
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("groups", "alibi"), [(4, False), (2, True), (1, False)])
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_the_loop(case: str, groups: int, alibi: bool, implementation: Attention) -> None:
-    ours = [x.detach().requires_grad_() for x in drawn(groups)]
-    exact = [x.detach().double().requires_grad_() for x in ours]
-    slopes = ops.alibi_slopes(4) if alibi else None
-    bias = None if slopes is None else ops.Alibi(torch.tensor(slopes))
+    ours = [x.requires_grad_() for x in drawn(groups)]
+    bias = ops.Alibi(torch.tensor(ops.alibi_slopes(4))) if alibi else None
     found = ops.attention(*ours, **CASES[case], alibi=bias, implementation=implementation)
-    expected = brute_force(*exact, **CASES[case], slopes=slopes)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
-    gradients = torch.autograd.grad((found * weights).sum(), ours)
-    wanted = torch.autograd.grad((expected * weights).sum(), exact, allow_unused=True)
-    for gradient, want in zip(gradients, wanted, strict=True):
-        want = torch.zeros_like(gradient).double() if want is None else want
-        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
+    is_the_loop(found, ours, case, alibi=alibi)
 
 
 @pytest.mark.parametrize("alibi", [False, True])
@@ -116,9 +51,8 @@ def test_products_beyond_the_range_of_fp16_overflow_nowhere(case: str, alibi: bo
         torch.testing.assert_close(gradient.double(), want, rtol=5e-3, atol=5e-3 * 100.0 / math.sqrt(D))
 
 
-@pytest.mark.parametrize("head_size", [8, 20, 64])
-def test_scaling_the_query_first_costs_no_bit_of_fp32(head_size: int) -> None:
-    generator = torch.Generator().manual_seed(5)
+def test_scaling_the_query_first_costs_no_bit_of_fp32() -> None:
+    generator, head_size = torch.Generator().manual_seed(5), 20
     query, key, value = torch.randn(3, B, 4, S, head_size, generator=generator)
     scores = query @ key.transpose(-1, -2)
     expected = ops.fused_softmax(scores, scale=1.0 / math.sqrt(head_size), causal=True) @ value
@@ -263,19 +197,3 @@ def test_global_and_local_layers_keep_a_mask_each() -> None:
     visible(7, causal=False, window=2, documents=None, device=torch.device("cpu"))
     visible(7, causal=False, window=8, documents=None, device=torch.device("cpu"))
     assert all(mask() is None for mask in gone)
-
-
-REFUSALS = {
-    "groups": (lambda q, k, v: ops.attention(q, k[:, :3], v[:, :3], causal=True), "dividing query's 4 heads"),
-    "values": (lambda q, k, v: ops.attention(q, k, v[:, :, :5], causal=True), "value has shape"),
-    "window": (lambda q, k, v: ops.attention(q, k, v, causal=True, window=0), "window is 0"),
-    "documents": (lambda q, k, v: ops.attention(q, k, v, causal=True, documents=DOCUMENTS[:1]), "documents has shape"),
-    "types": (lambda q, k, v: ops.attention(q, k, v, causal=True, documents=DOCUMENTS.float()), "documents is float32"),
-}
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_does_not_fit_is_refused(refusal: str) -> None:
-    call, message = REFUSALS[refusal]
-    with pytest.raises(ValueError, match=message):
-        call(*drawn(4))

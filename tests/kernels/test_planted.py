@@ -51,13 +51,13 @@ DEFECTS: dict[str, tuple[str, str, str, Callable[[torch.device], None]]] = {
         "norm",
         "    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)\n    if HAS_RESIDUAL:",
         "    x = tl.load(x_ptr + at, mask=inside, other=0.0)\n    if HAS_RESIDUAL:",
-        partial(formula, "layer_norm-33x100", "bf16"),
+        partial(formula, "rms_norm-17x52", "bf16"),
     ),
     "the last row of a share left out": (
         "norm",
         "range(program, rows, tl.num_programs(0), num_stages=2)",
         "range(program, rows - 1, tl.num_programs(0), num_stages=2)",
-        partial(formula, "layer_norm-33x100", "fp32"),
+        partial(formula, "rms_norm-17x52", "fp32"),
     ),
     "the last row of an expert left out": (
         "grouped",

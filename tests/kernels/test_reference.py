@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,18 +70,6 @@ def test_dropout_of_no_rows() -> None:
     x = torch.empty(0, 5, requires_grad=True)
     y = ops.dropout_add(x, x, probability=0.1, seed=1)
     assert y.shape == torch.autograd.grad(y.sum(), x)[0].shape == (0, 5)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_the_same_with_either_implementation(window: int | None) -> None:
-    query, key, value = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
-    found = ops.attention(query, key, value, causal=True, implementation="fused-softmax", window=window)
-    seen = torch.ones(9, 9, dtype=torch.bool).tril()
-    seen = seen if window is None else seen & ~torch.ones(9, 9, dtype=torch.bool).tril(-window)
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    grads = [torch.autograd.grad(y.square().sum(), [query, key, value]) for y in (found, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
 def test_cross_entropy_in_place_where_no_gradient_is_wanted() -> None:
@@ -188,61 +175,6 @@ def test_operators_run_on_fake_tensors() -> None:
         losses = ops.cross_entropy(y, torch.zeros(4, dtype=torch.long))
         losses.sum().backward()
         assert x.grad is not None and x.grad.shape == (4, 8)
-
-
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "dtype": (lambda: ops.rms_norm(torch.ones(2, 8, dtype=torch.float64), torch.ones(8)), "x is float64: it must be"),
-    "mixed": (
-        lambda: ops.rms_norm(torch.ones(2, 8), torch.ones(8).half()),
-        "weight is float16: it must be float32",
-    ),
-    "shape": (lambda: ops.layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(7)), r"bias has shape \(7,\)"),
-    "stride": (lambda: ops.layer_norm(torch.ones(8, 2).t(), torch.ones(8), torch.ones(8)), r"call x.contiguous\(\)"),
-    "device": (
-        lambda: ops.rms_norm(torch.ones(2, 8), torch.ones(8, device="meta")),
-        "weight is on meta: it must be",
-    ),
-    "epsilon": (lambda: ops.rms_norm(torch.ones(2, 8), torch.ones(8), 0.0), "epsilon is 0.0"),
-    "residual": (
-        lambda: ops.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8)),
-        r"residual has shape \(1, 8\)",
-    ),
-    "scores": (lambda: ops.fused_softmax(torch.ones(3, 3)), r"x has shape \(3, 3\): it must be \[b, heads, sq, sk\]"),
-    "scale": (lambda: ops.fused_softmax(torch.ones(1, 1, 3, 3), scale=-1.0), "scale is -1.0: it must be positive"),
-    "window": (lambda: ops.fused_softmax(torch.ones(1, 1, 3, 3), window=0), "window is 0"),
-    "targets": (lambda: ops.cross_entropy(torch.ones(3, 4), torch.ones(3)), "targets is float32: it must be int64"),
-    "leaf": (
-        lambda: ops.cross_entropy(
-            torch.ones(3, 4, requires_grad=True), IDS, options=ops.CrossEntropyOptions(in_place=True)
-        ),
-        "logits is a leaf",
-    ),
-    "angles": (lambda: ops.rotary(torch.ones(1, 2, 1, 4), torch.ones(2, 3), torch.ones(2, 3)), "cos has 3 columns"),
-    "groups": (
-        lambda: ops.split_rotary(torch.ones(1, 2, 4, 4), torch.ones(2, 2), torch.ones(2, 2), groups=2),
-        "packed has 4 heads: 2 groups need",
-    ),
-    "rows": (lambda: ops.swiglu(torch.ones(8, 2).t(), torch.ones(2, 8)), r"gate has shape .* call gate.contiguous\(\)"),
-    "bias": (lambda: ops.bias_gelu(torch.ones(2, 8), torch.ones(2)), r"bias has shape \(2,\): it must be \(8,\)"),
-    "probability": (
-        lambda: ops.dropout_add(torch.ones(2, 8), torch.ones(2, 8), probability=1.0, seed=0),
-        "probability is 1.0",
-    ),
-    "seed": (
-        lambda: ops.dropout_add(torch.ones(2, 8), torch.ones(2, 8), probability=0.1, seed=-1),
-        "seed is -1",
-    ),
-    "step": (lambda: ops.adamw_(*(torch.ones(4) for _ in range(4)), step=0, lr=1e-3), "step is 0: the first step is 1"),
-    "flat": (lambda: ops.adamw_(*(torch.ones(2, 4) for _ in range(4)), step=1, lr=1e-3), "parameter has shape"),
-    "choice": (lambda: ops.choose_kernels("cuda"), "choice is 'cuda': it must be one of auto, triton, torch"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_by_name(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_operators_run_where_triton_is_not_installed() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from megacore.ops.visibility import Visibility
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.products import TORCH
-from tests.kernels.test_attention import CASES, B, D, S, drawn
+from tests.kernels.loop import CASES, B, S, drawn, outer, with_all_weights
 
 CAP = 0.7
 attention = import_module("megacore.ops.attention")  # the package exports the function of this name
@@ -27,24 +25,8 @@ def within(found: Tensor, expected: Tensor, also: float = 0.0) -> None:
     assert (found.double() - expected).abs().max() <= 5e-6 * expected.abs().max() + also
 
 
-def capped_attention(tensors: list[Tensor], options: dict[str, Any], slopes: Tensor | None) -> Tensor:
-    """softmax(cap tanh(q k^T / sqrt(d) / cap) + bias) v, with all weights."""
-    query, key, value = tensors
-    times = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    scores = CAP * torch.tanh(query @ key.transpose(-1, -2) / math.sqrt(D) / CAP)
-    positions = torch.arange(S)
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (positions[:, None] - positions).abs()
-    seen = Visibility(**options).mask(range(S), range(S), torch.device("cpu"))
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
-    return torch.softmax(scores, -1) @ value
-
-
 @pytest.mark.parametrize("way", ["sdpa", "fused-softmax", "tiles of 3"])
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "alibi"), [(case, number % 2 == 0) for number, case in enumerate(CASES)])
 def test_capped_scores_are_the_formula(case: str, alibi: bool, way: str) -> None:
     options = CASES[case]
     ours = [(4 * x).detach().requires_grad_() for x in drawn(2)]  # scores far above the cap
@@ -57,9 +39,10 @@ def test_capped_scores_are_the_formula(case: str, alibi: bool, way: str) -> None
         found = ops.attention(*ours, **options, alibi=bias, soft_cap=CAP, implementation=way)  # type: ignore[arg-type]
     documents = options.get("documents")
     real = torch.ones(B, 1, S, 1) if documents is None else (documents != 0).view(B, 1, S, 1)
-    expected = capped_attention(exact, options, slopes) * real
+    seen = Visibility(**options).mask(range(S), range(S), torch.device("cpu"))
+    expected = with_all_weights(*exact, seen=seen, slopes=slopes, cap=CAP)[0] * real
     within(found * real, expected)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6)) * real
+    weights = outer(found) * real
     gradients = torch.autograd.grad((found * weights).sum(), ours)
     wanted = torch.autograd.grad((expected * weights).sum(), exact)
     # A query that sees one key: the gradient of its score is a difference of equal numbers, 0 or their rounding.

@@ -49,7 +49,7 @@ def losses(
     ids=str,
 )
 def test_steps_are_those_of_plain_torch(tmp_path: Path, device: torch.device, changes: dict[str, Any]) -> None:
-    steps = 3 if device.type == "cpu" else 20
+    steps = 2 if device.type == "cpu" else 20
     plain = losses("torch", tmp_path, device, steps, **changes)
     found = losses("triton", tmp_path, device, steps, **changes)
     for (loss, norm), (expected, expected_norm) in zip(found, plain, strict=True):
@@ -58,13 +58,12 @@ def test_steps_are_those_of_plain_torch(tmp_path: Path, device: torch.device, ch
     assert plain[-1][0] != plain[0][0]
 
 
-@pytest.mark.parametrize("changes", [{"recompute": "full"}, {"schedule": "zero-bubble"}], ids=str)
-def test_masks_of_a_kernel_are_the_same_whenever_a_block_is_computed(
-    tmp_path: Path, device: torch.device, changes: dict[str, Any]
-) -> None:
-    expected = losses("triton", tmp_path, device, 2, **DROPOUT)
-    for found, step in zip(losses("triton", tmp_path, device, 2, **DROPOUT, **changes), expected, strict=True):
-        assert found == pytest.approx(step, rel=1e-6)
+def test_masks_of_a_kernel_are_the_same_whenever_a_block_is_computed(tmp_path: Path, device: torch.device) -> None:
+    """Again for backward, or in a backward of its own for weights."""
+    (expected,) = losses("triton", tmp_path, device, 1, **DROPOUT)
+    for changes in ({"recompute": "full"}, {"schedule": "zero-bubble"}):
+        (found,) = losses("triton", tmp_path, device, 1, **DROPOUT, **changes)
+        assert found == pytest.approx(expected, rel=1e-6), changes
 
 
 class Fused(TorchDispatchMode):

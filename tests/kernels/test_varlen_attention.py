@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from megacore import ops
 from megacore.ops import varlen_attention
 from megacore.ops.visibility import Visibility
-from tests.kernels.test_attention import CASES, DOCUMENTS, B, S, brute_force, drawn
+from tests.kernels.loop import CASES, DOCUMENTS, B, S, brute_force, drawn, is_the_loop
 
 attention = import_module("megacore.ops.attention")  # the package exports the function of this name
 CALLS: list[dict[str, Any]] = []
@@ -67,17 +67,9 @@ RESTRICTED = [name for name in CASES if name not in ("causal", "both ways", "a w
 @pytest.mark.parametrize("case", RESTRICTED)
 def test_the_kernel_sees_what_the_loop_sees(case: str, groups: int, kernel: list[dict[str, Any]]) -> None:
     ours = [x.requires_grad_() for x in drawn(groups)]
-    exact = [x.detach().double().requires_grad_() for x in ours]
     found = ops.attention(*ours, **CASES[case])
     assert len(kernel) == 1
-    expected = brute_force(*exact, **CASES[case])
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
-    gradients = torch.autograd.grad((found * weights).sum(), ours)
-    wanted = torch.autograd.grad((expected * weights).sum(), exact, allow_unused=True)
-    for gradient, want in zip(gradients, wanted, strict=True):
-        want = torch.zeros_like(gradient).double() if want is None else want
-        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
+    is_the_loop(found, ours, case)
 
 
 def test_documents_are_read_once_for_all_layers(kernel: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
