@@ -47,6 +47,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.accelerator import build
 
 needs_pretend = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))

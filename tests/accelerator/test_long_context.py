@@ -96,32 +96,32 @@ def held(rank: int, world_size: int, directory: str, cases: list[Changes]) -> li
     return found
 
 
-def test_ranks_hold_their_share_and_no_square_of_the_sequence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("comm", ["ring", pytest.param("allgather", marks=pytest.mark.slow)])
+def test_ranks_hold_their_share_and_no_square_of_the_sequence(comm: str, tmp_path: Path) -> None:
     """A square of the sequence in fp32, or the logits of all its positions, would be larger than the whole peak."""
     (two,) = run_distributed(held, 2, str(tmp_path / "two"), [{"cp": 2, "cp_comm": "ring"}], backend="pretend")[0]
-    comms = [{"cp": 4, "cp_comm": comm} for comm in ("ring", "allgather")]
-    for four in run_distributed(held, 4, str(tmp_path / "four"), comms, backend="pretend")[0]:
-        assert four.numbers == pytest.approx(two.numbers, rel=1e-5)
-        assert four.kept == pytest.approx(two.kept / 2, rel=0.05)
-        assert four.peak < 4 * LENGTH**2 < 4 * LENGTH * WORDS
+    (four,) = run_distributed(held, 4, str(tmp_path / "four"), [{"cp": 4, "cp_comm": comm}], backend="pretend")[0]
+    assert four.numbers == pytest.approx(two.numbers, rel=1e-5)
+    assert four.kept == pytest.approx(two.kept / 2, rel=0.05)
+    assert four.peak < 4 * LENGTH**2 < 4 * LENGTH * WORDS
 
 
 def test_offloaded_activations_come_back_bit_for_bit_and_two_blocks_are_held(tmp_path: Path) -> None:
     deep, off = SHORT | {"num_layers": 6}, {"offload_activations": True}
     selective = {"recompute": "selective"}
     split = {"schedule": "zero-bubble"}
-    cases = [SHORT, deep, deep | off, deep | selective, deep | selective | off, deep | split, deep | split | off]
+    cases = [SHORT, deep, deep | off, deep | split | selective, deep | split | selective | off]
     two, whole, offloaded, *others = run_distributed(held, 1, str(tmp_path), cases, backend="pretend", init=False)[0]
     assert offloaded.numbers == whole.numbers
     assert 0.5 * two.kept < offloaded.kept <= two.kept < 0.5 * whole.kept
     assert offloaded.peak == pytest.approx(two.peak, rel=0.05)
     assert offloaded.planned == pytest.approx(two.planned, rel=0.01)
-    for without, of_two in zip(others[::2], others[1::2], strict=True):
-        assert of_two.numbers == without.numbers and of_two.kept < 0.5 * without.kept
+    without, of_two = others
+    assert of_two.numbers == without.numbers and of_two.kept < 0.5 * without.kept
 
 
 def test_divided_inputs_of_recomputed_blocks_come_back_bit_for_bit(tmp_path: Path) -> None:
-    full = SHORT | {"num_layers": 6, "recompute": "full", "tp": 2, "sequence_parallel": False}
+    full = SHORT | {"num_layers": 4, "recompute": "full", "tp": 2, "sequence_parallel": False}
     cases = [full, full | {"distribute_saved_activations": True}]
     whole, divided = run_distributed(held, 2, str(tmp_path), cases, backend="pretend")[0]
     assert divided.numbers == whole.numbers

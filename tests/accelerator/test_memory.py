@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from tests.parity.runs import Layout, RaggedData, losses_around_a_skip, make_con
 
 pytestmark = needs_pretend
 SMALL = 1 << 12  # bytes: numbers that ranks agree on
-DEEP = {"num_layers": 12, "hidden_size": 64, "num_attention_heads": 4}
+DEEP = {"num_layers": 12, "global_batch_size": 4, "hidden_size": 64, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -95,39 +94,46 @@ def test_one_layer_at_most_is_whole_while_a_run_is_built(source: str, precision:
         assert allowed < held.stage, "a whole stage in fp32 must not be allowed"
 
 
-def left_of_runs(rank: int, world_size: int, directory: str, layout: Layout, changes: dict[str, Any]) -> list[int]:
+def left_of_runs(rank: int, world_size: int, directory: str, cases: list[tuple[Layout, dict[str, Any]]]) -> list[int]:
     """Bytes of the device that are left of each of two runs of two steps, one after the other."""
-    config, left = make_config(layout, directory, device="pretend", **changes), []
-    mesh = build_mesh(config.parallel)
-    for _ in range(2):
-        before = torch.accelerator.memory_allocated(mesh.device)
-        trainer = make_trainer(config, mesh)
+    left = []
+    for layout, changes in cases:
+        config = make_config(layout, directory, device="pretend", **{"num_layers": 2, **changes})
+        mesh = build_mesh(config.parallel)
         for _ in range(2):
-            trainer.train_step(next(trainer.batches))
-        held = torch.accelerator.memory_allocated(mesh.device) - before
-        trainer.report.close()
-        del trainer
-        while gc.collect():  # what C++ holds is only seen as garbage once its owner is gone
-            pass
-        left.append(torch.accelerator.memory_allocated(mesh.device) - before)
-        assert held > 8 * SMALL
+            before = torch.accelerator.memory_allocated(mesh.device)
+            trainer = make_trainer(config, mesh)
+            for _ in range(2):
+                trainer.train_step(next(trainer.batches))
+            held = torch.accelerator.memory_allocated(mesh.device) - before
+            trainer.report.close()
+            del trainer
+            while gc.collect():  # what C++ holds is only seen as garbage once its owner is gone
+                pass
+            left.append(torch.accelerator.memory_allocated(mesh.device) - before)
+            assert held > 8 * SMALL
     return left
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes"),
+    ("ranks", "cases"),
     [
-        ((1, 1, 1), {"precision": "bf16", "loss_chunks": 2, "recompute": "full"}),
-        ((1, 1, 2), {"zero_stage": 3, "precision": "bf16"}),
-        ((1, 2, 1), {"schedule": "zero-bubble", "num_layers": 2}),
-        ((2, 1, 1), {"optimizer": "muon", "sequence_parallel": True}),
+        (1, [((1, 1, 1), {"precision": "bf16", "loss_chunks": 2, "recompute": "full"})]),
+        (
+            2,
+            [
+                ((1, 1, 2), {"zero_stage": 3, "precision": "bf16"}),
+                ((1, 2, 1), {"schedule": "zero-bubble"}),
+                ((2, 1, 1), {"optimizer": "muon", "sequence_parallel": True}),
+            ],
+        ),
     ],
-    ids=str,
+    ids=["1", "2"],
 )
 def test_a_run_that_is_over_leaves_nothing_on_the_device(
-    layout: Layout, changes: dict[str, Any], tmp_path: Path
+    ranks: int, cases: list[tuple[Layout, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    found = run_distributed(left_of_runs, math.prod(layout), str(tmp_path), layout, changes, backend="pretend")
+    found = run_distributed(left_of_runs, ranks, str(tmp_path), cases, backend="pretend")
     assert all(left <= 2 * SMALL for of_rank in found for left in of_rank), found
 
 
@@ -255,15 +261,15 @@ def test_the_host_waits_for_gradients_that_have_not_arrived(tmp_path: Path) -> N
 
 
 def losses_by_offload(rank: int, world_size: int, directory: str) -> list[list[float]]:
-    """Of steps one of which is skipped, without and with offload, of each ZeRO stage."""
+    """Of steps one of which is skipped, without and with offload."""
     found, fp16 = [], {"precision": "fp16", "initial_loss_scale": 1024.0, "hysteresis": 2, "device": "pretend"}
-    for stage, offload in ((1, False), (1, True), (2, False), (2, True)):
-        options = {**fp16, "zero_stage": stage, "offload_optimizer": offload}
-        found.append(losses_around_a_skip(make_config((1, 1, world_size), f"{directory}/{stage}-{offload}", **options)))
+    for offload in (False, True):
+        options = {**fp16, "zero_stage": 2, "offload_optimizer": offload, "num_layers": 2}
+        found.append(losses_around_a_skip(make_config((1, 1, world_size), f"{directory}/{offload}", **options)))
     return found
 
 
 def test_gradients_of_a_skipped_step_on_their_way_to_the_host_do_no_harm(tmp_path: Path) -> None:
     """The device says so where their memory is written to before they are copied."""
-    for found in run_distributed(losses_by_offload, 2, str(tmp_path), backend="pretend"):
-        assert found[1::2] == found[::2]
+    for plain, offloaded in run_distributed(losses_by_offload, 2, str(tmp_path), backend="pretend"):
+        assert offloaded == plain

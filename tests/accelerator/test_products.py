@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.parallel import collectives as communication
@@ -210,44 +209,3 @@ def test_a_sum_of_products_is_not_rounded_to_16_bits() -> None:
     ((direct, apart),) = run_distributed(errors, 1, backend="pretend", init=False)
     assert direct < 1e-4
     assert apart > 1e-2
-
-
-def sums_of_input_gradients(rank: int, world_size: int) -> list[tuple[float, Counter[str]]]:
-    """The error of a sum of eight in fp32 against fp64, and the products: with 16-bit operands and with fp32."""
-    device, outcomes = torch.device("pretend", rank), []
-    for dtype in (torch.bfloat16, torch.float32):
-        random, traced = torch.Generator().manual_seed(0), Traced()
-        exact, total = torch.zeros(2, 5, 24, dtype=torch.float64), torch.zeros(2, 5, 24, device=device)
-        adds_in_fp32(device, dtype)  # asks the device, as the start of a run does
-        for _ in range(8):
-            grad, weight = (torch.randn(*shape, generator=random).to(dtype) for shape in ((2, 5, 64), (64, 24)))
-            exact += grad.double() @ weight.double()
-            grad, weight = grad.to(device), weight.to(device)
-            with Trace(traced):
-                TORCH.add_input_gradient(total, grad, weight)
-        outcomes.append((float((total.cpu() - exact).abs().max()), traced.products))
-    return outcomes
-
-
-def test_a_sum_of_input_gradients_in_fp32_is_the_products_own() -> None:
-    (outcomes,) = run_distributed(sums_of_input_gradients, 1, backend="pretend", init=False)
-    for (error, products), name in zip(outcomes, ("aten.addmm.dtype_out", "aten.addmm_.default"), strict=True):
-        assert error < 1e-4
-        assert products == {name: 8}
-
-
-def in_parts_and_whole(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Each product of sequence-parallel layers, of all samples at once and of one after the other."""
-    random = torch.Generator().manual_seed(0)
-    x, weight = (
-        torch.randn(*shape, generator=random).to(torch.device("pretend", 0)) for shape in ((4, 32, 16), (24, 16))
-    )
-    parts = x.new_empty(4, 32, 24)
-    for y, sample in zip(parts, x, strict=True):
-        TORCH.write_output(y, sample, weight, None)
-    return [(parts.cpu(), TORCH.output(x, weight, None).cpu())]
-
-
-def test_samples_one_after_the_other_give_the_same_bits() -> None:
-    for found, expected in run_distributed(in_parts_and_whole, 1, backend="pretend", init=False)[0]:
-        assert torch.equal(found, expected)

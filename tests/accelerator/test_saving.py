@@ -19,25 +19,27 @@ from tests.parity.runs import make_config, make_trainer
 pytestmark = needs_pretend
 
 CASES: list[dict[str, Any]] = [
-    {"zero_stage": stage, "async_save": async_save, "offload_optimizer": offload}
-    for stage, offload in ((0, False), (1, True), (3, False))
-    for async_save in (False, True)
+    {"zero_stage": 0, "async_save": True},
+    {"zero_stage": 1, "offload_optimizer": True},
+    {"zero_stage": 1, "offload_optimizer": True, "async_save": True},
+    {"zero_stage": 3},
 ]
 
 
-def train_and_save(rank: int, world_size: int, directory: str, device: str) -> None:
+def train_and_save(rank: int, world_size: int, directory: str, device: str, cases: list[dict[str, Any]]) -> None:
     """Two steps of each case, saved into a directory of its own."""
-    for number, options in enumerate(CASES):
-        changes = {"train_iters": 2, "optimizer": "sgd", "device": device, **options}
+    for number, options in enumerate(cases):
+        changes = {"train_iters": 2, "num_layers": 2, "optimizer": "sgd", "device": device, **options}
         config = make_config((1, 1, 2), Path(directory, f"{device}-{number}"), **changes)
         make_trainer(config, build_mesh(config.parallel)).run()
 
 
 def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
-    run_distributed(train_and_save, 2, str(tmp_path), "pretend", backend="pretend")
-    run_distributed(train_and_save, 2, str(tmp_path), "cpu")
+    run_distributed(train_and_save, 2, str(tmp_path), "pretend", CASES, backend="pretend")
+    run_distributed(train_and_save, 2, str(tmp_path), "cpu", [{}])
+    (on_cpu,) = published(tmp_path / "cpu-0")
     for number, options in enumerate(CASES):
-        (on_device,), (on_cpu,) = (published(tmp_path / f"{device}-{number}") for device in ("pretend", "cpu"))
+        (on_device,) = published(tmp_path / f"pretend-{number}")
         assert whole(on_device, ALONE) is None, options
         for kind in ("model", "momentum_buffer"):
             found, expected = stored(on_device, kind), stored(on_cpu, kind)
@@ -48,7 +50,7 @@ def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
 
 def tied_over_three_stages(rank: int, world_size: int, directory: str, device: str) -> tuple[float, ...]:
     """Gradient norms, in which the embedding's summed gradient counts."""
-    config = make_config((1, 3, 1), directory, train_iters=2, device=device)
+    config = make_config((1, 3, 1), directory, train_iters=2, num_layers=2, device=device)
     trainer = make_trainer(config, build_mesh(config.parallel))
     return tuple(float(trainer.train_step(next(trainer.batches)).grad_norm) for _ in range(2))
 

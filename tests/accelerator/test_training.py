@@ -152,29 +152,21 @@ def on_cpu(text: str, directory: str) -> list[float]:
     return losses_and_norms(((1, 1, 1), changes), "cpu", directory)
 
 
-def compare(cases: list[Case], directory: str) -> None:
-    (tp, pp, dp), changes = cases[0]
-    ranks = tp * pp * dp * changes.get("cp", 1)
-    found = run_distributed(
-        train_all, ranks, cases, "pretend", directory, backend="pretend", init=ranks > 1, timeout=600
-    )[0]
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [(CASES[ranks], ranks) for ranks in CASES]
+    + [pytest.param(MORE[ranks], ranks, marks=pytest.mark.slow) for ranks in MORE],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_training_gives_the_cpus_losses(cases: list[Case], ranks: int, folder: str) -> None:
+    init, arguments = ranks > 1, (cases, "pretend", folder)
+    (found, *_) = run_distributed(train_all, ranks, *arguments, backend="pretend", init=init, timeout=600)
     for case, figures in zip(cases, found, strict=True):
         precision = case[1].get("precision", "fp32")
         losses, norms = TOLERANCES[precision]
-        expected = on_cpu(json.dumps(case[1], sort_keys=True), directory)
+        expected = on_cpu(json.dumps(case[1], sort_keys=True), folder)
         assert figures[::2] == pytest.approx(expected[::2], rel=losses), case
         assert figures[1::2] == pytest.approx(expected[1::2], rel=norms), case
-
-
-@pytest.mark.parametrize("ranks", CASES)
-def test_training_gives_the_cpus_losses(ranks: int, folder: str) -> None:
-    compare(CASES[ranks], folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", MORE)
-def test_further_combinations_give_the_cpus_losses(ranks: int, folder: str) -> None:
-    compare(MORE[ranks], folder)
 
 
 def test_offloaded_activations_of_a_split_backward_change_no_bit(folder: str) -> None:

@@ -221,7 +221,10 @@ def _activations() -> Iterator[Comparison]:
         x = x if bias is None else x + bias
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
-    def halves(both: Tensor) -> Tensor:
+    def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def swiglu_of_chunks(both: Tensor) -> Tensor:
         return ops.swiglu(*both.chunk(2, dim=-1))
 
     yield Comparison(  # whose bias gradient several programs add up
@@ -240,30 +243,20 @@ def _activations() -> Iterator[Comparison]:
             reference=lambda x: activation._gelu_forward(x, None),
             scale={"x": 3.0},
         )
-        yield Comparison(
-            name=f"bias_gelu-{rows}x{width}",
-            operator=ops.bias_gelu,
-            oracle=gelu,
-            shapes={"x": (rows, width), "bias": (width,)},
-        )
-        yield Comparison(
-            name=f"swiglu-{rows}x{width}",
-            operator=ops.swiglu,
-            oracle=lambda gate, up: F.silu(gate) * up,
-            shapes={"gate": (rows, width), "up": (rows, width)},
-        )
-        yield Comparison(
-            name=f"swiglu-halves-{rows}x{width}",
-            operator=halves,
-            oracle=lambda both: F.silu(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],
-            shapes={"both": (rows, 2 * width)},
-        )
-        yield Comparison(
-            name=f"swiglu_of_halves-{rows}x{width}",
-            operator=ops.swiglu_of_halves,
-            oracle=lambda both: F.silu(both.chunk(2, dim=-1)[1]) * both.chunk(2, dim=-1)[0],
-            shapes={"both": (rows, 2 * width)},
-        )
+        row, wide = (rows, width), (rows, 2 * width)
+        kinds: list[tuple[str, Function, Function, dict[str, tuple[int, ...]]]] = [
+            ("bias_gelu", ops.bias_gelu, gelu, {"x": row, "bias": (width,)}),
+            ("swiglu", ops.swiglu, silu_product, {"gate": row, "up": row}),
+            ("swiglu-halves", swiglu_of_chunks, lambda both: silu_product(*both.chunk(2, dim=-1)), {"both": wide}),
+            (
+                "swiglu_of_halves",
+                ops.swiglu_of_halves,
+                lambda both: silu_product(*both.chunk(2, -1)[::-1]),
+                {"both": wide},
+            ),
+        ]
+        for name, operator, oracle, shapes in kinds:
+            yield Comparison(name=f"{name}-{rows}x{width}", operator=operator, oracle=oracle, shapes=shapes)
 
 
 def _dropouts() -> Iterator[Comparison]:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore import ops
 from megacore.ops import block_attention
-from megacore.ops.block_attention import Partial, Scene, attend_tile
+from megacore.ops.block_attention import Scene
 from megacore.ops.visibility import Visibility
-from tests.kernels.loop import CASES, DOCUMENTS, B, D, S, drawn, gradients_are, is_the_loop, outer, with_all_weights
+from tests.kernels.loop import CASES, B, D, S, drawn, gradients_are, is_the_loop, outer, with_all_weights
 
 WAYS = ["fused", "tiles"]
 attention = import_module("megacore.ops.attention")  # the package exports the function of this name
@@ -95,23 +95,6 @@ def test_dropout_drops_as_often_as_it_says_and_elsewhere_in_every_tile() -> None
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("case", CASES)
-def test_queries_know_where_they_are(case: str) -> None:
-    """What a rank computes that holds some of the queries and sees all keys."""
-    query, key, value = drawn(2)
-    view, slopes = view_of(CASES[case]), torch.tensor(ops.alibi_slopes(4))
-    whole, logarithms = block_attention.block_attention(query, key, value, view=view, slopes=slopes, block=4)
-    for start, stop in ((0, 5), (5, 7), (7, S)):
-        part, sums = block_attention.block_attention(
-            query[:, :, start:stop], key, value, view=view, slopes=slopes, block=4, offset=start
-        )
-        real = real_positions(view.documents)[:, 0, start:stop, 0] != 0
-        for found, expected in ((part, whole), (sums, logarithms)):
-            wanted = expected[:, :, start:stop].transpose(1, 2)[real]
-            torch.testing.assert_close(found.transpose(1, 2)[real], wanted, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case]["causal"] and "padding" not in case])
 def test_queries_see_what_there_is_of_earlier_keys(case: str) -> None:
     """What a rank of a ring computes; where a query sees none of the keys, nothing."""
@@ -139,57 +122,6 @@ def test_queries_see_what_there_is_of_earlier_keys(case: str) -> None:
     for gradient, x in zip(gradients, part, strict=True):
         assert torch.isfinite(gradient).all() and gradient.shape == x.shape
     assert not gradients[0].transpose(1, 2)[nothing.transpose(1, 2)].any()
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-@pytest.mark.parametrize("case", ["causal", "last four", "three on either side", "documents, window"])
-def test_partial_results_merge_in_any_order(case: str, order: tuple[int, ...]) -> None:
-    """Also where a query sees nothing of a part."""
-    query, key, value = drawn(2)
-    scene, parts = Scene(view=view_of(CASES[case])), [range(0, 4), range(4, 9), range(9, S)]
-    found: Partial | None = None
-    for number in order:
-        keys = parts[number]
-        tile = key[:, :, keys.start : keys.stop], value[:, :, keys.start : keys.stop]
-        part = attend_tile(query, *tile, range(S), keys, scene)
-        found = part if found is None else found.merged(part)
-    whole = attend_tile(query, key, value, range(S), range(S), scene)
-    assert found is not None
-    for one, other in zip(found.finished(), whole.finished(), strict=True):
-        assert torch.isfinite(one).all()
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
-
-
-def test_what_a_dividing_operator_returns_merges_as_well() -> None:
-    query, key, value = drawn(4)
-    scene, merged = Scene(view=Visibility(causal=False)), None
-    for keys in (range(0, 4), range(4, S)):
-        tile = key[:, :, keys.start : keys.stop], value[:, :, keys.start : keys.stop]
-        out, logarithm = attend_tile(query, *tile, range(S), keys, scene).finished()
-        part = Partial(out, logarithm, torch.ones_like(logarithm))
-        merged = part if merged is None else merged.merged(part)
-    assert merged is not None
-    out, logarithm = merged.finished()
-    expected, sums = with_all_weights(query.double(), key.double(), value.double())
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(logarithm.double(), sums, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("block", [1, 3, 20])
-@pytest.mark.parametrize("case", CASES)
-def test_no_key_is_seen_outside_the_range(case: str, block: int) -> None:
-    """And each end of the range is seen, but for documents of several sequences, whose ranges are united."""
-    view = view_of(CASES[case])
-    seen = view.mask(range(S), range(S), torch.device("cpu"))
-    assert seen is not None or case in ("both ways", "a window beyond the sequence")
-    seen = torch.ones(1, 1, S, S, dtype=torch.bool) if seen is None else seen.clone()
-    if view.documents is not None:
-        seen &= (view.documents != 0)[:, None, None]
-        seen |= torch.eye(S, dtype=torch.bool)
-    for queries in block_attention._blocks(range(S), block):
-        keys = view.keys(queries, S)
-        columns = seen[:, :, queries.start : queries.stop].flatten(0, 2).any(0).nonzero().flatten()
-        assert (keys.start, keys.stop) == (int(columns[0]), int(columns[-1]) + 1)
 
 
 @pytest.mark.usefixtures("way")
@@ -308,9 +240,3 @@ def test_the_operator_keeps_torchs_rules(case: str) -> None:
     tensors = [x.requires_grad_() for x in drawn(2)]
     rest = (view.documents, slopes, None, view.causal, view.window, None, 0.0, 4, 0, False)
     torch.library.opcheck(torch.ops.megacore.block_attention.default, (*tensors, *rest))
-
-
-def test_padding_alone_is_no_error() -> None:
-    view = Visibility(causal=True, documents=torch.zeros_like(DOCUMENTS))
-    found, _ = block_attention.block_attention(*drawn(4), view=view, block=4)
-    assert torch.isfinite(found).all()

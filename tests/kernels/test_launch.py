@@ -145,26 +145,6 @@ def test_what_is_kept_is_what_triton_would_launch(launches: Launches) -> None:
             assert bool(launches.direct) is (again > 0 or name == "negative seed"), name
 
 
-def test_the_driver_gets_arguments_and_constants_in_the_order_of_the_parameters(launches: Launches) -> None:
-    x, y = memory(), memory()
-    for seed in (1, 2):
-        launches.kernel[(3,)](x, y, 64, seed, 0.5, num_warps=4, BLOCK=64, FLAG=True)
-    (first,), (second,) = launches.by_triton, launches.direct
-    assert second.arguments[9] is x and second.arguments[10] is y
-    assert first.arguments[11:] == (64, 1, 0.5, True, 64)
-    assert second.arguments[11:] == (64, 2, 0.5, True, 64)
-    assert second.arguments[6:9] == (None, None, None), "nobody watches"
-
-
-def test_each_device_has_code_and_a_stream(launches: Launches, driver: Driver) -> None:
-    x, y = memory(), memory()
-    for device in (0, 1, 0, 1):
-        driver.current = device
-        launches.kernel[(1,)](x, y, 64, 1, 0.5, FLAG=True, BLOCK=64)
-    assert [code[0] for code, _ in launches.by_triton] == ["0", "1"]
-    assert [code[0] for code, _ in launches.direct] == ["0", "1"]
-
-
 def test_launches_go_to_the_device_of_their_first_tensor(
     launches: Launches, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,36 +113,15 @@ def test_what_a_mask_hides_is_exactly_zero(device: torch.device) -> None:
             assert torch.all(y[0, 0][later] == 0)
 
 
-def test_adamw_is_torchs(device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(5001, generator=generator).to(device)
-    twin = torch.nn.Parameter(start.clone())
-    adamw = torch.optim.AdamW([twin], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    parameter, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-    copy = torch.empty(5001, dtype=torch.float16, device=device)
-    factor = torch.tensor(0.25, device=device)
-    for step in range(1, 4):
-        gradient = torch.randn(5001, generator=generator).to(device)
-        twin.grad = gradient * 0.25
-        adamw.step()
-        with ops.kernels_chosen("triton"):
-            ops.adamw_(
-                parameter, gradient, mean, square, step=step, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1,
-                factor=factor, copy=copy,
-            )  # fmt: skip
-        torch.testing.assert_close(parameter, twin.detach(), rtol=1e-6, atol=1e-6)
-        assert torch.equal(copy, parameter.half())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype, device: torch.device) -> None:
     """Weight decay of every other 32 elements; each error against double precision beside that of torch's operator."""
-    count, steps = 32 * 67, 5
+    count, steps = 32 * 66 + 9, 3
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(count, generator=generator).to(device)
     gradients = [torch.randn(count, generator=generator).to(device, dtype) for _ in range(steps)]
-    decays = (torch.arange(count // 32, device=device) % 2).to(torch.uint8)
-    with_decay = decays.bool().repeat_interleave(32)
+    decays = (torch.arange(67, device=device) % 2).to(torch.uint8)
+    with_decay = decays.bool().repeat_interleave(32)[:count]
     factor = torch.tensor(0.3, device=device)
 
     def torchs(precision: torch.dtype) -> torch.Tensor:

@@ -77,8 +77,3 @@ def test_capped_logits_are_the_formula(chunks: int, split: bool) -> None:
     wanted = torch.autograd.grad((expected * scale).sum(), wide)
     for gradient, want in zip(gradients, wanted, strict=True):
         within(gradient, want)
-
-
-def test_a_capped_layer_takes_blocks_at_any_length() -> None:
-    assert attention.takes_blocks(8, masked=False, dropout=0.0, on_cpu=True, capped=True)
-    assert not attention.takes_blocks(8, masked=False, dropout=0.0, on_cpu=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from megacore import ops
 from megacore.ops import varlen_attention
@@ -104,19 +103,6 @@ def test_what_the_kernel_does_not_know_is_left_to_blocks(option: dict[str, Any],
     alibi = ops.Alibi(torch.tensor(ops.alibi_slopes(4))) if "alibi" in option else None
     ops.attention(*drawn(4), causal=True, window=3, dropout=option.get("dropout", 0.0), alibi=alibi)
     assert not kernel
-
-
-def test_fake_documents_are_not_read(kernel: list[dict[str, Any]]) -> None:
-    with FakeTensorMode():
-        sized = [torch.empty(B, 4, S, 8) for _ in range(3)]
-        documents = torch.empty(B, S, dtype=torch.int64)
-        assert ops.attention(*sized, causal=True, documents=documents).shape == (B, 4, S, 8)
-    assert not kernel
-
-
-def test_the_cpu_has_no_such_kernel() -> None:
-    query = torch.empty(1, 1, 2000, 64, dtype=torch.bfloat16)
-    assert not varlen_attention.can_attend(query, alibi=False, dropout=0.0)
 
 
 @pytest.mark.parametrize(
