@@ -45,7 +45,9 @@ def peaks(rank: int, world_size: int, case: str, lengths: list[int]) -> list[Pea
     return found
 
 
-@pytest.mark.parametrize("case", ["documents", "window", pytest.param("alibi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["documents", *(pytest.param(case, marks=pytest.mark.slow) for case in ("window", "alibi"))]
+)
 def test_attention_at_8192_holds_tiles_and_what_grows_with_the_length(case: str) -> None:
     """Half the length: half of all but the tiles."""
     half, whole = run_distributed(peaks, 1, case, [4096, 8192], backend="pretend", init=False)[0]

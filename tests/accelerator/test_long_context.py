@@ -120,6 +120,7 @@ def test_offloaded_activations_come_back_bit_for_bit_and_two_blocks_are_held(tmp
     assert of_two.numbers == without.numbers and of_two.kept < 0.5 * without.kept
 
 
+@pytest.mark.slow
 def test_divided_inputs_of_recomputed_blocks_come_back_bit_for_bit(tmp_path: Path) -> None:
     full = SHORT | {"num_layers": 4, "recompute": "full", "tp": 2, "sequence_parallel": False}
     cases = [full, full | {"distribute_saved_activations": True}]

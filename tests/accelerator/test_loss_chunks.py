@@ -1,12 +1,8 @@
-"""What the head and the loss hold and launch, on the pretend accelerator."""
+"""What the head and the loss hold, on the pretend accelerator."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTHead
@@ -22,8 +18,6 @@ pytestmark = needs_pretend
 VOCABULARY, HIDDEN, TOKENS = 128_000, 64, 256
 LOGITS = 4 * TOKENS * VOCABULARY  # bytes in fp32
 WEIGHT = 4 * VOCABULARY * HIDDEN
-# Views, and the copies of the pretend device's collectives.
-FREE = ("view", "slice", "select", "detach", "unbind", "split", "expand", "t", "alias", "unsqueeze", "copy_")
 
 
 def peak_of_head(rank: int, world_size: int, chunks: list[int]) -> list[int]:
@@ -59,48 +53,3 @@ def test_a_head_in_chunks_holds_one_chunk_of_the_logits() -> None:
     assert whole >= LOGITS + WEIGHT
     assert four <= (LOGITS + WEIGHT) / 4 + WEIGHT + small
     assert sixteen <= (LOGITS + WEIGHT) / 16 + WEIGHT + small
-
-
-class Launches(TorchDispatchMode):
-    """The operators that a device would launch, each of ours as one; views and communication are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operator.overloadpacket.__name__.removeprefix("_unsafe_")
-        if operator.namespace != "c10d" and name not in FREE and not name.startswith(("empty", "new_empty", "_")):
-            self.names.append(name)
-        return operator(*args, **(kwargs or {}))
-
-
-def launches_of_head(rank: int, world_size: int, chunks: int) -> list[str]:
-    """What the head's forward and its loss launch on a rank."""
-    device = torch.device("pretend", rank)
-    config = make_config((world_size, 1, 1), "unused", num_attention_heads=8, loss_chunks=chunks, z_loss=1e-3)
-    group = world_group(rank, world_size)
-    context = BuildContext.of(config, layer_group=group, device=device, streams=RandomStreams(1, device))
-    head = GPTHead(config.model, context)
-    for parameter in head.parameters():
-        torch.nn.init.ones_(parameter)
-    x, labels = torch.ones(1, 8, 32, device=device).requires_grad_(), torch.ones(1, 8, device=device).long()
-    with Launches() as launched:
-        if chunks == 1:
-            share = vocabulary_share(config.model.vocab_size, group)
-            losses = cross_entropy(head(x), labels, share=share, options=context.loss_options)
-        else:
-            losses = head((x, labels))
-    assert losses.isfinite().all()
-    return launched.names
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_the_ranks_statistics_are_merged_in_one_launch(chunks: int) -> None:
-    """Whatever the number of ranks; a chunk is a product and its statistics."""
-    for names in run_distributed(launches_of_head, 4, chunks, backend="pretend"):
-        merges = 1 if chunks == 1 else 2
-        assert names.count("cross_entropy_merged") == merges
-        assert names.count("cross_entropy_losses") == 1
-        assert names.count("cross_entropy_statistics") == chunks
-        assert len(names) <= 6 + merges + 2 * chunks, names

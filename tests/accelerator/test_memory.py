@@ -24,7 +24,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.plan import fit
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from tests.accelerator.device import counting, limit_memory, needs_pretend, slow
+from tests.accelerator.device import counting, limit_memory, needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.hf_models import make_model, save_model
 from tests.parity.runs import Layout, RaggedData, losses_around_a_skip, make_config, make_trainer
@@ -235,29 +235,6 @@ def test_weights_go_back_while_the_next_bucket_is_updated(tmp_path: Path) -> Non
         assert found.uploads == [(True, True)] * found.buckets
         assert found.down == pytest.approx(found.owned, abs=SMALL)
         assert found.up == pytest.approx(found.owned, abs=SMALL)  # the batch is small
-
-
-def losses_of_a_slow_device(rank: int, world_size: int, directory: str) -> tuple[list[float], dict[str, int], int]:
-    """Losses, waits of the last step, and the number of buckets, where no copy is done before it is waited for."""
-    config = make_config((1, 1, world_size), directory, device="pretend", zero_stage=1, offload_optimizer=True)
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    losses = []
-    with slow():
-        for _ in range(3):
-            with counting() as counted:
-                result = trainer.train_step(next(trainer.batches))
-            losses.append(float(result.loss))
-    waits = Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes)
-    return losses, dict(waits), len(trainer.model.data_parallel.buckets)
-
-
-def test_the_host_waits_for_gradients_that_have_not_arrived(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path / "cpu")
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    expected = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(3)]
-    for losses, waits, buckets in run_distributed(losses_of_a_slow_device, 2, str(tmp_path), backend="pretend"):
-        assert losses == pytest.approx(expected, rel=1e-6)
-        assert waits == {"to_host": 1, "_wait_for_download": buckets}
 
 
 def losses_by_offload(rank: int, world_size: int, directory: str) -> list[list[float]]:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
-from megacore.plan.whole_matrices import whole_buckets
 from megacore.tracer.step_trace import fake_step
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
@@ -66,34 +64,3 @@ def test_shards_hold_equal_parts_of_the_matrices(tmp_path: Path) -> None:
                         work[shard] += 4 * rows**2 * columns + 2 * rows**3
         assert step.model.data_parallel.padding < 0.01
     assert max(work) <= 1.05 * sum(work) / 4
-
-
-@pytest.mark.parametrize(
-    ("replicas", "changes"),
-    [
-        (24, {}),
-        pytest.param(6, {"muon_parameters": "blocks.*.mlp.*"}, marks=pytest.mark.slow),
-        pytest.param(
-            6,
-            {"num_experts": 4, "ep": 2, "activation": "swiglu", "disable_bias_linear": True, "num_query_groups": 2},
-            marks=pytest.mark.slow,
-        ),
-        (
-            24,
-            {"num_experts": 4, "moe_shared_expert_size": 96, "moe_shared_expert_gate": True}
-            | {"activation": "swiglu", "disable_bias_linear": True, "moe_first_dense_layers": 1},
-        ),
-    ],
-    ids=str,
-)
-def test_the_planner_has_the_same_buckets(replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"bucket_size_mb": 1, "precision": "bf16", "global_batch_size": replicas}
-    config = make_config((1, 1, replicas), tmp_path, **(MUON | shape | changes), micro_batch_size=1, zero_stage=1)
-    planned = whole_buckets(config, outline(config), on_cpu=False)
-    with fake_step(config) as step:
-        # Experts that no other rank has a copy of are not divided among ranks.
-        found = [bucket for bucket in step.model.data_parallel.buckets if bucket.unsplit and bucket.group.size > 1]
-        of_experts = {id(bucket): ".experts." in bucket.parameters[0].spec.name for bucket in found}
-        found.sort(key=lambda bucket: of_experts[id(bucket)])
-        sizes = [(bucket.layout.size, len(bucket.parameters), of_experts[id(bucket)]) for bucket in found]
-        assert [*planned] == sizes

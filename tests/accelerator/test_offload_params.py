@@ -175,11 +175,12 @@ def steady(rank: int, world_size: int, directory: str, *, slowly: bool, changes:
     )
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Path) -> None:
     """Of two microbatches: parameters travel before each forward and backward; the sum of gradients to the host and,
     before the second, back; for the norm once more. A part of the parameters is checked."""
-    shape = {"hidden_size": 128, "num_layers": 5, "micro_batch_size": 2, "global_batch_size": 4 * replicas}
+    shape = {"hidden_size": 128, "num_layers": 8, "micro_batch_size": 2, "global_batch_size": 4 * replicas}
     work = partial(steady, slowly=False, changes=shape | BF16)
     config = make_config((1, 1, replicas), tmp_path, zero_stage=3, kernels="torch", **HOST, **shape, **BF16)
     (planned,) = traced(config, outline(config), on_cpu=False)
@@ -190,11 +191,20 @@ def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Pa
         assert found.peak == pytest.approx(planned.expected_tensors, rel=0.1)  # copies keep memory a little longer
 
 
-def test_the_host_waits_for_gradients_that_it_updates(tmp_path: Path) -> None:
-    work = partial(steady, slowly=True, changes=BF16 | {"num_layers": 2})
-    (found,) = run_distributed(work, 1, str(tmp_path), backend="pretend", init=False)
-    assert found.waits.keys() <= {"to_host", "downloaded", "wait_for_reads"}
-    assert found.waits["to_host"] == 1
+def test_the_host_waits_once_and_for_gradients_that_it_updates(tmp_path: Path) -> None:
+    """Where copies are done before anybody asks for them, for the decision alone. test_trace.py counts the bytes."""
+    found = [
+        run_distributed(
+            partial(steady, slowly=slowly, changes=BF16 | {"num_layers": 2}),
+            *(1, str(tmp_path / f"{slowly}")),
+            backend="pretend",
+            init=False,
+        )[0].waits
+        for slowly in (False, True)
+    ]
+    assert found[0] == {"to_host": 1}
+    assert found[1].keys() <= {"to_host", "downloaded", "wait_for_reads"}
+    assert found[1]["to_host"] == 1
 
 
 def losses_by_memory(rank: int, world_size: int, directory: str) -> list[list[float]]:

@@ -129,7 +129,7 @@ def traced_variants(layout: Layout, directory: Any, *variants: Variant) -> list[
     ("layout", "changes", "forward"),
     [
         ((1, 1, 1), {"recompute": "full"}, 8 + 6),
-        ((1, 1, 2), {"zero_stage": 3, "micro_batch_size": 1}, 8),
+        pytest.param((1, 1, 2), {"zero_stage": 3, "micro_batch_size": 1}, 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -123,6 +123,7 @@ def test_generate_says_the_same(on_cpu: tuple[Path, Figures]) -> None:
     assert found == [say(0, 1, generate, ask(device="cpu"))]
 
 
+@pytest.mark.slow
 def test_bert_trains_and_fill_mask_says_the_same(tmp_path: Path, tokenizer: Path) -> None:
     options: dict[str, Any] = {"program": "bert", "tokenizer": tokenizer, "vocab_size": None}
     expected = run(tmp_path / "cpu", "cpu", **options)

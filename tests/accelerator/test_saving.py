@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megacore.checkpoint.choose import whole
@@ -46,17 +45,3 @@ def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=f"{options} {kind} {name}")
-
-
-def tied_over_three_stages(rank: int, world_size: int, directory: str, device: str) -> tuple[float, ...]:
-    """Gradient norms, in which the embedding's summed gradient counts."""
-    config = make_config((1, 3, 1), directory, train_iters=2, num_layers=2, device=device)
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    return tuple(float(trainer.train_step(next(trainer.batches)).grad_norm) for _ in range(2))
-
-
-def test_tied_weights_are_summed_through_the_pipeline_group(tmp_path: Path) -> None:
-    on_device = run_distributed(tied_over_three_stages, 3, str(tmp_path), "pretend", backend="pretend")
-    on_cpu = run_distributed(tied_over_three_stages, 3, str(tmp_path), "cpu")
-    assert on_device == on_device[:1] * 3
-    assert on_device[0] == pytest.approx(on_cpu[0], rel=1e-6)

@@ -173,7 +173,11 @@ def count_with_experts(rank: int, world_size: int, output_dir: str, expected: in
         assert all("in assign" in cause for cause in causes), causes
 
 
-@pytest.mark.parametrize(("ranks", "waits", "variants"), WITH_EXPERTS, ids=["1", "2"])
+@pytest.mark.parametrize(
+    ("ranks", "waits", "variants"),
+    [pytest.param(*WITH_EXPERTS[0], marks=pytest.mark.slow), WITH_EXPERTS[1]],
+    ids=["1", "2"],
+)
 def test_experts_wait_once_per_layer_and_microbatch(
     tmp_path: Path, ranks: int, waits: int, variants: list[Options]
 ) -> None:

@@ -63,11 +63,10 @@ def zero(stage: int) -> Changes:
     return {"zero_stage": stage}
 
 
-# Every feature with every kind of parallelism that it meets.
+# Every feature; MORE has it with further kinds of parallelism that it meets.
 CASES: dict[int, list[Case]] = {
     1: [
         ((1, 1, 1), FULL | UNFUSED | {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        ((1, 1, 1), BF16 | OFFLOAD | SELECTIVE),
         ((1, 1, 1), BERT | OFFLOAD),
         ((1, 1, 1), GATED | OFF),
     ],
@@ -76,9 +75,6 @@ CASES: dict[int, list[Case]] = {
         ((1, 1, 2), zero(2) | WAIT | BF16 | UNFUSED),
         ((1, 1, 2), zero(3) | WAIT | BERT),
         ((1, 2, 1), TWICE | BF16),
-        ((1, 2, 1), SPLIT | SELECTIVE | SGD),
-        ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
-        ((2, 1, 1), BERT | SP | BF16),
         ((1, 1, 1), context("ring") | GATED | zero(1)),
         ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
         ((1, 1, 2), EXPERTS | OFF | {"ep": 2, "moe_expert_capacity_factor": 1.0}),
@@ -94,6 +90,9 @@ MORE: dict[int, list[Case]] = {
         ((1, 1, 2), zero(3) | FP16),
         ((1, 2, 1), BERT),
         ((1, 2, 1), GPIPE | FULL | OFFLOAD),
+        ((1, 2, 1), SPLIT | SELECTIVE | SGD),
+        ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
+        ((2, 1, 1), BERT | SP | BF16),
         ((1, 2, 1), SPLIT | GATED | BF16),
         ((2, 1, 1), GATED | SP),
         ((2, 1, 1), SP | FULL),
