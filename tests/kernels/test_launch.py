@@ -212,16 +212,6 @@ def test_triton_launches_what_cannot_be_kept(change: str, launches: Launches, mo
     assert len(launches.by_triton) == 3 and not launches.direct
 
 
-def test_sizes_that_change_in_every_launch_do_not_fill_the_memory(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megacore.kernels.launch._MOST_LOADED", 4)
-    x, y = memory(), memory()
-    for width in range(100, 120):
-        launches.kernel[(1,)](x, y, width, 1, 0.5, FLAG=True, BLOCK=64)
-        assert len(launches.kernel._loaded) <= 4
-
-
 def test_every_kernel_is_launched_that_way(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launchers, with the shapes for which kernels are compiled."""
     launched: list[str] = []
