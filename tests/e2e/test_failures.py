@@ -29,17 +29,15 @@ def wait_for_step(job: Job, number: int) -> None:
     assert said in job.said("stdout"), job.said()
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path, tp: int) -> None:
-    flags = small_run(tmp_path / "out", tp=tp, pp=2, **ENDLESS)
-    with under_torchrun(tmp_path / "logs", 2 * tp, PROGRAM, *flags) as job:
+def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", pp=2, **ENDLESS)) as job:
         wait_for_step(job, 3)
-        victim = job.pid_of(tp)
+        victim = job.pid_of(1)
         os.kill(victim, signal.SIGKILL)
         status, launcher = job.ends(END)
         said = job.said()
     assert status == 1
-    line = rf"megacore: rank {tp} \(pp 1, dp 0, tp 0; pid {victim} on \S+\) has died; stopping the others"
+    line = rf"megacore: rank 1 \(pp 1, dp 0, tp 0; pid {victim} on \S+\) has died; stopping the others"
     assert re.fullmatch(line, said.strip())
     assert "Traceback" not in said
     assert "-9" in launcher or "has died" in launcher
@@ -83,7 +81,7 @@ from megacore.train.launch import exit_with
 replace, loss, computed = storage.replace_manifest, GPTTask.loss, []
 
 def slowly(*given):
-    time.sleep(3.0)
+    time.sleep(2.0)
     replace(*given)
 
 def diverging(*given):
@@ -138,25 +136,17 @@ exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "tp", "ranks"),
-    [
-        # Both tensor-parallel ranks of a replica.
-        pytest.param("DataError", 2, "23", marks=pytest.mark.slow),
-        ("RuntimeError", 1, "1"),
-        ("DataError", 1, "01"),  # every rank
-    ],
-)
-def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: str, tp: int, ranks: str) -> None:
+@pytest.mark.parametrize(("error", "ranks"), [("RuntimeError", "1"), ("DataError", "01")])
+def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: str, ranks: str) -> None:
     (tmp_path / "driver.py").write_text(DRIVER.replace("{error}", error).replace("{ranks}", ranks))
-    flags = small_run(tmp_path / "out", tp=tp, dp=2, **ENDLESS)
-    with under_torchrun(tmp_path / "logs", 2 * tp, tmp_path / "driver.py", *flags) as job:
+    flags = small_run(tmp_path / "out", dp=2, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2, tmp_path / "driver.py", *flags) as job:
         wait_for_step(job, 2)
         status, launcher = job.ends(END)
         said = job.said()
     assert status == 1
     assert "step 3/" not in job.said("stdout")
-    rank = rf"rank [{ranks}] \(pp 0, dp [01], tp [01]; pid \d+ on \S+\)"
+    rank = rf"rank [{ranks}] \(pp 0, dp [01], tp 0; pid \d+ on \S+\)"
     head = rf"refused on {rank}:" if error == "DataError" else rf"{rank} failed:"
     assert re.match(f"megacore: {head}\n", said)
     message = re.compile(r"sample \d+ cannot be read")
@@ -165,7 +155,8 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
 
 
 def test_too_little_memory_is_told_once_without_a_traceback(tmp_path: Path) -> None:
-    flags = small_run(tmp_path / "out", dp=2, hidden_size=1_000_000, ffn_hidden_size=8, no_memory_check=True)
+    large = {"hidden_size": 1_000_000, "ffn_hidden_size": 8, "no_memory_check": True}
+    flags = small_run(tmp_path / "out", dp=2, seq_length=8, **large)  # its embeddings fit
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
         status, _ = job.ends(START)
         said = job.said()
@@ -192,19 +183,17 @@ def test_an_output_that_nobody_reads_ends_the_run_quietly(tmp_path: Path, closed
 
 
 @pytest.mark.parametrize(
-    ("number", "num_workers"),
+    ("number", "cold"),
     [
-        (signal.SIGTERM, 0),
-        (signal.SIGINT, 2),
-        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+        (signal.SIGINT, False),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),  # with the signal handlers of new interpreters
     ],
 )
 def test_a_signal_to_the_launcher_saves_and_ends_everything_quietly(
-    tmp_path: Path, number: signal.Signals, num_workers: int
+    tmp_path: Path, number: signal.Signals, cold: bool
 ) -> None:
-    flags = small_run(tmp_path / "out", pp=2, num_workers=num_workers, **ENDLESS)
-    # Once with the signal handlers that new interpreters have.
-    cold = (number, num_workers) == (signal.SIGINT, 2)
+    flags = small_run(tmp_path / "out", pp=2, num_workers=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags, cold=cold) as job:
         wait_for_step(job, 3)
         job.torchrun.send_signal(number)

@@ -76,6 +76,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     assert re.search(r"^  rank 0 +0 .* (connection to the master|meeting of the ranks)", said, re.MULTILINE), said
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_its_imports_is_named_and_all_end_as_hung(tmp_path: Path) -> None:
     with both_ranks(tmp_path, at="import", rank=1, fault="sleep", minutes=MINUTES) as ranks:
         assert [rank.wait(patience(3 * START)) for rank in ranks] == [124, 124]
