@@ -60,12 +60,12 @@ class Launch:
     processes: int
     flags: tuple[str, ...]
 
-    def shrunk(self, sizes: Mapping[str, str]) -> list[str]:
-        """The flags with other values for some of them; those that a script does not give are left out."""
-        words, small = list(self.flags), {**SMALL, **sizes}
+    def shrunk(self) -> list[str]:
+        """The flags with the sizes of SMALL; those that a script does not give are left out."""
+        words = list(self.flags)
         for at, word in enumerate(words):
-            if word in small:
-                words[at + 1] = small[word]
+            if word in SMALL:
+                words[at + 1] = SMALL[word]
         return words
 
 

@@ -26,6 +26,7 @@ def run_script(rank: int, world_size: int, path: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_prints_the_same_on_four_processes() -> None:
     (alone,) = run_distributed(run_script, 1, str(EXAMPLE), init=False, timeout=120)
     lines = re.findall(r"step +(\d+) \| loss ([\d.]+) \| accuracy ([\d.]+)%", alone)
@@ -36,12 +37,13 @@ def test_the_example_learns_and_prints_the_same_on_four_processes() -> None:
     assert run_distributed(run_script, 4, str(EXAMPLE), init=False, timeout=120) == [alone, "", "", ""]
 
 
-def test_the_manuals_script_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_manuals_script_runs(processes: int, tmp_path: Path) -> None:
     (script,) = re.findall(r"<!-- runnable -->\n```python\n(.*?)```", MANUAL.read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "script.py"
     path.write_text(script, encoding="utf-8")
     assert len([line for line in script.splitlines() if line.strip()]) <= 35
-    printed = [text for size in (1, 2, 4) for text in run_distributed(run_script, size, str(path), init=False)]
+    printed = [text for size in (1, processes) for text in run_distributed(run_script, size, str(path), init=False)]
     losses = [[float(found) for found in re.findall(r"[\d.]*\d", text)] for text in printed]
     assert max(losses[0]) < 0.2
     assert min(losses[0]) > 0.01, "four decimals show too little of a smaller one to compare"

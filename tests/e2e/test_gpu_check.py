@@ -55,6 +55,7 @@ def test_some_parts_on_the_cpu(tmp_path: Path) -> None:
     assert "| swiglu 16 x 64 | forward |" in said
 
 
+@pytest.mark.slow  # tests/unit/test_gpu_check.py has its two halves: what fails, and what does not start then
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     status, said, report = check(tmp_path, "--only", "kernels")
     assert status == 2
@@ -80,18 +81,6 @@ def check_records(report: dict[str, Any]) -> None:
             assert record["error"] is None and record["seconds"] > 0
         elif record["kind"] == "synchronisations":
             assert record["per_step"] >= 1
-
-
-@needs_pretend
-def test_one_training_part_on_the_pretend_accelerator(tmp_path: Path) -> None:
-    """Besides the machine; the other parts run in the slow test."""
-    status, said, report = check(tmp_path, "--device", "pretend", "--only", "offload")
-    assert status == 0, said + (tmp_path / "gpu-report.log").read_text()
-    assert kinds_of(report) == {
-        "machine": KINDS["machine"],
-        "train gpt2-xl, offload": {"fit", *KINDS["train gpt2-xl, offload"]},
-    }
-    check_records(report)
 
 
 @pytest.mark.slow

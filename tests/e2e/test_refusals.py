@@ -49,7 +49,6 @@ LIMIT = 10.0  # seconds from the start to the end of a refusal
 
 # What is changed in the flags of a run that works -> what the message must say. The others are in tests/argv.toml.
 WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
-    ({"tp": 3}, "--tp 3 must divide --num-attention-heads"),
     (
         {"output_dir": "/tmp/" + "x" * 300},
         "has 300 bytes, and a name may have at most 255: choose a shorter name",
@@ -269,34 +268,27 @@ def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 UNDER_TORCHRUN: dict[str, tuple[Break, str]] = {
-    **COLD,
+    "configuration": COLD["configuration"],
     "other shape": BROKEN_INPUTS["other shape"],
+    "device": (lambda inputs: {"device": "cuda"}, "--device cuda: torch finds no such device here"),
+    "kernels": (
+        lambda inputs: {"device": "cpu", "kernels": "triton"},
+        "--kernels triton runs on a GPU, and this run computes on the CPU",
+    ),
+}
+MARKS = {
+    "device": pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there"),
+    "kernels": pytest.mark.slow,
 }
 
 
 @needs_proc
-@pytest.mark.parametrize(("breaking", "expected"), UNDER_TORCHRUN.values(), ids=UNDER_TORCHRUN)
-def test_one_rank_speaks_for_all(inputs: Path, tmp_path: Path, breaking: Break, expected: str) -> None:
-    with under_torchrun(tmp_path / "logs", 4, PROGRAM, *run_with(inputs, breaking)) as job:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in UNDER_TORCHRUN])
+def test_one_rank_speaks_for_all(inputs: Path, tmp_path: Path, name: str) -> None:
+    breaking, expected = UNDER_TORCHRUN[name]
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *run_with(inputs, breaking)) as job:
         status, launcher = job.ends(30.0)  # mostly of torchrun itself
     check_message(job.said(), expected)
     assert says_only_that_it_starts(job.said("stdout"))
     assert status == 1
     assert launcher.count(expected) == len(re.findall("megacore: refused", launcher)) == 1
-
-
-@needs_proc
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
-def test_a_missing_device_is_told_once(tmp_path: Path) -> None:
-    flags = small_run(tmp_path / "out", dp=2, device="cuda")
-    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
-        job.ends(60.0)
-    check_message(job.said(), "--device cuda: torch finds no such device here")
-
-
-@needs_proc
-def test_kernels_that_cannot_run_are_told_once(tmp_path: Path) -> None:
-    flags = small_run(tmp_path / "out", dp=2, device="cpu", kernels="triton")
-    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
-        job.ends(60.0)
-    check_message(job.said(), "--kernels triton runs on a GPU, and this run computes on the CPU")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.launching import ROOT, free_port
+
 MODEL = ("--mock-data", "--vocab-size", "128", "--preset", "gpt2-tiny", "--train-iters", "2")
 # An editable installation would find in the repository what the copy lacks.
 SITE = """
@@ -30,49 +31,66 @@ def tree_without(ring: str, tree: Path) -> Path:
     return tree
 
 
-@pytest.fixture
-def without_plan(tmp_path: Path) -> Path:
-    return tree_without("plan", tmp_path)
+def start(tree: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"} | variables
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *words], cwd=tree, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+def run(tree: Path, *words: str) -> tuple[int, str, str]:
+    """The exit status of a command, its output and its errors."""
+    process = start(tree, *words)
+    output, errors = process.communicate()
+    return process.returncode, output, errors
 
 
-def test_without_the_planner_a_pipeline_trains(without_plan: Path) -> None:
+def of_two_ranks(tree: Path, *flags: str) -> str:
+    """What a run on two ranks prints that are started by hand, which is faster than torchrun."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("pretrain_gpt.py", *MODEL, "--micro-batch-size", "1", "--global-batch-size", "4", *flags)
+    first, second = (start(tree, *words, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2))
+    output, errors = first.communicate()
+    assert (first.returncode, second.wait()) == (0, 0), errors + second.communicate()[1]
+    assert "done: 2 steps" in output
+    return output
+
+
+def test_without_the_planner_a_pipeline_trains_and_a_dry_run_says_that_it_is_missing(tmp_path: Path) -> None:
     """--schedule auto is 1F1B, and nothing is predicted of memory."""
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py", "--pp", "2")
-    done = run(without_plan, *launch, *MODEL, "--micro-batch-size", "1", "--global-batch-size", "4")
-    assert done.returncode == 0, done.stderr
-    assert "done: 2 steps" in done.stdout and "1f1b" in done.stdout.lower() and "by formula" not in done.stdout
+    tree = tree_without("plan", tmp_path)
+    output = of_two_ranks(tree, "--pp", "2")
+    assert "1f1b" in output.lower() and "by formula" not in output
+    check_dry_run(tree, "pretrain_gpt.py")
 
 
 def test_without_the_watchdog_two_ranks_train(tmp_path: Path) -> None:
-    tree = tree_without("watch", tmp_path)
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py", "--dp", "2")
-    done = run(tree, *launch, *MODEL, "--micro-batch-size", "1", "--global-batch-size", "4")
-    assert done.returncode == 0 and "done: 2 steps" in done.stdout, done.stderr
+    of_two_ranks(tree_without("watch", tmp_path), "--dp", "2")
 
 
-@pytest.mark.parametrize("entry", ["pretrain_gpt.py", "pretrain_bert.py"])
-def test_a_dry_run_says_that_the_planner_is_missing(entry: str, without_plan: Path) -> None:
-    done = run(without_plan, entry, "--dry-run", *MODEL)
-    assert done.returncode == 2 and "megacore/plan, which is not installed" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.slow
+def test_a_dry_run_of_bert_says_that_the_planner_is_missing(tmp_path: Path) -> None:
+    check_dry_run(tree_without("plan", tmp_path), "pretrain_bert.py")
+
+
+def check_dry_run(tree: Path, program: str) -> None:
+    status, _, errors = run(tree, program, "--dry-run", *MODEL)
+    assert status == 2 and "megacore/plan, which is not installed" in errors
+    assert "Traceback" not in errors
+
+
+# In one interpreter: what megacore offers, a run, and a run with flags of other trainers.
+WITHOUT_ARRIVE = """
+import sys
+import megacore
+print(hasattr(megacore, "initialize"), "Trainer" in dir(megacore))
+from pretrain_gpt import main
+print("trained:", main(sys.argv[1:]), file=sys.stderr)
+sys.exit(main([*sys.argv[1:], "--train-samples", "9", "--deepspeed-config", "ds.json"]))
+"""
 
 
 def test_without_the_ways_of_other_trainers_megacores_own_flags_train(tmp_path: Path) -> None:
-    tree = tree_without("arrive", tmp_path)
-    done = run(tree, "-c", "import megacore; print(hasattr(megacore, 'initialize'), 'Trainer' in dir(megacore))")
-    assert (done.stdout, done.stderr) == ("False True\n", "")
-    done = run(tree, "pretrain_gpt.py", *MODEL)
-    assert (done.returncode, done.stderr) == (0, "")
-    done = run(tree, "pretrain_gpt.py", *MODEL, "--train-samples", "9", "--deepspeed-config", "ds.json")
-    assert done.returncode == 2 and "--train-samples is not a flag" in done.stderr
-    assert "--deepspeed-config is not a flag" in done.stderr
+    status, output, errors = run(tree_without("arrive", tmp_path), "-c", WITHOUT_ARRIVE, *MODEL)
+    assert output.startswith("False True\n") and errors.startswith("trained: 0\n"), errors
+    assert status == 2 and "--train-samples is not a flag" in errors
+    assert "--deepspeed-config is not a flag" in errors

@@ -50,7 +50,7 @@ def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("differs", ["seed", "output_dir"])
+@pytest.mark.parametrize("differs", [pytest.param("seed", marks=pytest.mark.slow), "output_dir"])
 def test_without_torchrun_a_refusal_is_said_once_and_soon(tmp_path: Path, differs: str) -> None:
     """Rank 0 serves the store in which the ranks agree on who speaks."""
     port, started, began = free_port(), [], time.monotonic()

@@ -79,7 +79,10 @@ def parsed(launch: rehearsal.Launch, flags: Sequence[str]) -> ResolvedConfig:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_accepted_with_its_own_sizes(script: str, start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_accepted_planned_and_cut(
+    script: str, start: Start, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted with its own sizes, planned with small ones, and cut for a rehearsal that keeps its features."""
     launch = start(script)
     config = parsed(launch, launch.flags)
     given = dict(zip(launch.flags, launch.flags[1:], strict=False))
@@ -88,40 +91,40 @@ def test_a_script_is_accepted_with_its_own_sizes(script: str, start: Start, capf
     assert config.precision.precision == ("bf16" if "--bf16" in given else "fp16")
     assert "translated from Megatron-LM: " in capfd.readouterr().err
 
+    if "mixtral" not in script:  # experts have no plan
+        words = [*launch.shrunk(), "--dry-run", "--estimate", "--world-size", str(launch.processes)]
+        assert dry_run(words, launch.program) == 0
+        assert "parameters" in capfd.readouterr().out
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if "mixtral" not in name])  # experts have no plan
-def test_a_small_script_has_a_plan(script: str, start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    launch = start(script)
-    flags = launch.shrunk({})
-    parsed(launch, flags)
-    words = [*flags, "--dry-run", "--estimate", "--world-size", str(launch.processes)]
-    assert dry_run(words, launch.program) == 0
-    assert "parameters" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_rehearsed_script_is_small_and_keeps_its_features(script: str, start: Start) -> None:
-    launch = start(script)
-    before = parsed(launch, launch.flags)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", str(launch.processes))
-        after = cut(launch.flags, launch.program, 8).cut
+    monkeypatch.setenv("WORLD_SIZE", str(launch.processes))
+    after = cut(launch.flags, launch.program, 8).cut
     assert after.parallel.ranks <= 8 and after.training.train_iters <= 4
     assert after.model.hidden_size <= 64 and after.model.num_layers <= 8
     for name in ("schedule", "zero_stage", "optimizer", "precision", "recompute", "activation", "moe_router_topk"):
-        assert after.value(name) == before.value(name), name
+        assert after.value(name) == config.value(name), name
     for name in ("tp", "pp", "ep"):
-        assert (after.value(name) > 1) == (before.value(name) > 1), name
+        assert (after.value(name) > 1) == (config.value(name) > 1), name
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=() if name == "bloom_176b.sh" else pytest.mark.slow) for name in SCRIPTS]
+    ("script", "processes"),
+    [("gpt_interleaved.sh", "1"), *(pytest.param(name, "4", marks=pytest.mark.slow) for name in SCRIPTS)],
 )
-def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: str, tmp_path: Path) -> None:
+def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(
+    script: str, processes: str, tmp_path: Path
+) -> None:
     absent = [f"/nowhere/{name}" for name in ("board", "vocab.json", "merges", "data", "tokenizer", "v", "d")]
     absent.insert(0, str(tmp_path / "save"))  # beside which some write the file for DeepSpeed
     done = subprocess.run(
-        [sys.executable, "tools/rehearse.py", "--processes", "4", "bash", str(rehearsal.SCRIPTS / script), *absent],
+        [
+            sys.executable,
+            "tools/rehearse.py",
+            "--processes",
+            processes,
+            "bash",
+            str(rehearsal.SCRIPTS / script),
+            *absent,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -133,6 +136,7 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(script: 
     assert re.search(r"rehearsed: pretrain_\w+\.py accepts the whole command line on \d+ process", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_variable_alone_rehearses_what_a_launcher_starts(tmp_path: Path) -> None:
     words = "--mock-data --vocab-size 64 --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64"
     words += " --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
