@@ -10,7 +10,6 @@ import tokenizers
 import torch
 from safetensors.torch import load_file
 
-from megacore.commands.convert import size
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from tests.e2e.launching import alone, words
 from tests.parity.hf_models import make_model, save_model
@@ -63,30 +62,11 @@ def test_a_run_goes_on_from_a_converted_checkpoint_and_back_like_its_source(dire
     assert (tmp_path / "trained" / "tokenizer.json").exists()
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """The one line of a refusal."""
-    assert convert(list(flags)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("convert_checkpoint.py: error: ")
-    assert said.count("\n") == 1
-    return said
-
-
-def test_a_text_that_is_not_there_is_one_line(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = words(input=directory, output=tmp_path / "out", check_tokens=tmp_path / "none")
-    assert "none cannot be read" in refusal(capsys, *flags, *THERE)
-    assert not (tmp_path / "out").exists()
-
-
 def test_like_another_model_is_refused(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
     other = save_model(make_model("llama2"), tmp_path / "other")
     flags = words(input=tmp_path / "megacore", output=tmp_path / "out", like=other)
-    assert "is of another model than the checkpoint: num_query_groups 4 there, 2 here" in refusal(capsys, *flags, *BACK)
-
-
-@pytest.mark.parametrize(("text", "expected"), [("500MB", 500_000_000), ("2GiB", 2 << 30), ("7", 7), ("1 kb", 1000)])
-def test_sizes(text: str, expected: int) -> None:
-    assert size(text) == expected
+    assert convert([*flags, *BACK]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("convert_checkpoint.py: error: ") and said.count("\n") == 1
+    assert "is of another model than the checkpoint: num_query_groups 4 there, 2 here" in said

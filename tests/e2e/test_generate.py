@@ -45,21 +45,12 @@ def test_it_works_before_it_is_broken(checkpoint: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("word3")
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"prompt": ""}, "--prompt has no tokens"),
-        ({"tokenizer": "nowhere"}, "nowhere: no such tokenizer"),
-    ],
-    ids=str,
-)
-def test_a_wrong_flag_is_one_line(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, object], expected: str
-) -> None:
-    assert expected in refusal(capsys, **{"checkpoint": checkpoint, **flags})
+def test_a_wrong_flag_is_one_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--prompt has no tokens" in refusal(capsys, checkpoint=checkpoint, prompt="")
+    assert "nowhere: no such tokenizer" in refusal(capsys, checkpoint=checkpoint, tokenizer="nowhere")
 
 
-@pytest.mark.parametrize("size", [60, 61, 600])
+@pytest.mark.parametrize("size", [60, 600])
 def test_another_tokenizer_is_told(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
 ) -> None:
@@ -68,20 +59,6 @@ def test_another_tokenizer_is_told(
     assert "is not the one that" in said
     save_tokenizer(tmp_path / "same", "word", 60)
     assert generate(words(checkpoint=checkpoint, tokenizer=tmp_path / "same", prompt="word3", max_new_tokens=2)) == 0
-
-
-def test_a_tokenizer_larger_than_the_model_is_told(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare = changed(checkpoint, tmp_path, lambda shard: None)
-    shutil.rmtree(bare / "tokenizer")
-    manifest = json.loads((bare / "manifest.json").read_text())
-    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "/" not in name}
-    manifest["tokenizer"] = None
-    (bare / "manifest.json").write_text(sealed(manifest))
-    save_tokenizer(tmp_path / "large", "word", 600)
-    said = refusal(capsys, checkpoint=bare, tokenizer=tmp_path / "large", prompt="word599")
-    assert "has a vocabulary of 600, but the model of" in said
 
 
 def test_a_damaged_tokenizer_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,12 +83,10 @@ def save_tokenizer(folder: Path, stem: str, size: int) -> None:
     JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, f"{stem}0"))).save(folder)
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-40])
-def test_a_tiny_temperature_takes_the_likeliest_token(temperature: float) -> None:
+def test_a_tiny_temperature_takes_the_likeliest_token() -> None:
     logits = torch.tensor([1.0, 3.0, 2.999999, -1e30])
-    generator = torch.Generator().manual_seed(0)
-    chosen = {choose(logits, Sampling(temperature=temperature, top_p=0.9), generator) for _ in range(20)}
-    assert chosen == {1}
+    for temperature in (1e-300, 5e-324, 1e-40):
+        assert choose(logits, Sampling(temperature=temperature, top_p=0.9), torch.Generator()) == 1
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -125,17 +100,6 @@ def test_weights_that_are_not_numbers_are_told(
 
     broken = changed(checkpoint, tmp_path, spoil)
     assert "output is not finite" in refusal(capsys, checkpoint=broken, temperature=temperature)
-
-
-def test_a_model_of_the_wrong_kind_is_told(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = changed(checkpoint, tmp_path, lambda shard: None)
-    manifest = json.loads((broken / "manifest.json").read_text())
-    for wrong in ("64", -1, None):
-        manifest["config"]["model"]["hidden_size"] = wrong
-        (broken / "manifest.json").write_text(sealed(manifest))
-        assert "does not describe a model" in refusal(capsys, checkpoint=broken)
 
 
 def changed(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> Path:

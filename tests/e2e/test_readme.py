@@ -2,8 +2,8 @@
 
 In every document, each ```bash block after a `<!-- runnable -->` line runs in a folder like a fresh checkout. Only the
 sizes are smaller (see SMALLER): flags, paths and their order are exactly those that a reader copies. By default the
-blocks run that need at most two processes, started warm (tests/warm.py) with the words that bash makes of the block. In
-`make test-slow` bash starts all of them.
+blocks run that need at most two processes, started warm (tests/warm.py). In `make test-slow` bash starts all
+of them.
 
 The blocks after `<!-- runnable: page -->` lines continue each other: in `make test-slow` bash runs all of a page.
 """
@@ -125,26 +125,6 @@ def trained(checkout: Path) -> None:
 def test_the_runnable_commands_run(text: str, checkout: Path) -> None:
     warm(smaller(text), checkout)
     trained(checkout)
-
-
-# Prints its name and its arguments, each on a line.
-PRINTER = """#!/bin/bash
-printf '%s\\n' "${0##*/}" "$@" "end of the command"
-"""
-
-
-@pytest.mark.parametrize("text", RUNNABLE)
-def test_bash_makes_the_same_words_of_a_block(text: str, tmp_path: Path) -> None:
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
-    for name in ("python", "torchrun"):
-        assert (Path(sys.prefix) / "bin" / name).exists()
-        (programs / name).write_text(PRINTER)
-        (programs / name).chmod(0o755)
-    command = ["bash", "-euo", "pipefail", "-c", text]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [word for words in commands_of(text) for word in (*words, "end of the command")]
 
 
 @pytest.mark.slow

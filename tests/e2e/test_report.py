@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
 import re
 import subprocess
 from html.parser import HTMLParser
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,16 @@ from megacore.checkpoint.directory import published
 from megacore.checkpoint.lock import WriterLock
 from megacore.commands.report.files import read_run
 from megacore.commands.report.page import verdict_of
-from megacore.commands.report.series import Point, decimated, short, smoothed, ticks
+from megacore.config.cli import save_toml
 from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.processors import available_cores
 from megacore.plan.measured_run import read_launch
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
-from tests.browser import CHROMIUM, dom_and_complaints
 from tests.parity.runs import make_config, make_trainer
 from tools.report import main
 
-VOID = {"meta", "path", "circle", "rect", "line", "br"}
 SHORT: dict[str, Any] = {"train_iters": 4, "log_interval": 1, "eval_interval": 2, "eval_iters": 1, "num_layers": 1}
 
 
@@ -91,32 +87,19 @@ class Fails(Callback):
             raise RuntimeError("<b>disk & cable</b>")
 
 
-def save_config(directory: Path) -> None:
-    from megacore.config.cli import save_toml
-
-    directory.mkdir(parents=True, exist_ok=True)
-    save_toml(make_config((1, 1, 1), directory, **SHORT), directory / "config.toml")
-
-
 # ---- real runs
 
 
 def test_a_resumed_run_that_finishes(tmp_path: Path) -> None:
     train(tmp_path / "run", save_interval=2, trace=True)
-    save_config(tmp_path / "run")
+    save_toml(make_config((1, 1, 1), tmp_path / "run", **SHORT), tmp_path / "run" / "config.toml")
     checkpoint = sorted(published(tmp_path / "run"))[0]
     train(tmp_path / "run", load=str(checkpoint))
     text = page_of(tmp_path / "run").text
     assert "finished Ended as planned, at step 4 of 4." in re.sub(r"\s+", " ", text)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
-    for words in (
-        f"{last['train/loss']:.4f}",
-        "resumed",
-        "simulated with each stage's mean times: 1F1B, 1 rank",
-        "--hidden-size",
-        "python",
-        "0: pp0",
-    ):
+    timeline = "simulated with each stage's mean times: 1F1B, 1 rank"
+    for words in (f"{last['train/loss']:.4f}", "resumed", timeline, "--hidden-size", "python", "0: pp0"):
         assert words in text, words
     launches = read_run(tmp_path / "run").events_of("launch")
     assert [e["event"] for e in launches] == ["launch", "launch"]
@@ -149,17 +132,14 @@ def step(number: int, **values: Any) -> dict[str, Any]:
     return record | {"train/lr": 1e-3, "perf/tokens_per_sec": 100.0, "perf/step_time_s": 0.1} | values
 
 
-@pytest.mark.parametrize(
-    ("records", "said"),
-    [
-        ([], "no steps"),
-        ([step(1)], "ended without a word"),
-        ([step(1), step(2)], "ended without a word"),
-        ([step(n, **{"train/loss": None}) for n in (1, 2)], "nothing was logged"),
-    ],
-)
-def test_short_runs(tmp_path: Path, records: list[dict[str, Any]], said: str) -> None:
-    assert said in page_of(write(tmp_path / "run", records)).text
+def test_short_runs(tmp_path: Path) -> None:
+    runs = {
+        "no steps": [],
+        "ended without a word": [step(1)],
+        "nothing was logged": [step(n, **{"train/loss": None}) for n in (1, 2)],
+    }
+    for number, (said, records) in enumerate(runs.items()):
+        assert said in page_of(write(tmp_path / f"run{number}", records)).text
 
 
 def test_numbers_that_are_none_and_lines_that_are_cut_off(tmp_path: Path) -> None:
@@ -234,13 +214,8 @@ def test_experts_are_shown_by_layer(tmp_path: Path) -> None:
 def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
     evil = "</title><script>alert(1)</script>\"'&"
     names = ("version", "git", "command", "host", "time", "device", "platform")
-    launch = {
-        "event": "launch",
-        "step": 0,
-        **dict.fromkeys(names, evil),
-        "degrees": {evil: evil},
-        "packages": {evil: evil},
-    }
+    launch: dict[str, Any] = {"event": "launch", "step": 0, **dict.fromkeys(names, evil)}
+    launch |= {"degrees": {evil: evil}, "packages": {evil: evil}}
     rank = {"rank": evil, evil: evil, "peak_bytes": 1, "predicted_bytes": None}
     memory = {"event": "memory", "step": 1, "ranks": [rank]}
     skip, spike, end = ({"event": event, "step": 2, "reason": evil} for event in ("skip", "spike", "end"))
@@ -256,9 +231,8 @@ def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
 
 
 def test_a_spike_stays_in_a_small_page_of_a_long_run(tmp_path: Path) -> None:
-    records = [
-        step(n, **{"train/loss": 3.0 + math.sin(n), "train/grad_norm": 1 + math.cos(n)}) for n in range(1, 20_001)
-    ]
+    waves = [{"train/loss": 3.0 + math.sin(n), "train/grad_norm": 1 + math.cos(n)} for n in range(1, 20_001)]
+    records = [step(n, **values) for n, values in enumerate(waves, start=1)]
     records[10_864]["train/loss"] = 40.0
     run = write(tmp_path / "run", records)
     page_of(run)
@@ -281,85 +255,9 @@ def test_a_run_that_is_running(tmp_path: Path) -> None:
     assert verdict_of(read_run(run)).word == "ended without a word"
 
 
-# ---- what is refused
-
-
 def test_pipes_in_place_of_files_do_not_hang(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [step(1)])
     for name in ("events.jsonl", "config.toml", "trace.json", "writer.lock"):
         (run / name).unlink(missing_ok=True)
         os.mkfifo(run / name)
     assert "events.jsonl is not a regular file" in page_of(run).text
-
-
-# ---- curves
-
-
-def test_decimation_keeps_the_extremes_of_every_bucket() -> None:
-    points = [Point(x, float(x * 7919 % 1009)) for x in range(5001)]
-    kept = decimated(points, 50)
-    buckets = [points[start : start + 100] for start in range(0, 5000, 100)]
-    buckets[-1].append(points[-1])
-    ends = [(min(bucket, key=itemgetter(1)), max(bucket, key=itemgetter(1))) for bucket in buckets]
-    assert kept == [point for pair in ends for point in sorted(pair)]
-    assert decimated(points[:60], 50) == points[:60]
-    gap = [Point(x, None if 1000 <= x < 2000 else 1.0) for x in range(5000)]
-    assert any(p.y is None for p in decimated(gap, 50))
-
-
-def test_smoothing_leaves_lines_as_they_are() -> None:
-    line = [Point(x, 2.0 * x) for x in range(100)]
-    assert smoothed(line, 10)[:95] == line[:95]
-    assert smoothed([Point(0, None), Point(1, 3.0)], 4) == [Point(0, None), Point(1, 3.0)]
-
-
-def test_short_numbers_and_ticks() -> None:
-    figures = "0 1 1.23k 2.5B 3e-5 7.5e-4 -0.25 1e20"
-    assert " ".join(map(short, (0, 1.0, 1234, 2.5e9, 3e-5, 7.5e-4, -0.25, 1e20))) == figures
-    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
-    assert ticks(3, 3, 5) == [3]
-
-
-# ---- in a browser
-
-PROBE = """<script>
-addEventListener('load', () => {
-  const wide = document.documentElement.scrollWidth > innerWidth;
-  const out = [...document.querySelectorAll('svg')].filter(svg => {
-    const box = svg.getBoundingClientRect();
-    return [...svg.querySelectorAll('text')].some(text => {
-      const own = text.getBoundingClientRect();
-      return own.left < box.left - 1 || own.right > box.right + 1 || own.bottom > box.bottom + 1;
-    });
-  }).map(svg => svg.getAttribute('aria-label'));
-  const color = getComputedStyle(document.body).backgroundColor;
-  const svgs = document.querySelectorAll('svg').length;
-  document.body.setAttribute('data-probe', JSON.stringify({wide, out, color, svgs}));
-});
-</script>"""
-
-
-def in_browser(file: Path, profile: Path, width: int, *, dark: bool) -> dict[str, Any]:
-    """What a browser makes of a page: whether it is wider than the window, and drawings with text outside them."""
-    probed = file.with_suffix(".probed.html")
-    probed.write_text(file.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    document, _ = dom_and_complaints(probed, profile, f"--window-size={width},900", scheme)
-    found = re.search(r'data-probe="([^"]*)"', document)
-    assert found is not None, document[-2000:]
-    result: dict[str, Any] = json.loads(html.unescape(found[1]))
-    return result
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium")
-def test_a_browser_shows_it_in_light_and_dark_and_on_a_phone(tmp_path: Path) -> None:
-    evaluation = {"step": 200, "consumed_tokens": 200_000, "eval/loss": 0.5}
-    ranks = [{"rank": n, "pp": n, "peak_bytes": n << 30, "predicted_bytes": 9 << 30} for n in range(9)]
-    events = [{"event": "launch", "step": 0, "command": "x" * 500}, {"event": "memory", "step": 1, "ranks": ranks}]
-    run = write(tmp_path / "run", [*(step(n) for n in range(1, 201)), evaluation], events)
-    save_config(run)
-    page_of(run)
-    light, night = "rgb(246, 247, 249)", "rgb(18, 21, 27)"
-    for width, dark, color in ((1280, False, light), (1280, True, night), (500, False, light)):
-        shown = in_browser(tmp_path / "page.html", tmp_path / "profile", width, dark=dark)
-        assert shown == {"wide": False, "out": [], "svgs": 6, "color": color}

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import io
-import re
-import tokenize
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -24,8 +18,6 @@ from megacore.parallel.mesh import join_job
 from tests.distributed import run_distributed
 from tests.examples.conftest import printed
 
-FOLDER = Path(problem.__file__).parent
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 STEPS = 8
 LAYOUTS = {module.__name__: module for module in (data_parallel, ddp, tensor_parallel, pipeline, zero1, zero2, zero3)}
 
@@ -52,24 +44,6 @@ def test_one_process_keeps_sixteen_bytes_per_parameter() -> None:
     alone = problem.train_alone(2)
     assert alone.held == alone.rule
     assert alone.held.total == 16 * problem.number_of_parameters()
-
-
-def lines_of_code(path: Path) -> int:
-    """Lines without docstrings, comments and empty lines."""
-    text = path.read_text(encoding="utf-8")
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = {n for token in tokens if token.type not in NO_CODE for n in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(code)
-
-
-def test_the_files_are_as_short_as_the_page_says() -> None:
-    stated = re.search(r"in (\d+) to (\d+) lines of code", (FOLDER / "README.md").read_text(encoding="utf-8"))
-    assert stated is not None
-    found = [lines_of_code(FOLDER / f"{name}.py") for name in LAYOUTS]
-    assert [min(found), max(found)] == [int(number) for number in stated.groups()]
 
 
 def test_a_script_prints_losses_and_bytes() -> None:

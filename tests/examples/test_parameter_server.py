@@ -6,10 +6,7 @@ import contextlib
 import multiprocessing
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator
-from functools import cache
-from itertools import pairwise
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -22,26 +19,13 @@ import parameter_server
 from client import KeysLost, ParameterClient
 from hash_ring import HashRing
 from server import ASYNCHRONOUS, Server, serve
-from tasks import MODELS, Lines, accuracy, load
+from tasks import MODELS, load
 from tests.distributed import run_distributed, start_server
 from tests.examples.conftest import printed
 from tests.patience import patience
 from training import Plan, train_alone, work
 
 SECRET, SERVERS, WORKERS, KEYS = b"secret", 3, 2, 200
-
-
-@cache
-def lines() -> tuple[Lines, Lines]:
-    return load()
-
-
-def test_the_ring_divides_the_keys_into_ranges_of_similar_size() -> None:
-    ring = HashRing(range(4))
-    owners = [ring.holders(key, 4000)[0] for key in range(4000)]
-    assert all(500 < count < 1600 for count in Counter(owners).values())
-    changes = sum(a != b for a, b in pairwise(owners))
-    assert changes <= 4 * 64, "a server holds ranges of keys"
 
 
 def test_without_a_server_its_keys_are_where_their_copies_were() -> None:
@@ -120,7 +104,7 @@ def hosted(plan: Plan) -> Iterator[tuple[list[ForkServerProcess], list[Any], dic
 
 def test_a_server_is_killed_and_nothing_is_lost() -> None:
     """Worker 0 is at its sixth step then, and worker 1 waits for it at a server."""
-    train, _ = lines()
+    train, _ = load()
     has_come, is_killed = threading.Event(), threading.Event()
     plan = Plan(MODELS["logistic"], steps=12, workers=WORKERS)
     with hosted(plan) as (processes, pipes, addresses):
@@ -178,11 +162,3 @@ def test_the_script_trains_at_every_staleness() -> None:
     differences = [float(number) for number in re.findall(r"largest difference (\S+)", text)]
     assert len(differences) == 2
     assert max(differences) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_learns(name: str) -> None:
-    train, test = lines()
-    plan = Plan(MODELS[name], steps=600, workers=2)
-    assert accuracy(plan.model, train_alone(plan, train).flatten()[: plan.model.size], test) > 0.9

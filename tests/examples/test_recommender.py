@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 import recommender
-from clicks import COUNTS, FIELDS, LARGE_FIELDS, Clicks, generated, read
+from clicks import COUNTS, FIELDS, generated, read
 from dense_models import MODELS
-from hashed_table import HashedTable, first_values, owners
+from hashed_table import HashedTable, first_values
 from hybrid_trainer import Recommender
 from megacore.config import ParallelConfig
 from megacore.errors import CheckpointError, DataError
@@ -101,19 +100,6 @@ def test_a_forgotten_id_starts_anew() -> None:
     assert torch.equal(table.look_up(torch.tensor([1]), 6), first_values(torch.tensor([1]), 2))
 
 
-def test_ids_are_divided_evenly() -> None:
-    counts = torch.bincount(owners(generated(1, 2000).ids[:, LARGE_FIELDS].unique(), 4))
-    assert float(counts.max() / counts.min()) < 1.1
-
-
-def test_the_area_is_the_share_of_pairs_in_order() -> None:
-    draw = torch.Generator().manual_seed(1)
-    scores, labels = torch.randint(0, 9, (60,), generator=draw).float(), torch.rand(60, generator=draw).round()
-    pairs = list(product(scores[labels == 1], scores[labels == 0]))
-    share = sum(float(a > b) + 0.5 * float(a == b) for a, b in pairs) / len(pairs)
-    assert recommender.area_under_curve(scores, labels) == pytest.approx(share, abs=1e-12)
-
-
 def criteo_line(label: int, ids: list[int | None]) -> str:
     counts = ["", "5", "-1", *("0" for _ in range(COUNTS - 3))]
     return "\t".join([str(label), *counts, *("" if id is None else f"{id:08x}" for id in ids)])
@@ -133,14 +119,6 @@ def test_the_reader_takes_criteos_format(tmp_path: Path) -> None:
     path.write_text(lines[0].replace("\t5\t", "\tx\t") + "\n")
     with pytest.raises(DataError, match="line 1: could not convert string to float: 'x'"):
         next(read(path, 1))
-
-
-def test_a_batch_is_its_parts() -> None:
-    batch = generated(3, 8)
-    parts = [batch.part(i, 4) for i in range(4)]
-    assert torch.equal(torch.cat([part.ids for part in parts]), batch.ids)
-    assert isinstance(parts[0], Clicks)
-    assert len(parts[0]) == 2
 
 
 @pytest.mark.slow
