@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.launching import TORCHRUN, Job, environment, words
-from tests.patience import patience, until
+from tests.patience import patience
 from tests.warm import start
 
 ON_HOST = Path(__file__).with_name("on_host.py")
@@ -208,10 +208,3 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(10))
     if done.returncode != 0:
         raise Denied(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
-
-
-def wait_for_step(job: Job, number: int, within: float) -> None:
-    """Wait until the first host's log has so many steps; a run that ends before fails the test with what it said."""
-    said = f"step {number}/"
-    until(lambda: said in job.said("stdout") or job.torchrun.poll() is not None, within, f"no {said}")
-    assert said in job.said("stdout"), job.said() + (job.logs / "torchrun.err").read_text()

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
 BERT_PROGRAM = ROOT / "pretrain_bert.py"
 TORCHRUN = Path(__file__).with_name("warm_torchrun.py")
+START, END = 90.0, 12.0  # seconds that four processes may take to begin on a busy machine, and to end
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds processes in /proc")
 
@@ -81,6 +82,12 @@ class Job:
         """What the ranks printed, one after the other."""
         return "".join(path.read_text() for path in sorted(self.logs.rglob(f"{stream}.log")))
 
+    def wait_for_step(self, number: int) -> None:
+        """Wait until the run has done so many steps; a run that ends before fails the test with what it said."""
+        said = f"step {number}/"
+        until(lambda: said in self.said("stdout") or self.torchrun.poll() is not None, START, f"no {said}")
+        assert said in self.said("stdout"), self.said() + (self.logs / "torchrun.err").read_text()
+
     def ends(self, within: float) -> tuple[int, str]:
         """Wait for the end of all processes; torchrun's exit status and what it printed itself.
 
@@ -126,6 +133,31 @@ def under_torchrun(
         torchrun.wait()
 
 
+@contextlib.contextmanager
+def started(script: Path, output: Path, *flags: object, **variables: object) -> Iterator[Started]:
+    """A program with these environment variables, whose errors go to a file; nothing of it outlives the block."""
+    changed = environment() | {name: str(value) for name, value in variables.items()}
+    program = start(script, *flags, stdout=output.with_suffix(".out"), stderr=output, environment=changed)
+    try:
+        yield program
+    finally:
+        program.kill_all()
+
+
+def by_hand(rank: int, port: int) -> dict[str, object]:
+    """The environment of a rank of two that is started by hand, as Slurm does."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def patched_program(folder: Path, patch: str) -> Path:
+    """pretrain_gpt.py after some lines that change what it imports."""
+    lines = "import os, signal, sys\nimport pretrain_gpt\nfrom megacore.train.launch import exit_with\n"
+    script = folder / "patched.py"
+    script.write_text(f"{lines}{patch}\nexit_with(pretrain_gpt.main(sys.argv[1:]))\n")
+    return script
+
+
 def alone(
     *flags: object, timeout: float = 10.0, program: Path = PROGRAM, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
@@ -158,19 +190,20 @@ def records_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def losses(output: Path) -> dict[int, tuple[float, float]]:
-    """Step -> loss and gradient norm."""
-    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in records_of(output) if "train/loss" in r}
+def losses(output: Path) -> dict[int, tuple[float, ...]]:
+    """Step -> loss, gradient norm and samples so far."""
+    names = ("train/loss", "train/grad_norm", "consumed_samples")
+    return {r["step"]: tuple(r[name] for name in names) for r in records_of(output) if "train/loss" in r}
 
 
-def losses_of_one_process(output: Path, **changes: object) -> dict[int, tuple[float, float]]:
+def losses_of_one_process(output: Path, **changes: object) -> dict[int, tuple[float, ...]]:
     """The losses of a small run with these flags on one process."""
     done = alone(*small_run(output, **changes), timeout=120.0)
     assert done.returncode == 0, done.stderr
     return losses(output)
 
 
-def says_only_that_it_starts(output: str) -> bool:
+def only_starts(output: str) -> bool:
     """Whether that is all a refused program has printed to stdout."""
     return all(line.startswith("starting ") for line in output.splitlines())
 

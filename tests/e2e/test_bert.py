@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megacore.data.tokenizers.tokenizer import load_tokenizer
-from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, records_of, says_only_that_it_starts, small_run, words
+from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, only_starts, records_of, small_run, words
 from tests.e2e.test_pretrain import entropy
 from tools.fill_mask import main as fill_mask
 from tools.preprocess_data import main as preprocess
@@ -179,4 +179,4 @@ def test_what_bert_cannot_use_is_refused(
     assert refused.returncode == 2, refused.stderr
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
-    assert says_only_that_it_starts(refused.stdout)
+    assert only_starts(refused.stdout)

@@ -13,25 +13,17 @@ from pathlib import Path
 import pytest
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest
-from tests.e2e.launching import PROGRAM, Job, environment, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import END, PROGRAM, START, environment, needs_proc, patched_program, small_run, under_torchrun
 from tests.patience import patience, until
 from tests.warm import start
 
 pytestmark = needs_proc
-START, END = 90.0, 12.0  # seconds that four processes may take to begin on a busy machine, and to end
 ENDLESS = {"train_iters": 1_000_000, "global_batch_size": 4}
-
-
-def wait_for_step(job: Job, number: int) -> None:
-    """Wait until the run has done so many steps; a run that ends before fails the test with what it said."""
-    said = f"step {number}/"
-    until(lambda: said in job.said("stdout") or job.torchrun.poll() is not None, START, f"no {said}")
-    assert said in job.said("stdout"), job.said()
 
 
 def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", pp=2, **ENDLESS)) as job:
-        wait_for_step(job, 3)
+        job.wait_for_step(3)
         victim = job.pid_of(1)
         os.kill(victim, signal.SIGKILL)
         status, launcher = job.ends(END)
@@ -46,7 +38,7 @@ def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
 def test_the_death_of_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
     flags = small_run(tmp_path / "out", dp=2, num_workers=1, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
-        wait_for_step(job, 3)
+        job.wait_for_step(3)
         job.torchrun.kill()
         job.ends(END)
         said = job.said()
@@ -57,7 +49,7 @@ def test_the_death_of_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
 def test_a_killed_data_worker_is_named_and_ends_all(tmp_path: Path) -> None:
     flags = small_run(tmp_path / "out", dp=2, num_workers=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
-        wait_for_step(job, 3)
+        job.wait_for_step(3)
         of_rank_1 = {pid for pid, rank in job.pids().items() if rank == 1}
         victim = next(pid for pid in of_rank_1 if parent(pid) in of_rank_1)
         os.kill(victim, signal.SIGKILL)
@@ -70,13 +62,11 @@ def test_a_killed_data_worker_is_named_and_ends_all(tmp_path: Path) -> None:
     assert f"a data worker (pid {victim})" in launcher
 
 
-# The training script, whose losses are NaN from the fourth step on, on a disk where a manifest is slow to replace.
+# Losses are NaN from the fourth step on, on a disk where a manifest is slow to replace.
 DIVERGING = """
-import math, sys, time
-import pretrain_gpt
+import math, time
 from megacore.checkpoint import storage
 from megacore.train.gpt_task import GPTTask
-from megacore.train.launch import exit_with
 
 replace, loss, computed = storage.replace_manifest, GPTTask.loss, []
 
@@ -89,16 +79,13 @@ def diverging(*given):
     return loss(*given) * (math.nan if len(computed) > 3 else 1.0)
 
 storage.replace_manifest, GPTTask.loss = slowly, diverging
-exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
 def test_the_first_rank_marks_what_is_in_doubt_before_the_others_end(tmp_path: Path) -> None:
-    (tmp_path / "driver.py").write_text(DIVERGING)
     changes = {"train_iters": 9, "save_interval": 1, "max_bad_steps": 2, "micro_batch_size": 1, "global_batch_size": 2}
-    with under_torchrun(
-        tmp_path / "logs", 2, tmp_path / "driver.py", *small_run(tmp_path / "out", dp=2, **changes)
-    ) as job:
+    script, flags = patched_program(tmp_path, DIVERGING), small_run(tmp_path / "out", dp=2, **changes)
+    with under_torchrun(tmp_path / "logs", 2, script, *flags) as job:
         job.ends(START)
         said, printed = job.said(), job.said("stdout")
     assert re.match(r"megacore: stopped: the loss .*was not finite for 2 steps in a row", said)
@@ -113,14 +100,11 @@ def parent(pid: int) -> int:
     return int(re.findall(r"^PPid:\s(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
 
 
-# The dataset of the training script, which fails on one data-parallel rank at its third step.
-DRIVER = """
-import os, sys
-import pretrain_gpt
+# A dataset that fails on one data-parallel rank at its third step.
+FAILING = """
 from megacore.commands import pretrain_gpt as command
 from megacore.data.gpt.build import Datasets
 from megacore.errors import DataError
-from megacore.train.launch import exit_with
 
 class Failing:
     def __init__(self, samples): self.samples = samples
@@ -132,16 +116,15 @@ class Failing:
 
 build = command.build_datasets
 command.build_datasets = lambda *given, **named: Datasets(Failing(build(*given, **named).train), None)
-exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
 @pytest.mark.parametrize(("error", "ranks"), [("RuntimeError", "1"), ("DataError", "01")])
 def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: str, ranks: str) -> None:
-    (tmp_path / "driver.py").write_text(DRIVER.replace("{error}", error).replace("{ranks}", ranks))
+    script = patched_program(tmp_path, FAILING.replace("{error}", error).replace("{ranks}", ranks))
     flags = small_run(tmp_path / "out", dp=2, **ENDLESS)
-    with under_torchrun(tmp_path / "logs", 2, tmp_path / "driver.py", *flags) as job:
-        wait_for_step(job, 2)
+    with under_torchrun(tmp_path / "logs", 2, script, *flags) as job:
+        job.wait_for_step(2)
         status, launcher = job.ends(END)
         said = job.said()
     assert status == 1
@@ -195,7 +178,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_everything_quietly(
 ) -> None:
     flags = small_run(tmp_path / "out", pp=2, num_workers=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags, cold=cold) as job:
-        wait_for_step(job, 3)
+        job.wait_for_step(3)
         job.torchrun.send_signal(number)
         job.ends(END)
         errors, said = job.said(), job.said("stdout")

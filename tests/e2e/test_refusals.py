@@ -26,8 +26,7 @@ from megacore.checkpoint.manifest import describe, sealed
 from megacore.commands.pretrain_gpt import read_config
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from megacore.errors import ConfigError
-from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
-from tests.e2e.launching import says_only_that_it_starts as only_starts
+from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, only_starts, small_run, under_torchrun
 from tests.patience import patience
 from tests.unit import data_bytes
 
@@ -119,6 +118,13 @@ def another_tokenizer(inputs: Path) -> dict[str, object]:
     return {"load": inputs / "trained", "tokenizer": inputs / "other", "train_iters": 6}
 
 
+def manifest_without_optimizer(manifest: Path) -> None:
+    """A manifest that lost a section of its configuration."""
+    raw = json.loads(manifest.read_text())
+    del raw["config"]["optimizer"]
+    manifest.write_text(sealed(raw))
+
+
 def shard(inputs: Path) -> Path:
     """The file with the trained run's weights."""
     (path,) = inputs.glob("trained/step_*/model-*.safetensors")
@@ -156,6 +162,9 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "no checkpoint": (lambda inputs: {"load": inputs / "tokenizer"}, "run's output directory, or --load auto"),
     "damaged manifest": (
         damaged(lambda file: os.truncate(file, 99), "manifest.json"), "manifest.json cannot be read as a manifest",
+    ),
+    "manifest of no optimizer": (
+        damaged(manifest_without_optimizer, "manifest.json"), "does not say which model and optimizer it is of",
     ),
     "another tokenizer": (another_tokenizer, "is not the one that"),
     "lost shard": (damaged(Path.unlink), "the checkpoint is incomplete"),

@@ -4,19 +4,16 @@ nothing had happened, or says what is in the way.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.lock import WriterLock
-from tests.e2e.launching import alone, environment, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import alone, losses, needs_proc, patched_program, small_run, started, under_torchrun
 from tests.patience import patience
-from tests.warm import start
 
 pytestmark = needs_proc
 PATIENCE = 120.0
@@ -25,10 +22,9 @@ OPTIONS: dict[str, object] = {"train_iters": STEPS, "global_batch_size": 4, "loa
 OPTIONS |= {"reproducible": True}  # so that two ranks give the bits of one
 
 
-def losses(directory: Path) -> list[tuple[Any, ...]]:
-    """What a run has logged, without times."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [(r["step"], r["train/loss"], r["train/grad_norm"], r["consumed_samples"]) for r in map(json.loads, lines)]
+def first_of(steps: int, output: Path) -> dict[int, tuple[float, ...]]:
+    """The losses of a run's first steps."""
+    return {step: loss for step, loss in losses(output).items() if step <= steps}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +36,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-# The training script, which is killed as soon as this checkpoint is there.
+# The run is killed as soon as this checkpoint is there.
 KILLED = """
-import os, signal, sys
 from pathlib import Path
-import pretrain_gpt
 from megacore.train.trainer import Trainer
 
 checkpoint, step = Path(sys.argv.pop(1)), Trainer.train_step
@@ -53,20 +47,14 @@ def killed(self, batch):
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, batch)
 Trainer.train_step = killed
-pretrain_gpt.main(sys.argv[1:])
 """
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
-    (tmp_path / "killed.py").write_text(KILLED)
-    flags, output = small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True), Path(os.devnull)
+    script, flags = patched_program(tmp_path, KILLED), small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True)
     for least in (4, 8):
-        words = (tmp_path / f"step_{least:08d}", *flags)
-        run = start(tmp_path / "killed.py", *words, stdout=output, stderr=output, environment=environment())
-        try:
+        with started(script, tmp_path / "said", tmp_path / f"step_{least:08d}", *flags) as run:
             assert run.wait(patience(PATIENCE)) == -signal.SIGKILL
-        finally:
-            run.kill_all()
         assert least <= newest(tmp_path) < STEPS
     done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
     assert done.returncode == 0
@@ -81,11 +69,8 @@ def newest(directory: Path) -> int:
     return max((step_of(path) or 0 for path in published(directory)), default=0)
 
 
-# The training script, of which a rank dies in its fifth step of the first attempt.
+# A rank dies in its fifth step of the first attempt.
 DYING = """
-import os, signal, sys
-import pretrain_gpt
-from megacore.train.launch import exit_with
 from megacore.train.trainer import Trainer
 
 step = Trainer.train_step
@@ -94,41 +79,33 @@ def dying(self, batch):
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, batch)
 Trainer.train_step = dying
-exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
 def test_the_launcher_restarts_a_run_and_it_goes_on_by_itself(straight: Path, tmp_path: Path) -> None:
-    (tmp_path / "dying.py").write_text(DYING)
     options = {**OPTIONS, "exit_interval": 8, "dp": 2, "zero_stage": 1, "num_workers": 1}
-    with under_torchrun(
-        tmp_path / "a", 2, tmp_path / "dying.py", *small_run(tmp_path / "run", **options), max_restarts=1
-    ) as job:
+    script, flags = patched_program(tmp_path, DYING), small_run(tmp_path / "run", **options)
+    with under_torchrun(tmp_path / "a", 2, script, *flags, max_restarts=1) as job:
         status, _ = job.ends(PATIENCE)
         said = job.said()
     assert status == 0
     assert "has died; stopping the others" in said
-    assert losses(tmp_path / "run") == losses(straight)[:8]
+    assert losses(tmp_path / "run") == first_of(8, straight)
 
 
-# The training script, which waits less long for a run that is about to end.
+# The run waits less long for one that is about to end.
 IMPATIENT = """
-import sys
 import megacore.checkpoint.lock
-import pretrain_gpt
-from megacore.train.launch import exit_with
-
 megacore.checkpoint.lock._PATIENCE_SECONDS = 0.2
-exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    script = patched_program(tmp_path, IMPATIENT)
     output = tmp_path / "run"
     lock = WriterLock(output)
     (output / "config.toml").write_text("the first run's")
-    done = alone(*small_run(output, **OPTIONS), program=tmp_path / "impatient.py", timeout=PATIENCE)
+    done = alone(*small_run(output, **OPTIONS), program=script, timeout=PATIENCE)
     lock.release()
     assert done.returncode == 2
     assert f"is being written by another run (pid {os.getpid()} on " in done.stderr
@@ -156,7 +133,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change
     assert lines[1].startswith(f"megacore: warning: passed over a checkpoint: {file} does not have the XXH3")
     expected = f"continues {tmp_path}/step_00000004, step 4; changed: --lr 0.0003 -> 1e-05, --train-iters {STEPS} -> 6"
     assert expected in done.stdout
-    assert losses(tmp_path)[:4] == losses(straight)[:4]
+    assert first_of(4, tmp_path) == first_of(4, straight)
     options = {**OPTIONS, "load": None, "exit_interval": 1, "keep_last": 1}
     anew = alone(*small_run(tmp_path, **options), timeout=PATIENCE)
     (warning,) = anew.stderr.splitlines()

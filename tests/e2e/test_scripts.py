@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megacore.commands.dry_run import dry_run
-from megacore.config import Config, ResolvedConfig
+from megacore.config import Config
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.data.tokenizers.training import train_tokenizer
 from megacore.train.starting import REHEARSAL
 from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
-from tests.e2e.launching import alone
+from tests.e2e.launching import PROGRAM, ROOT, alone, run_warm
 from tests.patience import patience
 from tests.unit import data_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in rehearsal.SCRIPTS.glob("*.sh"))
-Start = Callable[[str], rehearsal.Launch]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Data and vocabularies, by what the scripts call them."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Vocabularies and data, in the order in which the scripts are given them."""
     folder = tmp_path_factory.mktemp("scripts")
     bpe = train_tokenizer(["some words to learn a few merges from, some words to merge " * 20], "bpe", 300)
     bpe.save(folder / "tokenizer")
@@ -47,44 +42,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     document = [[index % 200 + 10 for index in range(50)]]
     data_bytes.write(folder / "text_document", [document] * 200)
     data_bytes.write(folder / "text_sentence", [[[7, 8, 9, 10, 11, 12]] * 4] * 200)
-    names = ("text_document", "text_sentence", "tokenizer", "gpt2-vocab.json", "gpt2-merges.txt", "bert-vocab.txt")
-    return {name: str(folder / name) for name in names}
-
-
-@pytest.fixture
-def start(files: dict[str, str], tmp_path: Path) -> Start:
-    """Runs a script with small data."""
-
-    def run(script: str) -> rehearsal.Launch:
-        words = [str(tmp_path / "checkpoints"), str(tmp_path / "tensorboard"), files["gpt2-vocab.json"]]
-        words += [files["gpt2-merges.txt"], files["text_document"], files["tokenizer"]]
-        words += [files["bert-vocab.txt"], files["text_sentence"]]
-        return rehearsal.run(script, words, tmp_path / "rehearsal")
-
-    return run
-
-
-def parsed(launch: rehearsal.Launch, flags: Sequence[str]) -> ResolvedConfig:
-    """The configuration that a script's program gets, on the script's number of processes."""
-    kind: Any = BertConfig if launch.program == "pretrain_bert.py" else Config
-    return parse_config(
-        flags,
-        prog=launch.program,
-        description="",
-        kind=kind,
-        planned=True,
-        world_size=launch.processes,
-        vocabulary=lambda _: 512,
-    )
+    gpt = ("gpt2-vocab.json", "gpt2-merges.txt", "text_document", "tokenizer")
+    return [str(folder / name) for name in (*gpt, "bert-vocab.txt", "text_sentence")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_accepted_planned_and_cut(
-    script: str, start: Start, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: str, files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accepted with its own sizes, planned with small ones, and cut for a rehearsal that keeps its features."""
-    launch = start(script)
-    config = parsed(launch, launch.flags)
+    arguments = [str(tmp_path / "checkpoints"), str(tmp_path / "tensorboard"), *files]
+    launch = rehearsal.run(script, arguments, tmp_path / "rehearsal")
+    config = parse_config(
+        launch.flags,
+        prog=launch.program,
+        description="",
+        kind=BertConfig if launch.program == "pretrain_bert.py" else Config,
+        planned=True,
+        world_size=launch.processes,
+        vocabulary=lambda _: 512,
+    )
     given = dict(zip(launch.flags, launch.flags[1:], strict=False))
     assert config.model.num_layers == int(given["--num-layers"])
     assert config.training.global_batch_size == int(given["--global-batch-size"])
@@ -115,40 +92,28 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(
 ) -> None:
     absent = [f"/nowhere/{name}" for name in ("board", "vocab.json", "merges", "data", "tokenizer", "v", "d")]
     absent.insert(0, str(tmp_path / "save"))  # beside which some write the file for DeepSpeed
-    done = subprocess.run(
-        [
-            sys.executable,
-            "tools/rehearse.py",
-            "--processes",
-            processes,
-            "bash",
-            str(rehearsal.SCRIPTS / script),
-            *absent,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-        check=False,
-    )
+    command = [
+        sys.executable,
+        "tools/rehearse.py",
+        "--processes",
+        processes,
+        "bash",
+        rehearsal.SCRIPTS / script,
+        *absent,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(300), check=False)
     assert done.returncode == 0, done.stderr
     assert "not on this machine: " in done.stdout and "step 4/4" in done.stdout
     assert re.search(r"rehearsed: pretrain_\w+\.py accepts the whole command line on \d+ process", done.stdout)
 
 
 @pytest.mark.slow
-def test_the_variable_alone_rehearses_what_a_launcher_starts(tmp_path: Path) -> None:
+def test_the_variable_alone_rehearses_what_a_launcher_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--mock-data --vocab-size 64 --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64"
     words += " --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words.split(), "--train-iters", "500000"],
-        cwd=tmp_path,
-        env=os.environ | {REHEARSAL: "1", "RANK": "0", "WORLD_SIZE": "64"},
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=False,
-    )
+    for name, value in {REHEARSAL: "1", "RANK": "0", "WORLD_SIZE": "64"}.items():
+        monkeypatch.setenv(name, value)
+    done = run_warm(PROGRAM, *words.split(), "--train-iters", 500_000, directory=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("starting a rehearsal: reading flags and files\n") and "step 4/4" in done.stdout
     assert "rehearsed: pretrain_gpt.py accepts the whole command line on 64 processes" in done.stdout

@@ -19,15 +19,13 @@ from benchmarks.hangs import healthy, trials
 from megacore.watch.node import base
 from megacore.watch.record import LedgerFile
 from tests.e2e.hanging import HANG
-from tests.e2e.launching import PROGRAM, Job, alone, losses, needs_proc, run_warm, small_run, under_torchrun
-from tests.e2e.test_failures import START, wait_for_step
+from tests.e2e.launching import END, PROGRAM, START, Job, alone, losses, needs_proc, run_warm, small_run, under_torchrun
 from tests.patience import patience, scaled, scaled_minutes, until
 
 pytestmark = needs_proc
 HANGING = Path(__file__).with_name("hanging.py")
 WHERE = PROGRAM.parent / "tools" / "where.py"
 MINUTES = 0.04  # on a quiet machine; a busy one may need as long for a healthy step
-END = 12.0  # seconds from the report to the end of the last process, with the launcher's own
 
 
 def flags(output: Path, **changes: Any) -> list[str]:
@@ -90,7 +88,7 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     minutes = scaled_minutes(MINUTES)
     given = flags(tmp_path / "out", tp=2, save_interval=5, hang_timeout_minutes=minutes)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
-        wait_for_step(job, 6)
+        job.wait_for_step(6)
         victim = job.pid_of(1)
         for words in ([tmp_path / "out"], ["--pid", victim]):
             shown = run_warm(WHERE, *words, timeout=START)
@@ -177,11 +175,11 @@ def test_slow_ranks_saves_and_sinks_are_no_hang(tmp_path: Path, monkeypatch: pyt
 def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
     given = flags(tmp_path / "out", dp=2, hang_timeout_minutes=0)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
-        wait_for_step(job, 2)
+        job.wait_for_step(2)
         subprocess.run(["pkill", "-USR1", "-P", str(job.torchrun.pid)], check=True)  # as the docs say: its ranks
         until(lambda: "saved" in job.said("stdout"), START, "no checkpoint")
         saved = int(re.findall(r"step (\d+)/\d+ \| saved", job.said("stdout"))[0])
-        wait_for_step(job, saved + 2)
+        job.wait_for_step(saved + 2)
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1):
             os.kill(job.pid_of(0), number)
         assert job.ends(START)[0] == 0
@@ -211,7 +209,7 @@ def test_the_batch_script_of_the_docs_passes_a_signal_on_and_ends_as_the_launche
 def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) -> None:
     given = flags(tmp_path / "out", dp=2, hang_timeout_minutes=10, save_interval=1)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
-        wait_for_step(job, 3)
+        job.wait_for_step(3)
         os.kill(job.pid_of(1), signal.SIGSTOP)
         job.torchrun.send_signal(signal.SIGTERM)
         job.ends(25.0)

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.hanging import HANG
-from tests.e2e.launching import PROGRAM, TORCHRUN, environment, free_port, needs_proc, small_run, words
-from tests.e2e.test_failures import START
+from tests.e2e.launching import PROGRAM, START, TORCHRUN, by_hand, free_port, needs_proc, small_run, started, words
 from tests.patience import patience, scaled_minutes, until
-from tests.warm import Started, start
+from tests.warm import Started
 
 pytestmark = needs_proc
 HANGING = Path(__file__).with_name("hanging.py")
@@ -31,26 +30,13 @@ def hang_minutes(minutes: float) -> float:
     return scaled_minutes(minutes)
 
 
-@contextlib.contextmanager
-def started(script: Path, output: Path, *given: object, **variables: object) -> Iterator[Started]:
-    """A program with these environment variables, whose errors go to a file; nothing of it outlives the block."""
-    changed = environment() | {name: str(value) for name, value in variables.items()}
-    program = start(script, *given, stdout=output.with_suffix(".out"), stderr=output, environment=changed)
-    try:
-        yield program
-    finally:
-        program.kill_all()
-
-
 def rank_of(
     tmp_path: Path, rank: int, port: int, *, minutes: float = MINUTES, **variables: object
 ) -> contextlib.AbstractContextManager[Started]:
-    """A rank of two, started by hand as Slurm does."""
+    """A rank of two, started by hand."""
     flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=hang_minutes(minutes))
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     script = HANGING if HANG in variables else PROGRAM
-    return started(script, tmp_path / f"{rank}.err", *flags, **{**place, **master, **variables})
+    return started(script, tmp_path / f"{rank}.err", *flags, **{**by_hand(rank, port), **variables})
 
 
 @contextlib.contextmanager
