@@ -21,6 +21,7 @@ import pytest
 
 from megacore.data.indexed import corpus
 from megacore.data.tokenizers.tokenizer import load_tokenizer
+from megacore.watch.processes import born, is_busy, state_of
 from tests.e2e.launching import ROOT, environment
 from tests.patience import patience, until
 from tests.unit import data_bytes
@@ -199,7 +200,7 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: 
             until(lambda: len(at_work(process.pid)) == 2, 30, "the workers did not start")
             # It waits for more: Python forgets a signal that comes while it fills a buffer from a file.
             until(lambda: waits_to_read(process.pid, feed), 30, "the run does not read on")
-            workers = at_work(process.pid)
+            workers = {worker: born(worker) for worker in at_work(process.pid)}
             process.send_signal(getattr(signal, name))
             errors = process.communicate(timeout=patience(30))[1]
     finally:
@@ -212,7 +213,7 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: 
         assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name]
         assert left == set()
         assert "Traceback" not in errors
-    until(lambda: all(map(gone, workers)), 10, "workers outlive the run")
+    until(lambda: {state_of(*worker) for worker in workers.items()} == {"gone"}, 10, "workers outlive the run")
 
 
 def at_work(pid: int) -> list[int]:
@@ -225,17 +226,4 @@ def waits_to_read(pid: int, pipe: TextIO) -> bool:
     """Whether a process has read all of a pipe, and sleeps."""
     unread = array.array("i", [0])
     fcntl.ioctl(pipe, termios.FIONREAD, unread)
-    return unread[0] == 0 and state(pid) == "S"
-
-
-def state(pid: int) -> str:
-    """The scheduler's letter for a process: S asleep, R running, Z ended and not reaped."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, even if it still waits to be reaped."""
-    try:
-        return state(pid) == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return unread[0] == 0 and not is_busy(pid)

@@ -192,6 +192,7 @@ def loads_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_everything_quietly(tmp_path: Path) -> None:
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", **ENDLESS), cold=True) as job:
         until(lambda: {0, 1} <= set(job.pids().values()), START, "no ranks")

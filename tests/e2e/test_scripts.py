@@ -91,16 +91,9 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(
     script: str, processes: str, tmp_path: Path
 ) -> None:
     absent = [f"/nowhere/{name}" for name in ("board", "vocab.json", "merges", "data", "tokenizer", "v", "d")]
-    absent.insert(0, str(tmp_path / "save"))  # beside which some write the file for DeepSpeed
-    command = [
-        sys.executable,
-        "tools/rehearse.py",
-        "--processes",
-        processes,
-        "bash",
-        rehearsal.SCRIPTS / script,
-        *absent,
-    ]
+    # Beside the first argument some write the file for DeepSpeed.
+    started = ["bash", str(rehearsal.SCRIPTS / script), str(tmp_path / "save"), *absent]
+    command = [sys.executable, "tools/rehearse.py", "--processes", processes, *started]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(300), check=False)
     assert done.returncode == 0, done.stderr
     assert "not on this machine: " in done.stdout and "step 4/4" in done.stdout
