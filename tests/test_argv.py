@@ -168,7 +168,15 @@ def test_command_lines(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not failures, "\n".join([f"{len(failures)} of {subject} in tests/argv.toml:", *failures])
 
 
-@pytest.mark.parametrize("subject", [name for name, table in TABLES.items() if "file" not in table])
+# By default the proposals of every subject but the largest.
+@pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "wrong_values"))
+        for name, table in TABLES.items()
+        if "file" not in table
+    ],
+)
 def test_what_a_refusal_proposes_is_accepted(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every row with one problem; where there are several, a change solves its own."""
     failures, tried = [], 0

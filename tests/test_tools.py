@@ -4,6 +4,7 @@ A table of tools.toml has the modules of `programs`, whose `main` is called with
 
     files      name -> text of files in the working directory; a name that ends in / is a directory
     file, text one of them, of which the table names the file and each row has its text
+    slow       whether the row runs with the slow tests
     says       the problems of the refusal, all of them and whole; ... stands for any words
 """
 
@@ -53,15 +54,23 @@ def refusal(program: str, words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("subject", "program"), [(subject, name) for subject, table in TABLES.items() for name in table["programs"]]
+    ("subject", "program", "is_slow"),
+    [
+        pytest.param(subject, name, is_slow, id=f"{subject}-{name}", marks=[pytest.mark.slow] * is_slow)
+        for subject, table in TABLES.items()
+        for name in table["programs"]
+        for is_slow in sorted({row.get("slow", False) for row in table["rows"]})
+    ],
 )
 def test_a_command_line_that_cannot_be_used_is_refused(
-    subject: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: str, program: str, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing is written."""
     failures = []
     for number, values in enumerate(TABLES[subject]["rows"]):
-        row = {"plain": "", "words": "", **TABLES[subject], **values}
+        row = {"plain": "", "words": "", "slow": False, **TABLES[subject], **values}
+        if row["slow"] != is_slow:
+            continue
         (place := tmp_path / str(number)).mkdir()
         monkeypatch.chdir(place)
         place_files(row)

@@ -1,6 +1,6 @@
 """Command lines and tools do what is written down of them; `python -m tests.golden.make` writes it anew.
 
-Of the command lines, one in 64 runs with `make test`; `make test-slow PIECE=golden` runs all.
+Of the command lines, one in 128 runs with `make test`; `make test-slow PIECE=golden` runs all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 from tests.golden import make
 from tests.golden.trees import ROOT, differences
 
-PARTS = {"argv": 64, "tools": 4}
+PARTS = {"argv": 128, "tools": 4}
 USUAL = ("argv", 0)
 
 

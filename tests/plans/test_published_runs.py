@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megacore.plan.checked import APART, PUBLISHED, Errors, kind_of
 from megacore.plan.memory import GIB
@@ -28,7 +27,7 @@ from tests.plans.published import (
     single_node_runs,
     timed_runs,
 )
-from tests.plans.table import checked, cluster_lines, memory_lines
+from tests.plans.table import Checked, by_model, checked, cluster_lines, memory_lines
 
 ROOT = Path(__file__).parents[2]
 # Models with one run or two of one layout: tests/plans/table.py prints their errors, and they are bounded loosely.
@@ -36,12 +35,15 @@ SWEEPS = ("megatron-3.6B", "megatron-18.4B")
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, list[tuple[Run, float]]]:
+def timed() -> list[Checked]:
+    """Every run with a time, and its prediction."""
+    return list(checked(timed_runs()))
+
+
+@pytest.fixture(scope="module")
+def errors(timed: list[Checked]) -> dict[str, list[tuple[Run, float]]]:
     """Predicted seconds of every run, by model."""
-    found: dict[str, list[tuple[Run, float]]] = defaultdict(list)
-    for run in timed_runs():
-        found[run.model].append((run, run.plan().time.seconds))
-    return found
+    return {model: [(row.run, row.seconds) for row in rows] for model, rows in by_model(timed).items()}
 
 
 def test_parameters_and_flops_of_bloom_are_exact() -> None:
@@ -77,10 +79,9 @@ def test_every_layout_of_a_model_as_if_megacore_ran_it(model: str) -> None:
     assert chosen.seconds is not None and chosen.seconds / best - 1 <= 0.05
 
 
-def test_most_measured_times_are_in_the_predicted_range() -> None:
-    rows = list(checked(timed_runs()))
-    assert sum(row.is_in_range for row in rows) >= 0.75 * len(rows)
-    spans = [row.high / row.low for row in rows]
+def test_most_measured_times_are_in_the_predicted_range(timed: list[Checked]) -> None:
+    assert sum(row.is_in_range for row in timed) >= 0.75 * len(timed)
+    spans = [row.high / row.low for row in timed]
     assert statistics.median(spans) < 1.5  # and the ranges say something
 
 
@@ -142,28 +143,6 @@ def test_the_table_of_memory_is_in_the_reference() -> None:
 def test_the_table_of_clusters_is_in_the_reference() -> None:
     page = (ROOT / "docs/reference/planner.md").read_text(encoding="utf-8")
     assert "\n".join(cluster_lines()) in page
-
-
-@pytest.mark.slow
-def test_the_rows_of_one_node_are_sums_of_few_numbers() -> None:
-    """Of layer profiles (docs/reference/planner.md): m (a L + b) + c L + d for m microbatches and L layers, where runs
-    of independent measurements would differ by a percent."""
-    alike: dict[tuple[int, ...], list[tuple[float, float, float]]] = defaultdict(list)
-    for run in single_node_runs():
-        config, parallel = run.config, run.config.parallel
-        if parallel.pp == 1 and run.seconds is not None:
-            key = config.model.hidden_size, parallel.tp, parallel.dp, config.training.micro_batch_size
-            alike[key].append((config.microbatches, config.model.num_layers, run.seconds))
-    off: list[float] = []
-    for rows in alike.values():
-        m, layers, seconds = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        factors = torch.stack([m * layers, m, layers, torch.ones_like(m)], 1)
-        if len(rows) > 5:
-            fitted = torch.linalg.lstsq(factors, seconds[:, None], driver="gelsd").solution[:, 0]
-            off.extend((factors @ fitted / seconds - 1).abs().tolist())
-    assert len(off) > 200
-    assert statistics.median(off) < 1e-5
-    assert max(off) < 0.004
 
 
 @pytest.mark.slow

@@ -49,15 +49,15 @@ HOST = f"{BF16} --offload-activations --micro-batch-size 8 --global-batch-size 4
 
 DEFAULT = {
     "ZeRO 3": f"{LLAMA} --dp 4 --zero-stage 3 --global-batch-size 20",
-    "1F1B": f"{LLAMA} --num-layers 8 --pp 2 --tp 2 --global-batch-size 5 --schedule 1f1b",
-    "GPipe": f"{GPT} --pp 2 --schedule gpipe",
-    "experts, ZeRO 1": f"{GPT} {EXPERTS} --dp 4 --ep 2 --zero-stage 1 --micro-batch-size 1",
     "activations in host memory, stages of one block": f"{HOST} --pp 2 --schedule interleaved --virtual-stages 2",
     "experts of one rank, tp 2, gradients anew": (
         f"{BF16} {GATED} {EXPERTS} --tp 2 --dp 4 --ep 4 --zero-stage 3 --micro-batch-size 1 --global-batch-size 4"
     ),
 }
 SLOW = {
+    "1F1B": f"{LLAMA} --num-layers 8 --pp 2 --tp 2 --global-batch-size 5 --schedule 1f1b",
+    "GPipe": f"{GPT} --pp 2 --schedule gpipe",
+    "experts, ZeRO 1": f"{GPT} {EXPERTS} --dp 4 --ep 2 --zero-stage 1 --micro-batch-size 1",
     # Many blocks.
     "dense": f"{LLAMA} --global-batch-size 4",
     "ZeRO 1, tp 2": f"{LLAMA} --dp 4 --zero-stage 1 --tp 2 --global-batch-size 16",
@@ -240,6 +240,7 @@ def test_traced_peak_is_that_of_whole_steps(words: str) -> None:
         assert report.planned.expected_tensors == pytest.approx(report.peak, rel=bound), report.rank
 
 
+@pytest.mark.slow
 def test_ranks_with_equal_layers_and_other_actions(tmp_path: Path) -> None:
     schedule = tmp_path / "mixed.csv"
     rows = ["{0}F0,{0}F1,{0}B0,{0}B1"] * 4

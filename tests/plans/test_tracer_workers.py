@@ -48,7 +48,7 @@ def lives(pid: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, and asked for by number, on Linux")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_no_process_outlives_the_one_that_traces(number: signal.Signals) -> None:
     """Only that one gets the signal."""
     command = [sys.executable, "-c", SLEEPING]
