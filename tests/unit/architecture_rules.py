@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,9 +137,9 @@ def group_of(module: str) -> str:
 
 
 def _imports(tree: ast.Module) -> Iterator[Import]:
-    waiting: list[tuple[ast.AST, bool, bool]] = [(node, False, False) for node in tree.body]
+    waiting = deque[tuple[ast.AST, bool, bool]]((node, False, False) for node in tree.body)
     while waiting:
-        node, late, typing = waiting.pop(0)
+        node, late, typing = waiting.popleft()
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, late, typing) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

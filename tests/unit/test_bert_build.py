@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import BertTokenizerFast, RobertaTokenizerFast
 
 from megacore.config import DataConfig, ModelConfig, TrainingConfig
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
@@ -89,22 +88,6 @@ def test_everything_wrong_is_named_at_once(tmp_path: Path) -> None:
     assert "--split-sentences, or use --sentence-task none" in problems[1]
 
 
-def test_a_split_with_too_few_documents_of_sentences_is_named(tmp_path: Path) -> None:
-    lines = ["One sentence here"] * 8 + LINES[:2]
-    prefix = write(tmp_path, "wordpiece", "d", lines)
-    (problem,) = refused(config(tmp_path, prefix))
-    assert problem.startswith(
-        "--sentence-task nsp needs 2 or more documents of several sentences, but of the 8 training"
-    )
-    (problem,) = refused(config(tmp_path, prefix, data={"split": "9,1"}))
-    assert "of the 9 training documents of" in problem
-    assert "only one has two" in problem
-    (problem,) = refused(config(tmp_path, prefix, data={"split": "5,5"}, sentence_task="sop"))
-    assert "of the 5 training documents" in problem
-    check_bert_inputs(config(tmp_path, prefix, data={"split": "1"}, sentence_task="sop"))
-    check_bert_inputs(config(tmp_path, prefix, data={"split": "1"}))
-
-
 @pytest.mark.parametrize("moved", [False, True], ids=["the ids of the data", "other ids"])
 def test_a_tokenizer_without_mask_is_named_so(moved: bool, tmp_path: Path) -> None:
     prefix = write(tmp_path, "wordpiece", "d", LINES)
@@ -130,7 +113,7 @@ def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:
     assert any("does not mark where words begin" in problem for problem in refused(made))
 
 
-@pytest.mark.parametrize("bert", [{}, {"sentence_task": "sop"}, {"sentence_task": "none"}, {"bert_style": "modern"}])
+@pytest.mark.parametrize("bert", [{}, {"sentence_task": "none"}, {"bert_style": "modern"}])
 def test_generated_samples_have_what_real_ones_have(bert: dict[str, Any]) -> None:
     made = BertConfig(
         model=ModelConfig(vocab_size=200),
@@ -161,36 +144,3 @@ def test_generated_samples_have_what_real_ones_have(bert: dict[str, Any]) -> Non
     assert all(np.array_equal(samples[k][name], again[k][name]) for k in range(20) for name in samples[k])
     # Evaluation is another stream of the same language.
     assert not np.array_equal(valid[0]["labels"], samples[0]["labels"])
-
-
-def test_generated_samples_need_a_vocabulary_for_text() -> None:
-    made = BertConfig(
-        model=ModelConfig(vocab_size=7),
-        data=DataConfig(mock_data=True),
-        training=TrainingConfig(train_iters=1, global_batch_size=1),
-    ).resolve(1)
-    assert refused(made) == ("--vocab-size 7 is too small for --mock-data: use 8 or more",)
-
-
-def test_a_transformers_directory_is_a_tokenizer_too(tmp_path: Path) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "dog", "##s", "ran", "."]
-    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    theirs = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
-    theirs.save_pretrained(tmp_path / "bert")
-    ours = load_tokenizer(tmp_path / "bert")
-    expected = {role: getattr(theirs, f"{role}_token_id") for role in ("cls", "sep", "mask", "pad")}
-    assert dict(ours.roles) == expected
-    assert ours.special_ids == frozenset(theirs.all_special_ids)
-    starts = ours.word_starts()
-    assert starts is not None
-    pieces = theirs.convert_ids_to_tokens(range(len(starts)))
-    assert [piece for piece, begins in zip(pieces, starts, strict=True) if not begins] == ["##s"]
-    ours.save(tmp_path / "again")
-    assert dict(load_tokenizer(tmp_path / "again").roles) == expected
-
-    vocabulary = {token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "Ġb"])}
-    RobertaTokenizerFast(vocab=vocabulary, merges=[]).save_pretrained(tmp_path / "roberta")
-    roberta = load_tokenizer(tmp_path / "roberta")
-    assert dict(roberta.roles) == {"cls": 0, "pad": 1, "sep": 2, "mask": 4}
-    roberta.save(tmp_path / "roberta-again")
-    assert dict(load_tokenizer(tmp_path / "roberta-again").roles) == dict(roberta.roles)

@@ -18,7 +18,7 @@ from megacore.pipeline.simulator import Costs, Span, simulate
 from megacore.pipeline.trace_file import RankTrace, TracedStep, write_trace
 from megacore.plan.calibration import Calibration, calibrate, machine_of
 from megacore.plan.calibration_report import calibration_text
-from megacore.plan.cluster import CLUSTERS, fields_of, load_cluster, to_toml
+from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
 from megacore.plan.devices import Case
 from megacore.plan.measured_run import Machine, MeasuredRun, read_run
 from megacore.plan.step_time import step_time
@@ -151,15 +151,6 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     assert load_cluster(path).source == found.cluster.source
 
 
-def test_unsteady_rows_are_doubted(tmp_path: Path) -> None:
-    (doubt,) = calibrated(tmp_path, [1.0, 0.3, 0.6, 0.3, 0.6, 0.3, 0.6]).doubts
-    assert doubt.startswith("steps differ by a factor of")
-
-
-def test_a_speed_that_no_machine_has_is_doubted(tmp_path: Path) -> None:
-    assert "cpu is more than 10,000 times faster or slower than this run" in calibrated(tmp_path, [9e4] * 8).doubts
-
-
 def launched(directory: Path, **about: object) -> MeasuredRun:
     """A run of two ranks that recorded this."""
     calibrated(directory, [0.3] * 8)
@@ -189,15 +180,3 @@ def test_memory_and_cores_are_those_that_the_run_recorded(
     run = launched(tmp_path, **about)
     found = machine_of(name, CPU, run, HERE)
     assert (None if found is None else (found.cores, found.memory_bytes)) == expected
-
-
-def test_a_fitted_cluster_has_a_device_for_each_core(tmp_path: Path) -> None:
-    run = launched(tmp_path, cores=4, memory_bytes=8e9, local_ranks=2)
-    found = calibrate(run, CPU, run.launch.machine)
-    fields = fields_of(found.cluster)
-    assert (fields["memory_gb"], fields["gpus_per_node"]) == (8.0, 4)
-    assert fields["nic_bandwidth_gb_s"] == pytest.approx(fields_of(CPU)["nic_bandwidth_gb_s"])
-    assert "machine: 4 cores, 7.5 GiB of memory, recorded by the run in events.jsonl" in lines_of(found)
-    path = tmp_path / "cluster.toml"
-    path.write_text(to_toml(found.cluster), encoding="utf-8")
-    assert load_cluster(path).device.node_ranks == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import Config, ResolvedConfig, cli
-from megacore.config.cli import leave_for_launcher
+from megacore.config import Config, ResolvedConfig
 from megacore.config.flags import all_fields
-from megacore.config.schema import UNKNOWN_VOCAB_SIZE
 from megacore.errors import ConfigError, DataError
 from tests.patience import patience
 from tests.unit import refusals
@@ -53,18 +50,6 @@ def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
         assert len({repr(parse(*GOOD, *needed, name, *value)) for name in info.flags}) == 1, info.name
 
 
-def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> None:
-    argv = ("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
-    asked: list[Config] = []
-
-    def vocabulary(config: Config) -> int:
-        asked.append(config)
-        return 777
-
-    assert parse(*argv, vocabulary=vocabulary).model.vocab_size == 777
-    assert asked[0].model.vocab_size is None
-
-
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -89,14 +74,6 @@ def test_another_machine_names_itself_and_only_its_own_files(refuse: Refuse, mon
     assert refuse(*GOOD, "--tp", "3") == ""
 
 
-def test_a_silent_rank_waits_for_the_one_that_speaks(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, 3, 3, 4)
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    refuse(*GOOD, "--tp", "3")
-    assert len(slept) == 1
-
-
 def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -106,29 +83,6 @@ def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.Monk
     assert int(cause["extraInfo"]["timestamp"]) == pytest.approx(time.time(), abs=60)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "such"))
     assert problems(refuse(*GOOD, "--tp", "3"))
-
-
-def test_the_launcher_never_reads_a_part_of_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    leave_for_launcher("first")
-    with file.open() as being_read:
-        leave_for_launcher("second")
-        assert json.load(being_read)["message"]["message"] == "first"
-    assert json.loads(file.read_text())["message"]["message"] == "second"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_an_address_that_cannot_be_resolved_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*args: object, **options: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(cli, "NAME_SECONDS", 0.0)
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    as_rank(monkeypatch, 0, 0, 2)
-    monkeypatch.setenv("MASTER_ADDR", "no-such-node")
-    (problem,) = problems(refuse(*GOOD))
-    assert "MASTER_ADDR 'no-such-node' cannot be resolved: Name or service not known" in problem
 
 
 def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +103,6 @@ def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeyp
     parse(*GOOD, checks=[refused])  # not this rank's to check
     assert refuse(*GOOD, vocabulary=unreadable) == ""
     assert len(seen) == 1
-
-
-def test_checks_run_without_a_vocabulary_that_cannot_be_read(refuse: Refuse, tmp_path: Path) -> None:
-    seen: list[ResolvedConfig] = []
-
-    def unreadable(config: Config) -> int:
-        raise DataError("no tokenizer")
-
-    argv = ("--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
-    assert problems(refuse(*argv, vocabulary=unreadable, checks=[seen.append])) == ["no tokenizer"]
-    assert seen[0].model.vocab_size == UNKNOWN_VOCAB_SIZE
-    assert seen[0].training.global_batch_size == 1
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.compare import Comparison, next_layers
+from benchmarks.compare import next_layers
 from benchmarks.comparison.job import KINDS, ONE, Layout, Sizes
-from benchmarks.comparison.launcher import SideFailed, Turn
-from benchmarks.comparison.results import Largest, Results, Row, difference, markdown, replace_section
+from benchmarks.comparison.results import Largest, Results, Row, markdown, replace_section
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)
@@ -71,34 +68,6 @@ def test_losses_that_differ_are_named(results: Results) -> None:
     results.rows.append(row("megatron-core", ONE, [1.0], [4.0, 3.01]))
     ((found, apart),) = results.disagreements()
     assert found.side == "megatron-core" and apart == pytest.approx(0.01 / 3)
-
-
-def test_a_loss_that_is_no_number_is_a_difference() -> None:
-    for ours, theirs in (([4.0, 3.0], [4.0, math.nan]), ([math.nan, 3.0], [4.0, 3.0])):
-        assert difference(ours, theirs) == math.inf
-
-
-class _Side:
-    """Notes whose turn it is."""
-
-    def __init__(self, name: str, said: list[str]) -> None:
-        self._name, self._said = name, said
-
-    def run(self, steps: int) -> Turn:
-        if steps > 1:
-            self._said.append(self._name)
-        if self._name == "fails" and len(self._said) > 4:
-            raise SideFailed("it fails")
-        return Turn(seconds=1.0, losses=[1.0] * steps, peak=1, process_peak=1)
-
-
-def test_rounds_alternate_and_no_side_always_follows_the_same_one(results: Results, tmp_path: Path) -> None:
-    said: list[str] = []
-    sides: Any = {name: _Side(name, said) for name in ("first", "fails", "last")}
-    turns = Comparison(results, {}, tmp_path, tmp_path / "log")._turns(sides, ONE, rounds=3, steps=2)
-    assert said == ["first", "fails", "last", "last", "fails", "first", "first", "last"]
-    assert {name: len(taken) for name, taken in turns.items()} == {"first": 6, "last": 6}
-    assert results.missing["fails, one on 1 rank"] == "it fails"
 
 
 @pytest.mark.parametrize("program", ["compare.py", "many_ranks.py"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import random
@@ -15,13 +14,7 @@ import torch
 from megacore.config import (
     SECTIONS,
     Config,
-    ModelConfig,
-    ResolvedConfig,
-    ResolvedModel,
-    TrainingConfig,
     cli,
-    sections_of,
-    validate,
 )
 from megacore.config import toml as config_file
 from megacore.config.bert import BertConfig, ResolvedBertConfig
@@ -29,7 +22,7 @@ from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
 from megacore.config.fields import FieldInfo, field_docs, field_infos
 from megacore.config.flags import all_fields
 from megacore.config.missing_files import missing_files
-from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
+from megacore.config.presets import GPT_PRESETS
 from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
 from megacore.train.launch import _for_device
@@ -78,7 +71,7 @@ def random_value(info: FieldInfo, rng: random.Random) -> Any:
 
 def test_saved_configurations_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "config.toml"
-    for seed in range(100):
+    for seed in range(40):
         rng = random.Random(seed)
         values = {name: random_value(info, rng) for name, info in all_fields().items() if name != "preset"}
         sections: dict[str, Any] = {
@@ -100,7 +93,7 @@ def _read_without_checks(path: Path) -> Config:
 @pytest.mark.parametrize("preset", [None, *GPT_PRESETS])
 def test_a_resolved_configuration_given_back_is_equal(preset: str | None, tmp_path: Path) -> None:
     rng = random.Random(str(preset))
-    for _ in range(2):
+    for _ in range(1):
         argv = ["--mock-data", "--train-iters", str(rng.randint(2, 9)), "--lr", repr(rng.random())]
         argv += ["--preset", preset] if preset else ["--vocab-size", "17"]
         argv += rng.choice([[], ["--hidden-dropout", "0"], ["--num-layers", "5"], ["--adam-eps", "1e-12"]])
@@ -148,38 +141,7 @@ def test_every_number_has_a_range_that_holds_its_default() -> None:
                 assert info.default in info.range, info.name
 
 
-@pytest.mark.parametrize("preset", GPT_PRESETS)
-def test_presets_are_valid_whole_shapes(preset: str) -> None:
-    assert GPT_PRESETS[preset].keys() <= all_fields().keys()
-    assert validate(make(**{"preset": preset, **GPT_PRESETS[preset]}), 1) == []
-
-
 # ---- resolved sections -----------------------------------------------------------------------------------------------
-
-
-def test_a_resolved_section_has_no_unknown_sizes_and_the_ranges_of_the_one_it_narrows() -> None:
-    model = ModelConfig(vocab_size=8).resolve(seq_length=16)
-    assert (model.vocab_size, model.max_position_embeddings, model.ffn_hidden_size) == (8, 16, 4 * 768)
-    assert ModelConfig().resolve(seq_length=16, vocab_size=9).vocab_size == 9
-    assert list(field_infos(ResolvedModel)) == list(field_infos(ModelConfig))  # the order of config.toml
-    for name, info in field_infos(ResolvedModel).items():
-        declared = field_infos(ModelConfig)[name]
-        assert (info.range, info.choices, info.flags) == (declared.range, declared.choices, declared.flags)
-    for value, message in ((None, "--vocab-size is missing"), (0, "--vocab-size 0 must be at least 1")):
-        (problem,) = dataclasses.replace(model, vocab_size=value).problems()  # type: ignore[arg-type]
-        assert problem.startswith(message)
-    with pytest.raises(TypeError, match="vocab_size"):
-        ResolvedModel(num_query_groups=1, kv_channels=1, ffn_hidden_size=1, max_position_embeddings=1)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="vocabulary"):
-        make(vocab_size=None).resolve(1)
-
-
-def test_a_resolved_configuration_is_of_its_own_kind() -> None:
-    gpt, bert = make().resolve(1), BertConfig(training=TrainingConfig(train_iters=1)).resolve(1, vocab_size=9)
-    assert (type(gpt), type(bert)) == (ResolvedConfig, ResolvedBertConfig)
-    assert type(bert.resolve(1)) is ResolvedBertConfig
-    assert list(sections_of(ResolvedBertConfig)) == list(sections_of(BertConfig))
-    assert (bert.bert.mask_prob, bert.bert.sentence_task, bert.presets) == (0.15, "nsp", BertConfig.presets)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -222,17 +184,6 @@ def test_a_file_that_no_table_can_hold_is_refused(text: str, said: str, refuse: 
     assert r"--output-dir '\udcff' is not valid UTF-8" in problem
 
 
-def test_load_toml_raises_every_problem(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text("[training]\ntrain_iters = 'a'\nsave = 3\n")
-    with pytest.raises(ConfigError) as error:
-        load_toml(file)
-    assert len(error.value.problems) == 2
-    file.write_text("[training]\ntrain_iters = 0\n[data]\nmock_data = true\n")
-    with pytest.raises(ConfigError, match="--train-iters 0"):
-        load_toml(file)
-
-
 # ---- missing files and output directories ----------------------------------------------------------------------------
 
 
@@ -242,15 +193,6 @@ def test_an_output_directory_that_nobody_can_write_is_named() -> None:
         (problem,) = missing_files(make(output_dir=directory))
         assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: no file can be created there (")
         assert problem.endswith("use a directory in which you can create files, such as one in your home directory")
-
-
-def test_a_name_that_is_too_long_is_that_of_a_missing_file() -> None:
-    assert len(missing_files(make(tokenizer="x" * 5000, load="x" * 5000, data_path=("x" * 5000,)))) == 3
-
-
-def test_looking_at_the_output_directory_leaves_nothing_there(tmp_path: Path) -> None:
-    assert missing_files(make(output_dir=str(tmp_path))) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- of BERT ---------------------------------------------------------------------------------------------------------
@@ -280,14 +222,6 @@ def test_a_saved_configuration_reads_back_equal_and_only_as_its_own_kind(tmp_pat
     assert type(first) is type(first.resolve(1)) is ResolvedBertConfig
 
 
-@pytest.mark.parametrize("preset", BERT_PRESETS)
-def test_presets_read_back_equal(preset: str, tmp_path: Path) -> None:
-    first = parse_bert("--preset", preset)
-    save_toml(first, tmp_path / "config.toml")
-    assert load_toml(tmp_path / "config.toml", BertConfig).resolve(1) == first
-    assert BERT_PRESETS[preset].keys() <= all_fields(BertConfig).keys()
-
-
 # ---- reproducible blocks ---------------------------------------------------------------------------------------------
 
 SHAPE = ["--seq-length", "64", "--hidden-size", "96", "--reproducible"]
@@ -297,15 +231,11 @@ SHAPE = ["--seq-length", "64", "--hidden-size", "96", "--reproducible"]
     ("flags", "expected"),
     [
         ("--num-attention-heads 8", 8),
-        ("--num-attention-heads 16", 8),
         ("--num-attention-heads 12", 4),
-        ("--num-attention-heads 6", 2),
         ("--num-attention-heads 3", 1),
         ("--num-attention-heads 8 --ffn-hidden-size 100", 4),
         ("--num-attention-heads 8 --reproducible-blocks 2", 2),
-        ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear", 8),
         ("--num-attention-heads 8 --num-experts 4 --disable-bias-linear --moe-ffn-hidden-size 36", 4),
-        ("--num-attention-heads 8 --num-query-groups 4", 8),
         ("--num-attention-heads 8 --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads", 4),
         ("--num-attention-heads 8 --no-reproducible", 1),
     ],
@@ -325,12 +255,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of eight processes."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
-
-
-def test_which_blocks_hold_experts() -> None:
-    assert all(parse(*EXPERTS).experts.holds(block) for block in range(3))
-    spread = parse(*EXPERTS, "--moe-first-dense-layers", "1", "--moe-layer-freq", "2").experts
-    assert [spread.holds(block) for block in range(5)] == [False, True, False, True, False]
 
 
 @pytest.mark.usefixtures("ranks")

@@ -24,17 +24,6 @@ def test_the_reference_in_the_documentation_is_current(capsys: pytest.CaptureFix
     )
 
 
-def test_an_old_reference_is_found_and_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "doc.md"
-    file.write_text(f"before\n{flag_reference.BEGIN}\nold\n{flag_reference.END}\nafter\n")
-    assert flag_reference.main(["--check", str(file)]) == 1
-    assert "not current" in capsys.readouterr().out
-    assert flag_reference.main(["--write", str(file)]) == 0
-    assert flag_reference.main(["--check", str(file)]) == 0
-    assert file.read_text().startswith("before\n")
-    assert file.read_text().endswith("\nafter\n")
-
-
 def test_the_documentation_names_every_table_of_a_file() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     sentence = re.search(r"A file has the tables ([^:]*), and its keys", page)

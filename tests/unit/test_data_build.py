@@ -58,7 +58,7 @@ def tokenizer() -> Tokenizer:
 # ---- splits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 10, 99, 1000, 1001])
+@pytest.mark.parametrize("count", [1, 2, 7, 99, 1001])
 @pytest.mark.parametrize("split", ["949,50,1", "990,9,1", "1", "0.95,0.05", "1,1,1", "98,2,0", "1,0,1"])
 def test_splits_are_disjoint_and_cover_everything(count: int, split: str, tmp_path: Path) -> None:
     indexed = IndexedDataset(data_bytes.write(tmp_path / "d", documents(count, 2)))
@@ -95,21 +95,6 @@ def test_documents_are_packed_within_their_split_and_blend(packing: Any, tmp_pat
     }
     assert made.train.packing is not None and made.train.packing.documents == 32
     assert ("documents" in made.train[0]) == (packing == "best-fit")
-
-
-def test_a_loss_mask_of_another_dataset_is_refused_at_the_start(tmp_path: Path) -> None:
-    prefix = data_bytes.write(tmp_path / "a", documents(20, 5))
-    data_bytes.write(tmp_path / "a_loss_mask", documents(20, 4), code=1)
-    with pytest.raises(DataError, match=r"a_loss_mask\.idx is not the loss mask of .*a\.idx"):
-        check_inputs(unresolved(data_path=(str(prefix),)))
-
-
-def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
-    data_bytes.write(tmp_path / "d", documents(10, 30))
-    given: dict[str, Any] = {"data_path": (str(tmp_path / "d"),)}
-    assert build_datasets(config(**given)).valid is not None
-    assert build_datasets(config(split="1", **given)).valid is None
-    assert build_datasets(config(eval_interval=0, **given)).valid is None
 
 
 @pytest.mark.parametrize("packing", ["none", "best-fit"])

@@ -6,9 +6,7 @@ import gc
 import itertools
 import math
 import multiprocessing
-import os
 import random
-import signal
 from collections import Counter
 from typing import Any
 
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from megacore.data.gpt.blend import BlendedDataset, blend_index, blend_order
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import BatchLoader, Microbatch
-from megacore.errors import DataError, WorkerDied
+from megacore.errors import DataError
 
 
 class Numbered:
@@ -132,19 +130,6 @@ def test_a_loader_begins_again_with_the_same_processes(num_workers: int) -> None
         assert steps.consumed_samples == 8
         assert numbers(steps, count) == whole[:count]
     assert {process.pid for process in multiprocessing.active_children()} == processes
-
-
-def test_a_killed_worker_is_one_clear_error() -> None:
-    others = multiprocessing.active_children()
-    handler = signal.getsignal(signal.SIGCHLD)
-    steps = loader(4000, num_workers=2)
-    assert signal.getsignal(signal.SIGCHLD) is handler
-    next(steps)
-    victim = next(process for process in multiprocessing.active_children() if process not in others)
-    assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"^a data worker \(pid {victim.pid}\) was ended by SIGKILL"):
-        numbers(steps)
 
 
 def test_the_processes_of_a_forgotten_loader_end() -> None:

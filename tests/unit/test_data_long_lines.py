@@ -86,7 +86,9 @@ def lines() -> list[bytes]:
     return made
 
 
-@pytest.mark.parametrize(("small", "workers"), [(3, 1), (17, 2), (64, 1)], indirect=["small"])
+@pytest.mark.parametrize(
+    ("small", "workers"), [(3, 1), pytest.param(17, 2, marks=pytest.mark.slow), (64, 1)], indirect=["small"]
+)
 def test_a_line_in_pieces_gives_what_it_gives_in_one(
     workers: int, small: None, tokenizer: Tokenizer, fast: FastEncoder, tmp_path: Path
 ) -> None:

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megacore.data.bert.masking import Masking, draw_spans, make_masking, special_tokens
-from megacore.data.tokenizers.tokenizer import Tokenizer
+from megacore.data.bert.masking import Masking, draw_spans
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.data.tokenizers.word_marks import role_tokens, word_starts
-from megacore.errors import DataError
+from megacore.data.tokenizers.word_marks import word_starts
 
 VOCAB, MASK = 1000, 4
 SPECIAL = np.arange(VOCAB) < 5
@@ -58,9 +56,9 @@ WAYS: list[dict[str, Any]] = [{}, {"words": True}, {"max_ngram": 3}, {"words": T
 
 @pytest.mark.parametrize(
     ("way", "prob", "length"),
-    # By default every two of them together; every three are slow.
+    # By default every way once, with either rate and either length; all of them together are slow.
     [
-        pytest.param(way, prob, length, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        pytest.param(way, prob, length, marks=[pytest.mark.slow] * ((i % 2, i // 2) != (j, k)))
         for i, way in enumerate(WAYS)
         for j, prob in enumerate((0.15, 0.3))
         for k, length in enumerate((30, 500))
@@ -133,7 +131,7 @@ def test_ngrams_are_as_long_as_their_weights_say() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tokens", [[], [0], [1, 2, 3], [7], [1, 7, 2], [7, 9], [1, 9, 9, 2, 7], [9] * 40])
+@pytest.mark.parametrize("tokens", [[], [1, 2, 3], [7], [1, 9, 9, 2, 7], [9] * 40])
 def test_short_texts_are_masked_on_average_too(tokens: list[int], way: dict[str, Any]) -> None:
     rng, rules = np.random.default_rng(6), masking(0.3, **way)
     values = np.array(tokens, np.int64)
@@ -147,31 +145,6 @@ def test_short_texts_are_masked_on_average_too(tokens: list[int], way: dict[str,
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 TEXT = ["the people of the town were running and jumping over the walls of the towns"] * 3
-
-
-def made(tokenizer: Tokenizer, *, whole_words: bool = True) -> Masking:
-    """The rules for a tokenizer."""
-    return make_masking(tokenizer, "T", vocab_size=512, prob=0.15, whole_words=whole_words, max_ngram=1)
-
-
-def test_a_wordpiece_tokenizer_has_all_that_is_needed() -> None:
-    tokenizer = train_tokenizer(TEXT, "wordpiece", 80)
-    rules, tokens = made(tokenizer), special_tokens(tokenizer, "T")
-    assert (tokens.pad, tokens.cls, tokens.sep, tokens.mask) == (0, 2, 3, 4)
-    assert rules.special[:5].all()
-    assert not rules.special[5:].any()
-    assert rules.ordinary.tolist() == list(range(5, tokenizer.vocab_size))
-    ids = tokenizer.encode("the xqz")
-    assert rules.starts is not None
-    assert rules.starts[tokenizer.encode("town the")].tolist()[-1]
-    assert not all(rules.starts[ids]) or len(ids) <= 2
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "sentencepiece-bpe"])
-def test_a_tokenizer_without_special_tokens_is_refused_by_their_names(kind: Any) -> None:
-    tokenizer = train_tokenizer(TEXT, kind, 300)
-    with pytest.raises(DataError, match=r"--tokenizer T has no .*\[MASK\] and no \[PAD\] token.*--model wordpiece"):
-        made(tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "sentencepiece-bpe", "wordpiece"])
@@ -193,10 +166,3 @@ def test_a_vocabulary_without_marks_has_no_words() -> None:
     steps = {"pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}
     assert word_starts(["Ġa", "b", "Ċ"], {"model": {}, "pre_tokenizer": steps}) == [True, False, True]
     assert word_starts(["▁a", "b"], {"model": {"type": "BPE"}}) == [True, False]
-
-
-def test_the_roles_of_tokens_are_as_named_or_as_usual() -> None:
-    usual = {"cls": "<s>", "sep": "</s>", "mask": "<mask>", "pad": "<pad>"}
-    assert role_tokens(set(usual.values()), {}) == usual
-    assert role_tokens({"[CLS]", "X"}, {"cls": "X", "mask": "gone"}) == {"cls": "X"}
-    assert role_tokens({"[MASK]", "<mask>"}, {}) == {"mask": "[MASK]"}

@@ -169,16 +169,3 @@ def test_only_the_tokens_of_the_loss_mask_are_predicted(tmp_path: Path, packing:
     data_bytes.write(prefix, [[[1] * (len(document) + 1)] for document in documents], code=1)
     with pytest.raises(DataError, match=r"_loss_mask\.idx is not the loss mask of .*remove .*_loss_mask\.bin"):
         packed(indexed, packing if packing != "concat" else "none")
-
-
-def test_documents_without_a_next_token_are_refused(tmp_path: Path) -> None:
-    indexed, _ = dataset_of(tmp_path, 6, [0, 1])
-    with pytest.raises(DataError, match="none of the 4 documents of this split has two tokens"):
-        packed(indexed, "best-fit")
-
-
-def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
-    indexed, _ = dataset_of(tmp_path, 7)
-    data = packed(indexed, "best-fit", 30, vocab_size=5)
-    with pytest.raises(DataError, match=r"d7\.bin: sequence \d+ holds the token id \d+, outside the vocabulary of 5"):
-        _ = [data[k] for k in range(30)]

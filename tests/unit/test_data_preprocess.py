@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,6 @@ BAD_LINES = {
     ("name", "unit", "separator", "way_out"),
     [
         ("a.jsonl", "line", b"\n", "split it over several lines"),
-        ("a.txt", "line", b"\n", "--text-unit paragraph"),
         ("a.txt.gz", "paragraph", b"\n\n", "--text-unit line"),
         ("a.txt", "file", b"", "smaller files"),
     ],
@@ -183,10 +181,10 @@ def test_bad_lines_are_located_and_explained(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """About 3 MB of JSON lines, a few of them bad, and the good texts."""
+    """About 1.5 MB of JSON lines, a few of them bad, and the good texts."""
     rng = random.Random(0)
     texts, lines = [], []
-    for number in range(600):
+    for number in range(300):
         source = rng.choice(SOURCES)
         start = rng.randrange(len(source))
         text = source[start : start + rng.randint(1, 10_000)]
@@ -211,30 +209,12 @@ def test_the_output_is_the_same_for_any_number_of_workers(
         outputs.append([Path(f"{job.outputs[0]}.{ending}").read_bytes() for ending in ("bin", "idx", "json")])
     assert outputs[0] == outputs[1]
     assert reports[0].bad == reports[1].bad
-    assert [line.line for line in reports[0].bad] == [52, 153, 254, 355, 456, 557] * 2
+    assert [line.line for line in reports[0].bad] == [52, 153, 254] * 2
     expected = [[[*tokenizer.encode(text), tokenizer.eod]] for text in texts] * 2
     assert data_bytes.read(tmp_path / "w3_text_document") == expected
-    assert reports[0].documents == 1200
+    assert reports[0].documents == 600
     assert reports[0].tokens == sum(len(document[0]) for document in expected)
     assert reports[0].text_bytes == reports[0].file_bytes == 2 * path.stat().st_size
-
-
-def test_sentences_become_sequences_of_their_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    run(tmp_path, "One. Two here.\nThree! Four? Five.\n", tokenizer, split_sentences=True, append_eod=True)
-    encode = tokenizer.encode
-    assert data_bytes.read(tmp_path / "o_text_sentence") == [
-        [encode("One."), [*encode("Two here."), tokenizer.eod]],
-        [encode("Three!"), encode("Four?"), [*encode("Five."), tokenizer.eod]],
-    ]
-
-
-def test_every_key_has_its_output_and_they_stay_aligned(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    records = [{"text": "a", "title": "b"}, {"text": "c"}, {"text": "", "title": "d"}, {"text": "e", "title": "f"}]
-    lines = "\n".join(map(json.dumps, records))
-    report = run(tmp_path, lines, tokenizer, name="a.jsonl", json_keys=("text", "title"))
-    assert (report.documents, report.bad_count, report.empty) == (2, 1, 1)
-    for key, texts in (("text", "ae"), ("title", "bf")):
-        assert data_bytes.read(tmp_path / f"o_{key}_document") == [[tokenizer.encode(text)] for text in texts]
 
 
 def test_the_rows_of_a_parquet_file_are_those_of_json_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -257,14 +237,6 @@ def test_the_rows_of_a_parquet_file_are_those_of_json_lines(tokenizer: Tokenizer
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and more")
     with pytest.raises(DataError, match=r"b\.parquet is no Parquet file, or is cut short"):
         check_files([str(tmp_path / "b.parquet")], ["text"])
-
-
-def test_a_parquet_file_without_pyarrow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"pip install pyarrow, or give \.jsonl"):
-        check_files([str(tmp_path / "a.parquet")], ["text"])
 
 
 def test_the_sidecar_describes_the_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -306,11 +278,10 @@ def test_a_sidecar_that_cannot_be_believed_is_ignored(change: str, tokenizer: To
 # ---- refusing --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_strict_refuses_at_the_first_bad_line_and_leaves_nothing(
-    workers: int, corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path
+    corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o"), workers=workers, strict=True)
+    job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o"), workers=2, strict=True)
     with pytest.raises(DataError, match=r"corpus\.jsonl:52: not JSON .*\(--strict\)"):
         preprocess(job, tokenizer)
     assert list(tmp_path.iterdir()) == []
@@ -324,16 +295,13 @@ def test_an_input_without_documents_is_refused(content: str, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [(("text", "title"), "plain text has no keys"), (("../x",), "cannot be part of a file name"), (("",), "cannot be")],
+    ("name", "through"),
+    [
+        ("o_text_document.json", "its name"),
+        ("o_text_document.bin", "a link"),
+        ("o_text_document.bin.partial", "another path"),
+    ],
 )
-def test_impossible_keys_are_refused(keys: tuple[str, ...], message: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        run(tmp_path, "one\n", tokenizer, json_keys=keys)
-
-
-@pytest.mark.parametrize("name", ["o_text_document.json", "o_text_document.bin", "o_text_document.bin.partial"])
-@pytest.mark.parametrize("through", ["its name", "a link", "another path"])
 def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     given = tmp_path / name
     given.write_text("one\n" if name.endswith(("bin", "partial")) else '{"text": "one"}\n')
@@ -343,18 +311,3 @@ def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Toke
     with pytest.raises(DataError, match=f"{name} would be overwritten, but is one of the inputs"):
         preprocess(Job(inputs=(str(path[through]),), output_prefix=str(tmp_path / "o")), tokenizer)
     assert given.read_bytes() == content
-
-
-def test_the_tokenizer_is_never_written_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path)
-    there = (tmp_path / "tokenizer.json").rename(tmp_path / "o_text_document.json")
-    with pytest.raises(DataError, match=r"o_text_document\.json would be overwritten"):
-        run(tmp_path, "one\n", tokenizer, tokenizer=str(there))
-
-
-def test_an_eod_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
-    class NoEnd:
-        vocab_size, eod, fingerprint = 10, None, ""
-
-    with pytest.raises(DataError, match="--append-eod: this tokenizer has no end-of-document token"):
-        run(tmp_path, "one\n", NoEnd(), append_eod=True)

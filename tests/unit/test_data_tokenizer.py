@@ -19,7 +19,6 @@ from megacore.data.tokenizers.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     load_tokenizer,
-    refuse_other_kind,
 )
 from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
 from megacore.data.tokenizers.wordpiece import WORDPIECE_TOKENS
@@ -39,7 +38,7 @@ def trained() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", [400, 600, 50000])
+@pytest.mark.parametrize("vocab_size", [400, 50000])
 def test_the_vocabulary_is_never_larger_than_asked(kind: TokenizerKind, vocab_size: int) -> None:
     if kind == "sentencepiece-bpe" and vocab_size == 50000:
         with pytest.raises(DataError, match="--vocab-size 50000: SentencePiece cannot train on this text"):
@@ -67,10 +66,10 @@ def test_a_vocabulary_too_small_for_its_kind_is_refused(kind: TokenizerKind, siz
     assert "least" not in said or train_tokenizer(TEXTS, kind, size + 1).vocab_size == size + 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_without_text_is_refused(kind: TokenizerKind) -> None:
-    with pytest.raises(DataError, match="no text to train on"):
-        train_tokenizer([], kind, 600)
+def test_training_without_text_is_refused() -> None:
+    for kind in KINDS:
+        with pytest.raises(DataError, match="no text to train on"):
+            train_tokenizer([], kind, 600)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,13 +145,6 @@ def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tok
     loaded = load_tokenizer(old)
     assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
     assert loaded.eod == trained["bpe"].eod
-
-
-def test_the_end_token_of_a_config_wins(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    trained["wordpiece"].save(tmp_path)
-    for value in ('"[CLS]"', '{"content": "[CLS]", "special": true}'):
-        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {value}}}')
-        assert load_tokenizer(tmp_path).eod == 2
 
 
 # ---- GPT-2's vocab.json and merges.txt, and BERT's vocab.txt ---------------------------------------------------------
@@ -252,13 +244,7 @@ def test_an_unreadable_tokenizer_is_refused_by_name(name: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_replacements_of_different_characters_are_no_growth(tmp_path: Path) -> None:
-    pairs = [(chr(0xBC + number), f"{number}{number}{number}") for number in range(9)]
-    (tmp_path / "t.json").write_bytes(with_steps(normalizer=replacing(*pairs)))
-    assert load_tokenizer(tmp_path / "t.json").encode("a") == [0]
-
-
-@pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
+@pytest.mark.parametrize("place", [pytest.param("normalizer", marks=pytest.mark.slow), "pre_tokenizer"])
 def test_a_pattern_that_backtracks_without_end_is_refused(place: str, tmp_path: Path) -> None:
     pattern = {"pattern": {"Regex": "(x+x+)+y"}}
     split = {"type": "Split", **pattern, "behavior": "Isolated", "invert": False}
@@ -278,26 +264,6 @@ def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="transformers cannot load this tokenizer"):
         load_tokenizer(tmp_path)
     assert not marker.exists()
-
-
-def test_vocab_and_merges_load_with_the_class_that_the_refusal_names(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    with pytest.raises(DataError, match=r"add a tokenizer_config\.json") as caught:
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(str(caught.value).partition("for example ")[2])
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("abba") == [2, 1, 0]
-    assert tokenizer.eod == 3
-
-
-def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    trained["bpe"].save(tmp_path)
-    refuse_other_kind(tmp_path, "bpe")
-    with pytest.raises(DataError, match=r"holds another tokenizer's tokenizer\.json"):
-        refuse_other_kind(tmp_path, "unigram")
-    with pytest.raises(DataError, match="is a file"):
-        refuse_other_kind(tmp_path / "tokenizer.json", "bpe")
 
 
 def test_a_sentencepiece_model_with_a_configuration_beside_it(trained: dict[str, Tokenizer], tmp_path: Path) -> None:

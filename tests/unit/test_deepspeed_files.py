@@ -119,13 +119,9 @@ def test_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
         ("model", "shared_params", {"tied": ["x"]}, "its shared_params is not"),
         ("model", "param_shapes", [{"a.weight": (2.5,)}], "its param_shapes is not"),
         ("model", "frozen_param_shapes", {"f": torch.ones(2)}, "its frozen_param_shapes is not"),
-        ("model", "frozen_param_fragments", {"f": None}, "its frozen_param_fragments is not"),
         ("optim", "partition_count", torch.ones(3), "its partition_count is not"),
-        ("optim", "partition_count", [2, "x"], "its partition_count is not"),
-        ("optim", "partition_count", [], "its partition_count is not"),
         ("optim", "fp32_flat_groups", [torch.ones(1).expand(1 << 40)], "but its tensors would take 4,398"),
         ("optim", "fp32_flat_groups", [torch.ones(4, device="meta")], "of shape [4] has no numbers"),
-        ("optim", "fp32_flat_groups", [torch.ones(4).to_sparse()], "has the layout torch.sparse_coo"),
         ("optim", "fp32_flat_groups", [torch.ones(99, dtype=torch.complex64)], "is of torch.complex64"),
     ],
 )
@@ -140,18 +136,6 @@ def test_a_malformed_field_is_refused_by_name(
         torch.save(made, path)
     assert to_megacore(tmp_path, like=tmp_path) == 2
     assert problem in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "config", [b"[" * 100_000, b"[]", b'{"a": "\xe9"}', b'{"a": ' + b"9" * 5_000 + b"}"], ids=lambda config: config[:7]
-)
-def test_a_malformed_description_of_the_model_is_refused(
-    config: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "ds", net(), 3)
-    (tmp_path / "config.json").write_bytes(config)
-    assert to_megacore(tmp_path, like=tmp_path) == 2
-    assert f"error: {tmp_path / 'config.json'}" in capsys.readouterr().err
 
 
 def test_the_layers_of_another_programs_pipeline_are_refused(tmp_path: Path) -> None:

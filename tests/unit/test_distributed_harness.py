@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 import tests.distributed
-from tests.distributed import RankFailed, run_distributed
+from tests.distributed import RankFailed, run_distributed, start_server
 from tests.patience import patience, until
 
 
-def sum_of_ranks(rank: int, world_size: int, factor: float) -> dict[str, object]:
+def describe(rank: int, world_size: int, factor: float) -> dict[str, object]:
     total = torch.tensor([rank * factor])
     dist.all_reduce(total)
-    return {"rank": rank, "world": world_size, "total": total, "threads": torch.get_num_threads()}
+    preloaded, threads = tests.distributed.SERVER_READY, torch.get_num_threads()
+    return {"rank": rank, "world": world_size, "total": total, "threads": threads, "preloaded": preloaded}
 
 
 def report_environment(rank: int, world_size: int) -> dict[str, object]:
@@ -31,18 +33,14 @@ def report_environment(rank: int, world_size: int) -> dict[str, object]:
     return {name: os.environ.get(name) for name in names} | {"group": (dist.get_rank(), dist.get_world_size())}
 
 
-def report_preload(rank: int, world_size: int) -> bool:
-    return tests.distributed.SERVER_READY
-
-
 def raise_on_rank_one(rank: int, world_size: int) -> None:
     if rank == 1:
         raise ValueError("the number is wrong")
     dist.barrier()
 
 
-def die_on_rank_two(rank: int, world_size: int, number: int) -> None:
-    if rank == 2:
+def die_on_rank_one(rank: int, world_size: int, number: int) -> None:
+    if rank == 1:
         os.kill(os.getpid(), number)
     dist.barrier()
 
@@ -69,13 +67,11 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_results_come_back_by_rank() -> None:
-    results = run_distributed(sum_of_ranks, 4, 0.5)
-    assert [result["rank"] for result in results] == [0, 1, 2, 3]
-    assert {result["world"] for result in results} == {4}
-    assert {result["threads"] for result in results} == {1}
-    for result in results:
-        torch.testing.assert_close(result["total"], torch.tensor([3.0]), rtol=0, atol=0)
+def test_results_come_back_by_rank_from_the_warmed_server() -> None:
+    """A preload that cannot be imported is skipped silently, and then every rank takes seconds to start."""
+    for rank, result in enumerate(run_distributed(describe, 2, 0.5, stay=True)):
+        torch.testing.assert_close(result.pop("total"), torch.tensor([0.5]), rtol=0, atol=0)
+        assert result == {"rank": rank, "world": 2, "threads": 1, "preloaded": True}
 
 
 def test_environment_is_torchruns_and_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,29 +87,25 @@ def test_environment_is_torchruns_and_the_callers(monkeypatch: pytest.MonkeyPatc
         }
 
 
-def test_ranks_are_forked_from_the_warmed_server() -> None:
-    """A preload that cannot be imported is skipped silently, and then every rank takes seconds to start."""
-    assert run_distributed(report_preload, 2) == [True, True]
-
-
 def test_an_exception_names_its_rank_and_keeps_its_traceback() -> None:
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)^rank 1 of 3 failed:.*raise_on_rank_one.*the number is wrong") as caught:
-        run_distributed(raise_on_rank_one, 3)
+    with pytest.raises(RankFailed, match=r"(?s)^rank 1 of 2 failed:.*raise_on_rank_one.*the number is wrong") as caught:
+        run_distributed(raise_on_rank_one, 2)
     assert caught.value.ranks == [1]
     assert isinstance(caught.value.exception, ValueError)
     assert time.monotonic() - started < patience(20)  # the peers wait in a barrier for 90 s if they are let
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
-    with pytest.raises(RankFailed, match="rank 2 of 3 failed:\nit was killed by SIGKILL"):
-        run_distributed(die_on_rank_two, 3, int(signal.SIGKILL))
+    with pytest.raises(RankFailed, match="rank 1 of 2 failed:\nit was killed by SIGKILL"):
+        run_distributed(die_on_rank_one, 2, int(signal.SIGKILL))
 
 
 def test_a_hang_shows_every_stack_and_leaves_nothing_running(tmp_path: Path) -> None:
+    run_distributed(describe, 2, 0.5, stay=True)  # the ranks are alive, and need no time to start
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"no result within 0.7 s from rank\(s\) 0, 1 of 2") as caught:
-        run_distributed(skip_a_collective, 2, str(tmp_path), timeout=0.7)
+    with pytest.raises(RankFailed, match=r"no result within 0.2 s from rank\(s\) 0, 1 of 2") as caught:
+        run_distributed(skip_a_collective, 2, str(tmp_path), timeout=0.2, stay=True)
     assert time.monotonic() - started < patience(20)
     text = str(caught.value)
     assert caught.value.ranks == [0, 1]
@@ -124,18 +116,27 @@ def test_a_hang_shows_every_stack_and_leaves_nothing_running(tmp_path: Path) -> 
     until(lambda: all(map(gone, pids)), 5, "processes are left")
 
 
+def call_and_wait(pids: str) -> None:
+    """A caller that finds the fork server of the process that it was forked from, and is not its parent."""
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    forkserver.ensure_running = forkserver._forkserver.ensure_running
+    run_distributed(write_pid, 2, pids)
+
+
 def test_a_killed_caller_takes_its_ranks_along(tmp_path: Path) -> None:
-    code = "import sys; from tests.unit.test_distributed_harness import *; run_distributed(write_pid, 2, sys.argv[1])"
-    caller = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=tests.distributed.ROOT)
+    start_server()
+    caller = multiprocessing.get_context("fork").Process(target=call_and_wait, args=(str(tmp_path),))
+    caller.start()
     pids: list[int] = []
 
     def started() -> bool:
+        assert caller.is_alive()
         pids[:] = [int(file.read_text() or 0) for file in tmp_path.iterdir()]
         return len(pids) == 2 and all(pids)
 
     until(started, 60, "the ranks did not start")
     caller.kill()
-    caller.wait()
+    caller.join()
     until(lambda: all(map(gone, pids)), 5, "ranks are left")
 
 

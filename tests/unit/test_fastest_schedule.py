@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,8 @@ from megacore.models.outline import outline
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
-from megacore.plan import fastest_schedule
 from megacore.plan.cluster import CLUSTERS
-from megacore.plan.fastest_schedule import VIRTUAL_STAGES, fastest_that_fits, schedules_by_time, typical_cluster
+from megacore.plan.fastest_schedule import VIRTUAL_STAGES, schedules_by_time
 from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
@@ -43,7 +40,6 @@ def shape(config: ResolvedConfig) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("flags", "cluster"),
     [
-        (f"{W1} --pp 2", "laptop"),
         (f"{W1} --pp 2 --global-batch-size 2", "laptop"),
         ("--preset mixtral-8x7b --tp 2 --pp 4 --dp 4 --ep 4 --precision bf16 --global-batch-size 64", "h100"),
         # With sequence parallelism, which is the default on accelerators and changes the order here.
@@ -69,12 +65,6 @@ def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
     assert [seconds[one] for one in found] == sorted(seconds[one] for one in found)
 
 
-def test_on_a_cpu_w1_is_fastest_with_zero_bubble() -> None:
-    """As measured (docs/reports/measured.md)."""
-    config = planned(f"{W1} --pp 2")
-    assert schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))[0] == ("zero-bubble", 1)
-
-
 def test_backward_of_blocks_that_are_computed_again_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """In two halves each of their operators would compute the block again."""
     recomputed = planned(f"{W1} --pp 2 --recompute full --schedule zero-bubble")
@@ -93,24 +83,6 @@ def test_the_choice_is_quick() -> None:
     began = time.process_time()
     scheduled(config, CLUSTERS["a100-80g"])
     assert time.process_time() - began < 3  # about 0.3 s
-
-
-def _is_among(choices: Collection[tuple[str, int]], config: ResolvedConfig) -> bool:
-    return shape(config) in choices
-
-
-def test_only_schedules_that_fit_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = planned("--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32")
-    layers, cluster = outline(config), CLUSTERS["h100"]
-    choices = schedules_by_time(config, layers, cluster)
-    for number in range(len(choices)):
-        fits = partial(_is_among, choices[number:])
-        chosen = fastest_that_fits(config, layers, cluster, fits)
-        assert shape(chosen) == choices[number]
-        assert chosen == choose_schedule(config, choices, fits)
-    timed = list[ResolvedConfig]()
-    monkeypatch.setattr(fastest_schedule, "step_seconds", lambda config, *_: timed.append(config))
-    assert shape(fastest_that_fits(config, layers, cluster, lambda one: False)) == ("1f1b", 1) and not timed
 
 
 def test_memory_decides() -> None:
@@ -133,13 +105,6 @@ def test_memory_decides() -> None:
     assert shape(scheduled(planned(f"{W1} --pp 2"), small)) == ("1f1b", 1)
 
 
-@pytest.mark.parametrize("flags", ["--pp 1", "--pp 2 --schedule 1f1b", "--pp 2 --schedule gpipe"])
-def test_what_is_given_is_kept(flags: str) -> None:
-    config = planned(f"{W1} {flags}")
-    assert not is_open(config)
-    assert scheduled(config, LAPTOP) is config
-
-
 def test_a_file_lets_the_next_run_choose(tmp_path: Path) -> None:
     """It may have another layout: interleaved, for one, needs more blocks the more ranks there are."""
     flags = "--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32"
@@ -152,11 +117,6 @@ def test_a_file_lets_the_next_run_choose(tmp_path: Path) -> None:
     assert shape(scheduled(again, CLUSTERS["h100"])) == shape(config)
     argv = ["--config", str(file), "--pp", "32", "--dp", "1"]
     assert parse_config(argv, prog="", description="", kind=Config, planned=True).parallel.pp == 32
-
-
-def test_a_device_is_known_by_its_driver() -> None:
-    assert typical_cluster(on_cpu=False, device_name="NVIDIA H200").name == "h200"
-    assert typical_cluster(on_cpu=False, device_name="Another").name == "a100-80g"
 
 
 # ---- stages

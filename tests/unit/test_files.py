@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import fcntl
 import os
 import shutil
 import subprocess
@@ -26,8 +25,6 @@ from megacore.files import (
     replace_bytes,
     replacing,
     take_lock,
-    why_unwritable,
-    write_all,
 )
 from megacore.train.sinks import _keep_until as keep_until
 from tests.patience import patience
@@ -59,21 +56,6 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_file_in_a_directory_that_takes_no_new_files_cannot_be_replaced(tmp_path: Path) -> None:
-    why = why_unwritable(Path("/proc/self/comm"))  # which can be written in place
-    assert why is not None and "takes no new files" in why
-    (tmp_path / "file").write_bytes(b"old")
-    assert why_unwritable(tmp_path / "file") is None
-
-
-def test_all_is_written_however_little_the_system_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:3]))
-    with (tmp_path / "a").open("wb", buffering=0) as file:
-        write_all(file.fileno(), b"0123456789")
-    assert (tmp_path / "a").read_bytes() == b"0123456789"
-
-
 def test_a_lock_lasts_as_long_as_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = f"import fcntl, sys; f = open({str(path)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
@@ -86,17 +68,6 @@ def test_a_lock_lasts_as_long_as_its_holder(tmp_path: Path) -> None:
         holder.kill()
         assert take_lock(file.fileno(), patience=30.0)
     holder.communicate()
-
-
-def test_a_file_system_without_locks_is_told_from_a_lock_that_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with (tmp_path / "a").open("w") as file:
-        assert not take_lock(file.fileno())
 
 
 # Each reader with the file that it reads, and what it raises or returns where that is a pipe.

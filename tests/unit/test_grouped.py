@@ -77,12 +77,3 @@ def test_a_cpu_and_other_products_take_the_loop(monkeypatch: pytest.MonkeyPatch)
     x, weight = torch.randn(5, 16), torch.randn(2, 24, 16)
     y = GroupedProducts(Doubled(), RowGroups((2, 3))).output(x, weight, None)
     torch.testing.assert_close(y, 2 * torch.cat([x[:2] @ weight[0].t(), x[2:] @ weight[1].t()]))
-
-
-def test_tiles_hold_rows_of_one_expert_and_every_row_once() -> None:
-    groups, device = RowGroups((5, 0, 9, 4)), torch.device("cpu")
-    assert groups.bounds(device).tolist() == [0, 5, 5, 14, 18]
-    assert groups.tiles(4, device).tolist() == [
-        [0, 0, 5], [0, 4, 5], [2, 5, 14], [2, 9, 14], [2, 13, 14], [3, 14, 18]
-    ]  # fmt: skip
-    assert RowGroups((0, 0)).tiles(4, device).shape == (0, 3)

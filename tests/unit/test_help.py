@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from unittest import mock
 
 import pytest
@@ -12,8 +11,7 @@ import megacore
 from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
-from megacore.config.flags import read_flags, setting_files
-from megacore.config.help import DRY_RUN_FLAGS, help_text
+from megacore.config.help import help_text
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import UserError
@@ -59,14 +57,6 @@ def test_all_has_every_flag_that_can_be_given_and_no_other(kind: type[Config]) -
         assert all(other in shown[name] for other in others if name in shown)
 
 
-@KINDS
-def test_the_sections_together_have_every_flag_once(kind: type[Config]) -> None:
-    names = [name for section in sections_of(kind) for name in entries(help_of(section, kind)) if name]
-    assert sorted([*names, *(info.flag for info, _ in setting_files().values()), *DRY_RUN_FLAGS]) == sorted(
-        name for name in entries(help_of("all", kind)) if name
-    )
-
-
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_berts_defaults_are_those_that_a_run_has(style: str) -> None:
     shown = entries(help_of("all", BertConfig))
@@ -101,33 +91,12 @@ def test_the_short_page_has_the_usual_flags_and_says_how_to_see_the_rest(kind: t
 
 
 @KINDS
-def test_the_examples_are_command_lines_that_can_be_read(kind: type[Config]) -> None:
-    page = help_of("", kind, columns=80)
-    assert len(kind.examples) == 3
-    for command in kind.examples.values():
-        assert all(line.strip() in page for line in command.splitlines())
-        words = shlex.split(command.replace("\\\n", " "))
-        program = next(i for i, word in enumerate(words) if word.startswith("pretrain_"))
-        assert words[program] == ("pretrain_gpt.py" if kind is Config else "pretrain_bert.py")
-        assert read_flags(words[program + 1 :], kind).problems == []
-
-
-@KINDS
 @pytest.mark.parametrize("columns", [60, 80, 120, 300])
 def test_no_page_is_wider_than_the_terminal_or_coloured_in_a_pipe(kind: type[Config], columns: int) -> None:
     for topic in ("all", "lr") if columns == 60 else ("", "all", "lr"):
         page = help_of(topic, kind, columns)
         assert max(map(len, page.splitlines())) < min(columns, 120)
         assert "\x1b" not in page
-
-
-def test_a_terminal_sees_flags_in_bold_unless_it_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[1m--lr FLOAT\x1b[0m" in help_of("lr", Config)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in help_of("lr", Config)
 
 
 def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +57,6 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
     """Where a file lacks a field it is as transformers has it, down to the base of each kind of layers."""
     model = read(model_type, **changes)
     assert {name: getattr(model, name) for name in fields} == fields
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [("gelu_new", "gelu"), ("gelu", "gelu-exact"), ("relu", "relu")])
-def test_activations_of_gpt2_both_ways(theirs: str, ours: str) -> None:
-    config = read("gpt2", activation_function=theirs, embd_pdrop=0.3)
-    assert (config.activation, config.hidden_dropout) == (ours, 0.1)
-    family, values = describe_model(config)
-    assert (family.model_type, values["activation_function"]) == ("gpt2", theirs)
-
-
-def test_all_problems_come_together() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        read("llama", hidden_act="gelu", mlp_bias="yes", rope_scaling={"type": "su"}, strange=1)
-    said = str(caught.value)
-    assert "that megacore cannot represent exactly" in said
-    for name in ("hidden_act", "mlp_bias", "rope_scaling.rope_type", "strange"):
-        assert re.search(rf"\n  - .*{re.escape(name)}", said), name
 
 
 @pytest.mark.parametrize(

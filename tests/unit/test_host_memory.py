@@ -6,44 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megacore.models.outline import outline
-from megacore.plan.memory import GIB, held_on_host, plan_memory
-from tests.unit.planning import planned, resolved
+from tests.unit.planning import planned
 from tools.plan import main
 
 LLAMA_1B = "pretrain_gpt.py --preset llama-3.2-1b --global-batch-size 8"
-PARAMETERS = 1_235_814_400
 
 
 def cluster(directory: Path, text: str) -> str:
     path = directory / "mine.toml"
     path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
     return f"--cluster {path}"
-
-
-def test_a_node_holds_what_its_ranks_offload(capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: 16 bytes for each parameter, on each of 8 ranks without ZeRO; an eighth of them with it."""
-    flags = f"{LLAMA_1B} --dp 8 --offload-optimizer --cluster h100"
-    plan, sharded = planned(capsys, flags), planned(capsys, f"{flags} --zero-stage 1")
-    assert plan["node_host_bytes"] == plan["node_host"]["value"] == pytest.approx(8 * 16 * PARAMETERS)
-    assert sharded["node_host_bytes"] == pytest.approx(16 * PARAMETERS, rel=1e-3)
-    assert plan["host_capacity_bytes"] == pytest.approx(0.97 * 2048 * GIB)
-    assert plan["fits"]
-    two_nodes = planned(capsys, f"{LLAMA_1B.replace(' 8', ' 16')} --dp 16 --offload-optimizer --cluster h100")
-    assert two_nodes["node_host_bytes"] == plan["node_host_bytes"]
-    assert "node_host" not in planned(capsys, f"{LLAMA_1B} --dp 8 --cluster h100")
-
-
-@pytest.mark.parametrize("node_ranks", [1, 2, 3, 4, 5, 8, 12, 100])
-def test_the_fullest_node_is_that_of_all_nodes(node_ranks: int) -> None:
-    """Of stages that keep different numbers of microbatches, by a sum over all ranks."""
-    flags = "--preset gpt2-small --pp 4 --dp 3 --global-batch-size 24 --schedule 1f1b --mock-data --train-iters 10"
-    config = resolved(f"{flags} --offload-activations --precision bf16")
-    ranks = plan_memory(config, outline(config), on_cpu=False)
-    assert len({rank.on_host for rank in ranks}) > 1
-    held = [ranks[rank // 3].on_host for rank in range(12)]
-    most = max(sum(held[first : first + node_ranks]) for first in range(0, 12, node_ranks))
-    assert held_on_host(config, ranks, node_ranks) == pytest.approx(most)
 
 
 def test_a_plan_whose_host_is_too_small_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,15 +34,6 @@ def test_a_plan_whose_host_is_too_small_does_not_fit(tmp_path: Path, capsys: pyt
         kept = kept.replace("--global-batch-size 8", "") if "--global-batch-size" in changed else kept
         kept = kept.replace("--offload-optimizer", "") if "--no-offload" in changed else kept
         assert planned(capsys, f"{kept} {changed}")["fits"], way
-
-
-def test_no_way_out_offloads_more_than_the_host_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """16 bytes for each of 8.03e9 parameters are 128.5e9 bytes."""
-    flags = "pretrain_gpt.py --preset llama-3-8b"
-    for size, offloads in ((200, True), (100, False)):
-        plan = planned(capsys, f"{flags} {cluster(tmp_path, f'host_memory_gb = {size}')}")
-        assert not plan["fits"]
-        assert ("--offload-optimizer" in " ".join(plan["ways_out"])) == offloads
 
 
 def test_without_the_field_no_limit_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,17 +62,3 @@ def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: p
     refused = capsys.readouterr().err
     assert "the one that offloads least needs 159 GB of host memory per node, of 62.0 usable: use " in refused
     assert "use --no-offload-optimizer" in refused
-
-
-def test_a_search_that_offloads_has_a_column_of_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = f"{LLAMA_1B} --search --world-size 8 --max-tp 1 --max-pp 1 --cluster h100 --tokens 1e9"
-    found = planned(capsys, f"{flags} --zero-stage 1 --offload-optimizer --top 1")["layouts"][0]
-    tables = []
-    for offload in ("", " --offload-optimizer"):
-        assert main(f"{flags} --zero-stage 1{offload}".split()) == 0
-        lines = capsys.readouterr().out.splitlines()
-        tables.append([[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")])
-    (without, *_), (names, rule, first, *_) = tables
-    assert names == [*without[:5], "GiB in host memory per node", *without[5:]]
-    assert len(names) == len(rule) == len(first)
-    assert first[5] == f"{found['node_host_bytes'] / GIB:,.2f}"

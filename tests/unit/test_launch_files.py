@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,48 +42,6 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 PODS = pytest.mark.parametrize("pod", [pytest.param(pod, id=name) for name, pod in pods()])
-
-
-CONTAINER = {
-    **{"name": str, "image": str, "workingDir": str, "command": list, "args": list, "env": list, "ports": list},
-    **{"resources": dict, "volumeMounts": list},
-}
-
-
-POD = {
-    **{"containers": list, "volumes": list, "restartPolicy": str, "subdomain": str},
-    **{"terminationGracePeriodSeconds": int},
-}
-
-
-SOURCES = {"persistentVolumeClaim": {"claimName", "readOnly"}, "emptyDir": {"medium", "sizeLimit"}}
-
-
-def check(values: dict[str, Any], fields: Mapping[str, type]) -> None:
-    """Every field is known and has its type."""
-    assert {name: type(value) for name, value in values.items()} == {name: fields[name] for name in values}
-
-
-@PODS
-def test_a_pod_has_the_fields_of_the_api(pod: dict[str, Any]) -> None:
-    check(pod, POD)
-    (container,) = pod["containers"]
-    check(container, CONTAINER)
-    assert all(isinstance(word, str) for word in (*container["command"], *container["args"]))
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": GPUS}
-    for variable in container["env"]:
-        assert variable.keys() in ({"name", "value"}, {"name", "valueFrom"})
-        assert isinstance(variable.get("value", ""), str)
-    for volume in pod["volumes"]:
-        ((kind, source),) = [(kind, source) for kind, source in volume.items() if kind != "name"]
-        assert source.keys() <= SOURCES[kind]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
-    assert mounts["shm"] == "/dev/shm"
-    given = (LAUNCH / "run.toml").read_text()
-    paths = re.findall(r'"(/[^"]*)"', given)
-    assert paths
-    assert all(path.startswith((mounts["data"], mounts["runs"])) for path in paths)
 
 
 def test_the_indexed_job_has_a_pod_for_every_node() -> None:

@@ -13,7 +13,7 @@ from megacore.config import OptimizerConfig
 from megacore.config.rampup import BatchSizes, Ramp
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 from megacore.parallel.mesh import Mesh
-from megacore.train.lr_range import PICTURE, TABLE, smoothed, suggested
+from megacore.train.lr_range import PICTURE, TABLE
 from tests.parity.runs import make_config, make_trainer
 from tests.unit.refusals import GOOD, parse
 from tools import draw_lr
@@ -57,17 +57,6 @@ def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
     assert found == pytest.approx(momenta, rel=1e-9)
 
 
-def test_plain_sgd_stays_so(tmp_path: Path) -> None:
-    """A momentum would need state that plain SGD neither counts nor saves."""
-    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "optimizer": "sgd", "sgd_momentum": 0.0}
-    config = make_config((1, 1, 1), tmp_path, **changes, train_iters=4, lr_warmup_iters=2, num_layers=1)
-    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
-    for _ in range(3):
-        trainer.train_step(next(trainer.batches))
-    optimizer = trainer.update.optimizer
-    assert optimizer.kinds == () and not any(optimizer.state.values())
-
-
 @pytest.mark.parametrize(("factor", "warmup"), [(1, 0), (2, 0), (2, 5)])
 def test_restarts_are_torchs(factor: int, warmup: int) -> None:
     options = {"T_0": 6, "T_mult": factor, "eta_min": 0.01}
@@ -106,12 +95,6 @@ def test_polynomial_is_torchs() -> None:
     assert rates(lr_decay_style="polynomial", lr_decay_power=3.0)[:-1] == pytest.approx(expected[1:], rel=1e-9)
 
 
-def test_the_warm_up_rises_from_its_first_rate() -> None:
-    found = rates(lr_warmup_iters=10, lr_warmup_init=0.05)
-    assert found[:10] == pytest.approx([0.05 + 0.005 * step for step in range(1, 11)])
-    assert rates(lr_warmup_iters=10) == rates(lr_warmup_iters=10, lr_warmup_init=0.0)
-
-
 @pytest.mark.parametrize(
     ("style", "expected"),
     [
@@ -124,16 +107,6 @@ def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) ->
     ends = {} if style == "constant" else {"start_weight_decay": 0.02, "end_weight_decay": 0.3}
     config = OptimizerConfig(weight_decay=0.1, weight_decay_incr_style=style, **ends)  # type: ignore[arg-type]
     assert [weight_decay(step, config, train_iters=STEPS) for step in (1, STEPS // 2, STEPS)] == pytest.approx(expected)
-
-
-def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
-    exponents = [-6 + 0.1 * i for i in range(61)]
-    losses = [5 - 4 / (1 + math.exp(-4 * (x + 2.5))) + max(0.0, x + 1) ** 2 * 9 for x in exponents]  # steepest at -2.5
-    found = suggested([10**x for x in exponents], losses)
-    assert found is not None
-    assert math.log10(found) == pytest.approx(-2.5, abs=0.06)
-    assert suggested([1e-3, 1e-2, 1e-1, 1.0], [1.0, 2.0, 3.0, 4.0]) is None
-    assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
 
 
 def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,16 +139,6 @@ def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.C
     assert draw_lr.main(["--lr", "0.5"]) == 2
     assert "--train-iters is missing" in capsys.readouterr().err
     assert parse(*GOOD).optimizer.lr_decay_style == "cosine"
-
-
-def test_a_picture_follows_the_samples_of_a_ramp(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--train-iters 10 --global-batch-size 8 --rampup-batch-size 2 2 12 --lr-warmup-iters 2 --lr 0.4 --min-lr 0"
-    assert draw_lr.main([*flags.split(), "--lr-decay-style", "linear"]) == 0
-    found = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[1:]]
-    positions = [total / 8 for total in (2, 4, 8, 14, 22, 30, 38, 46, 54, 62)]
-    # In full batches; the decay ends at 62 // 8.
-    expected = [0.2 * at if at < 2 else max(0.0, 0.4 * (7 - at) / 5) for at in positions]
-    assert found == pytest.approx(expected, rel=1e-3, abs=1e-12)
 
 
 # ---- ramps of the batch ----------------------------------------------------------------------------------------------

@@ -257,7 +257,3 @@ def test_blocks_with_experts_are_those_of_the_flag(pattern: Any, first: int, fre
     experts = model_of({**SMALL, "moe_layer_freq": pattern}, 64, 60, "here").experts
     assert experts is not None
     assert (experts.moe_first_dense_layers, experts.moe_layer_freq) == (first, frequency)
-
-
-def test_a_dense_model_of_megatron_deepspeed_has_no_experts() -> None:
-    assert model_of({**SMALL, "num_experts": [1]}, 64, 60, "here").experts is None

@@ -16,7 +16,7 @@ from megacore.config.flags import flags_by_name, read_flags
 from megacore.config.model import padded_rows
 from megacore.errors import CheckpointError
 from tests.unit import refusals
-from tests.unit.refusals import GOOD, parse
+from tests.unit.refusals import parse
 
 NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
 THEIRS = {f"--{name}": words for words, names in NAMES.items() for name in names.split()}
@@ -88,11 +88,6 @@ def test_a_checkpoint_of_megatron_is_told_from_none(tmp_path: Path) -> None:
     for given in (tmp_path, tmp_path / "iter_0000010"):
         with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {given} --output DIR"):
             find_checkpoint(given)
-
-
-def test_a_split_may_be_quoted_as_megatrons_scripts_do() -> None:
-    quoted, plain = (parse(*GOOD, "--split", split).data for split in ("'99,1,0'", "99,1"))
-    assert quoted.split_shares() == plain.split_shares()
 
 
 @pytest.mark.parametrize(("size", "tp"), [(128, 2), (127, 2), (1000, 1)])

@@ -11,7 +11,6 @@ import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megacore.data.gpt.build import build_datasets
-from megacore.errors import DataError
 from tests.unit import data_bytes
 
 LENGTHS = (7, 3, 12, 1, 9, 5, 20, 2, 6, 8)
@@ -59,9 +58,3 @@ def test_samples_come_in_megatrons_order(case: Case, paths: tuple[str, str]) -> 
 
 def test_a_blend_is_megatrons(paths: tuple[str, str]) -> None:
     assert summary(samples((40, 7, 5), "0.3", paths[0], "0.7", paths[1])) == tuple(MADE["blend"])
-
-
-def test_a_blend_without_weights_is_one_epoch(paths: tuple[str, str]) -> None:
-    assert len(samples((50, 7, 5), *paths)) == 50  # 10 and 42 in an epoch
-    with pytest.raises(DataError, match="has 52 samples, and 53 are needed: give weights"):
-        samples((53, 7, 5), *paths)

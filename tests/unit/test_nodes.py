@@ -5,28 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megacore.config.nodes import torchrun_flags
 from megacore.parallel.mesh import lost_store
 from megacore.train.causes import lost_connection
-
-
-@pytest.mark.parametrize(
-    ("counts", "world", "local", "flags"),
-    [
-        ((4,), None, None, "--nproc-per-node 4"),
-        ((4, 8), 6, 6, "--nproc-per-node 4 or 8"),
-        ((16,), 12, 16, "--nproc-per-node 16"),  # a node that runs as many
-        ((64,), 1, 1, "--nnodes 8 --nproc-per-node 8"),
-        ((8, 16), 12, 6, "--nnodes N --nproc-per-node M with N x M = 8 or 16"),
-        ((12, 18), 16, 6, "--nnodes 2 or 3 --nproc-per-node 6"),
-        ((4,), 2, 1, "--nnodes 4 --nproc-per-node 1"),
-        ((12,), None, None, "--nnodes N --nproc-per-node M with N x M = 12"),
-    ],
-)
-def test_the_flags_of_torchrun(counts: tuple[int, ...], world: int | None, local: int | None, flags: str) -> None:
-    values = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}
-    environment = {name: str(value) for name, value in values.items() if value is not None}
-    assert torchrun_flags(*counts, environment=environment) == flags
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,6 @@ def test_votes_travel_with_a_loss_that_is_not_finite_and_do_not_count_as_one() -
     assert totals([], alone, loss=1.0, votes=[0, 1, 3]).norm == 0.0
 
 
-def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
-    norm = torch.tensor(2.0, dtype=torch.float64)
-    assert clip_factor(norm, 10.0) == clip_factor(norm, 0.0) == 1.0
-
-
 def test_only_matrices_decay() -> None:
     layer = Layer()
     torch.nn.init.ones_(layer.weight), torch.nn.init.ones_(layer.bias)
@@ -123,34 +118,6 @@ def test_only_matrices_decay() -> None:
         optimizer.step(runs, [torch.zeros_like(run.master) for run in runs], lr=0.5, factor=torch.ones(()))
     assert torch.all(layer.weight == 0.75)
     assert torch.all(layer.bias == 1.0)
-
-
-UNCUT = (
-    [5, 40, 700, 33, 64, 999],
-    [1, 3, 64 * 64, 64 * 192, 64 * 256, 64 * 256, 64 * 64, 64 * 192, 64 * 256, 64 * 256],
-)
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("sizes", UNCUT, ids=["small", "two layers"])
-def test_no_shard_cuts_what_is_taken_whole(sizes: list[int], shards: int) -> None:
-    parameters = [parameter(n, name=str(i)) for i, n in enumerate(sizes)]
-    whole = {p.spec.name: p.numel() for p in parameters if p.numel() >= 40}
-    layout = FlatLayout(parameters, shards, whole)
-    held: dict[str, list[int]] = {}
-    for shard in range(shards):
-        offset = 0
-        for segment in layout.segments(shard):
-            assert offset <= segment.shard_slice.start
-            assert segment.name not in whole or segment.stop - segment.start == sizes[int(segment.name)]
-            held.setdefault(segment.name, []).extend(range(segment.start, segment.stop))
-            offset = segment.shard_slice.stop
-        assert offset <= layout.shard_size
-    assert held == {str(i): list(range(n)) for i, n in enumerate(sizes)}
-    assert layout.padding == layout.size - sum(sizes)
-    # Largest first into the shard with most room is at most a third worse than the best (Graham 1969).
-    best = max(sum(sizes) / shards, max(sizes))
-    assert layout.shard_size <= 4 / 3 * best + 32 * len(sizes)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8, 64])
@@ -174,9 +141,3 @@ def test_buckets_are_filled_in_reverse_and_hold_everything_once(limit: int, size
     buckets = assign_buckets(parameters, {"replicas": limit})
     assert [len(bucket) for bucket in buckets] == sizes
     assert [p.spec.name for bucket in buckets for p in bucket] == ["5", "4", "3", "2", "1", "0"]
-
-
-def test_a_shared_parameter_has_a_bucket_of_its_own() -> None:
-    parameters = [parameter(10, name=str(i)) for i in range(4)]
-    buckets = assign_buckets(parameters, {"replicas": 1000}, frozenset({"2"}))
-    assert [[p.spec.name for p in bucket] for bucket in buckets] == [["2"], ["3", "1", "0"]]

@@ -8,14 +8,9 @@ from random import Random
 
 import pytest
 
-from megacore.config import Config, ResolvedConfig
-from megacore.config.cli import parse_config
 from megacore.config.pipeline_layout import parse_layout
-from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
-from megacore.pipeline.partition import partition, stage_ranges
-from megacore.plan.cluster import CLUSTERS
-from megacore.plan.stage_time import speed_of, stage_time
+from megacore.pipeline.partition import partition
 
 
 def layer(cost: int, *, is_block: bool) -> LayerSpec:
@@ -34,32 +29,6 @@ def test_bloom_stages() -> None:
     stages = partition(layers, 12, [layer.parameters for layer in layers])
     blocks = [sum(layers[i].is_block for i in stage) for stage in stages]
     assert blocks == [5, *[6] * 10, 5]
-
-
-@pytest.mark.parametrize("exponent", [0, 1, 2])
-def test_partition_is_the_best_of_all(exponent: int) -> None:
-    for sizes in ([5, 1, 1, 1, 1, 5], [9, 3, 3, 3, 3, 3, 2], [1, 2, 2, 2, 2, 2, 2, 8]):
-        layers = [layer(c, is_block=0 < i < len(sizes) - 1) for i, c in enumerate(sizes)]
-        cost = [c**exponent for c in sizes]
-        for stages in range(1, len(sizes) - 1):
-            found = partition(layers, stages, cost)
-            assert [i for stage in found for i in stage] == list(range(len(sizes)))
-            assert max(sum(cost[i] for i in stage) for stage in found) == best_largest_cost(layers, cost, stages)
-            assert all(any(layers[i].is_block for i in stage) for stage in found)
-
-
-def best_largest_cost(layers: list[LayerSpec], cost: list[int], stages: int) -> int:
-    best = 10**9
-    for cuts in itertools.combinations(range(1, len(layers)), stages - 1):
-        parts = [range(a, b) for a, b in itertools.pairwise([0, *cuts, len(layers)])]
-        if all(any(layers[i].is_block for i in part) for part in parts):
-            best = min(best, max(sum(cost[i] for i in part) for part in parts))
-    return best
-
-
-def test_more_stages_than_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 stages are more than the model's 2 blocks: use 2 or less"):
-        partition([layer(1, is_block=False), *[layer(1, is_block=True)] * 2], 3, [1, 1, 1])
 
 
 def test_a_layout_by_hand() -> None:
@@ -88,38 +57,6 @@ def test_a_wrong_layout_is_refused(text: str, said: str) -> None:
 
 
 # ---- by time
-
-
-W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192 --pp 2"
-W1 += " --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
-
-
-def planned(flags: str) -> ResolvedConfig:
-    words = [*flags.split(), "--mock-data", "--train-iters", "1"]
-    return parse_config(words, prog="pretrain_gpt.py", description="", kind=Config, planned=True)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        W1,
-        "--preset llama-3.2-1b --pp 4 --tp 2 --precision bf16 --recompute full",
-        "--preset bloom-176b --pp 12 --tp 4 --precision bf16 --micro-batch-size 2",
-        "--preset mistral-7b --pp 4 --precision bf16 --seq-length 32768",
-    ],
-)
-def test_the_slowest_stage_is_near_the_best_that_the_step_time_knows(flags: str) -> None:
-    """stage_time.py predicts the same layers with more detail: transfers, launches, short products."""
-    config = planned(flags)
-    layers, cluster = outline(config), CLUSTERS["laptop" if config.precision.precision == "fp32" else "a100-80g"]
-    speed = speed_of(config, cluster, "expected")
-    costs = [stage_time(config, [layer], speed).passes.sum.total for layer in layers]
-
-    def slowest(stages: list[range]) -> float:
-        return max(sum(costs[i] for i in stage) for stage in stages)
-
-    best = slowest(partition(layers, config.parallel.pp, costs))
-    assert slowest(stage_ranges(layers, config)) <= 1.06 * best
 
 
 def test_partition_has_the_smallest_sum_of_squares_that_stages_in_order_give() -> None:

@@ -14,8 +14,7 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.errors import ConfigError
 from megacore.parallel.processors import available_cores
-from megacore.plan.calibration_report import CLUSTER_FIELDS
-from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from megacore.plan.cluster import load_cluster
 from megacore.plan.measured_run import read_run
 from tests.parity.runs import make_config
 from tests.unit.planning import numbers_without_unit, planned
@@ -164,14 +163,6 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
     assert f"--calibrate {tmp_path}: {name} " in text
 
 
-def test_a_damaged_trace_is_refused_with_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, [0.5] * 2)
-    (tmp_path / "trace.json").write_bytes(b"\xff{")
-    assert main(["--calibrate", str(tmp_path)]) == 2
-    text = capsys.readouterr().err
-    assert "2 problems" in text and "trace.json is not a trace.json that a run with --trace wrote" in text
-
-
 def test_a_cluster_file_is_readable_whatever_the_directory_is_called(tmp_path: Path) -> None:
     directory = tmp_path / 'a "run"\\\n\udc80'
     (tmp_path / "run").mkdir()
@@ -179,11 +170,3 @@ def test_a_cluster_file_is_readable_whatever_the_directory_is_called(tmp_path: P
     (tmp_path / "run").rename(directory)
     assert main(["--calibrate", str(directory)]) == 0
     assert load_cluster(directory / "cluster.toml").source.startswith("fitted to ")
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_every_number_of_a_cluster_file_has_a_unit_in_a_fit(name: str) -> None:
-    cluster = tomllib.loads(to_toml(CLUSTERS[name]))
-    tables = {key: value for key, value in cluster.items() if isinstance(value, dict)}
-    numbers = {key for key, value in cluster.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
-    assert numbers | {"peak_tflops", *tables["efficiency"]} <= CLUSTER_FIELDS.keys()

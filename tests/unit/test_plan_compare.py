@@ -33,22 +33,11 @@ def test_the_figures_are_those_of_plans(capsys: pytest.CaptureFixture[str]) -> N
     assert "less exposed tensor, sequence and context parallel communication" in line and "the ranges" in line
 
 
-def test_the_parts_explain_the_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared("--world-size 8", "--tp 8", "--tp 4") == 0
-    text = capsys.readouterr().out
-    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE))
-    seconds = [float(cell) for cell in rows["s/step"].split(" | ")]
-    exposed = next(cells for name, cells in rows.items() if name.startswith("tensor, sequence"))
-    gain = [float(cell) for cell in exposed.split(" | ")]
-    assert f"{(gain[0] - gain[1]) / seconds[0]:.1%} less exposed tensor" in text
-
-
 @pytest.mark.parametrize(
     ("flags", "layouts", "said"),
     [
         ("--dp 8 --zero-stage 3", ["--micro-batch-size 1"], "A and B are equal within the error of 10%"),
         ("--dp 4 --tp 2", ["--tp 8"], "but does not fit"),  # the run as given is A
-        ("--dp 8 --micro-batch-size 4", ["--dp 8 --micro-batch-size 8"], "but neither fits"),
         (
             "--dp 4 --tp 2",
             ["--tp 4 --schedule 1f1b"],
@@ -56,7 +45,6 @@ def test_the_parts_explain_the_difference(capsys: pytest.CaptureFixture[str]) ->
         ),
         ("--dp 8 --zero-stage 3", ["--cluster h100", "--cluster h200"], ", on h200"),
         ("--tp 8", ["", "--software megatron-core"][1:], "with megatron-core on h100 took"),
-        ("--tp 8", [" --compile", " --no-compile"], "- A: ` --compile`: `--tp 8 "),
     ],
 )
 def test_layouts(flags: str, layouts: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,21 +108,3 @@ def test_a_search_offloads_where_nothing_fits_otherwise(capsys: pytest.CaptureFi
     assert found and all(row["flags"].endswith(" --offload-optimizer") for row in found)
     alone = planned(capsys, f"{RUN} {found[0]['flags']}")
     assert alone["fits"] and alone["step_seconds"]["value"] == pytest.approx(found[0]["step_seconds"]["value"])
-
-
-def test_what_is_said_of_one_layout_has_its_letter(capsys: pytest.CaptureFixture[str]) -> None:
-    layouts = ("--tp 4 --pp 2 --schedule zero-bubble --recompute full", "--tp 8 --software megatron-core")
-    assert compared("--world-size 8", *layouts) == 0
-    out, err = capsys.readouterr()
-    assert err.startswith("megacore: note: A: --schedule zero-bubble: ") and err.count("\n") == 1
-    assert "\n- A: never checked: " in out and "\n- B: checked: 7 published steps" in out
-
-
-def test_what_is_said_twice_of_one_layout_is_not_said_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared("--world-size 8", "--tp 2 --tp 4 --tp=4 --tp 2 --tp 4", "--pp 2") == 0
-    assert "megacore: note: A: --tp 2 is followed by --tp 4, which counts\n" in capsys.readouterr().err
-
-
-def test_a_comparison_that_is_refused_names_its_layouts_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared("--world-size 8", "--tp 2 --bogus 2", "--tp 1 --tp 2") == 2
-    assert "note: " not in capsys.readouterr().err

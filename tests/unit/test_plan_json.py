@@ -68,13 +68,6 @@ def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(flags: str, capsys: 
         assert report["peak"][end] == max(rank["peak"][end] for rank in report["memory"])
 
 
-@pytest.mark.parametrize("flags", [f"{EXPERTS} --search", f"{SPLIT} --search --world-size 64"])
-def test_a_search_has_the_memory_range_of_the_plan(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    best = planned(capsys, f"{flags} --top 1")["layouts"][0]
-    alone = flags.partition(" --search")[0]
-    assert best["peak"] == pytest.approx(planned(capsys, f"{alone} {best['flags']}")["peak"])
-
-
 def test_a_number_of_which_no_unit_is_known_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"layout\.warps"):
         described({"layout": {"tp": 2, "warps": 4}}, "assumed")

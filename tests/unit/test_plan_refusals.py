@@ -60,24 +60,7 @@ def test_a_full_dry_run_reports_what_it_cannot_do_with_the_rest(
         assert text.count(f"\n  - {said}") == 1, text
 
 
-def test_only_a_file_that_sets_fields_tells_how_its_keys_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, given = tmp_path / "run.toml", "pretrain_gpt.py --preset gpt2-small --cluster h100 --config"
-    for text, says in (("[model\nnum_layers = ", False), ("[parallel]\ntp = 5\n", True)):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(SystemExit) as stop:
-            raise SystemExit(main([*given.split(), str(file)]))
-        assert stop.value.code == 2
-        assert ("are shown as their flags" in capsys.readouterr().err) == says
-
-
 def test_flags_have_the_forms_of_the_trainers(capsys: pytest.CaptureFixture[str]) -> None:
     """Underscores, a value after `=`, and an entry point that follows."""
     plan = planned(capsys, "--preset gpt2-small --cluster h100 --world_size 2 --tokens=1e9 pretrain_gpt.py")
     assert (plan["world_size"], plan["model"]["preset"]) == (2, "gpt2-small")
-
-
-def test_whole_experts_per_rank_need_no_flag_on_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset mixtral-8x7b --tp 2 --dp 4 --ep 8 --etp 1 --global-batch-size 8 --cluster h100"
-    assert planned(capsys, flags)["layout"] == planned(capsys, f"{flags} --sequence-parallel")["layout"]

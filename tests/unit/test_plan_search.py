@@ -19,7 +19,6 @@ from megacore.plan.planner import FindsMemory, make_plan
 from megacore.plan.search import Found, Layout, search, with_memory
 from megacore.plan.search_report import search_table
 from megacore.plan.search_space import Constraints, divisions_of, variants, with_choice
-from megacore.plan.step_time import step_time
 from megacore.plan.validity import Validity
 from tests.unit.planning import planned
 from tests.unit.refusals import parse
@@ -67,17 +66,6 @@ def test_a_search_keeps_the_layout_flags_that_are_given(capsys: pytest.CaptureFi
     assert "As given, and not searched for: `--tp 2`, `--zero-stage 1`." in capsys.readouterr().out
 
 
-def test_a_search_has_no_two_equal_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stages that are balanced by time and by parameters are listed once where they hold the same layers."""
-    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
-    found = planned(capsys, f"{flags} --search --min-pp 2 --max-micro-batch-size 1 --top 100000")
-    said = [
-        (row["step_seconds"]["value"], row["peak_bytes"], row["flags"].split("--schedule")[1][:9])
-        for row in found["layouts"]
-    ]
-    assert len(set(said)) == len(said)
-
-
 def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[str]) -> None:
     """Layouts that differ only in their schedule take one row, which says how many there are; JSON lists them all."""
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
@@ -119,18 +107,18 @@ def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[
     assert {1, 2, 4, 8} >= tried > {1} and found["layouts"][0]["layout"]["cp"] > 1
     plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']}")
     assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"]["value"])
-    limited = planned(capsys, f"{flags} --search --top 100000 --max-pp 1 --max-cp 1")
-    assert {row["layout"]["cp"] for row in limited["layouts"]} <= {1}
 
 
 @pytest.mark.parametrize(
     "restricting",
     [
         "",
-        "--tp 2 --distribute-saved-activations --recompute full --no-sequence-parallel",
+        pytest.param(
+            "--tp 2 --distribute-saved-activations --recompute full --no-sequence-parallel", marks=pytest.mark.slow
+        ),
         "--zero-stage 3 --offload-params --offload-optimizer",
-        "--dp 2 --zero-stage 1 --zero-shard-size 2",
-        "--cp 2 --cp-comm ring",
+        pytest.param("--dp 2 --zero-stage 1 --zero-shard-size 2", marks=pytest.mark.slow),
+        pytest.param("--cp 2 --cp-comm ring", marks=pytest.mark.slow),
     ],
 )
 def test_a_search_validates_each_rule_once_and_all_layouts(restricting: str) -> None:
@@ -208,6 +196,12 @@ def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: 
     given = "--pp 4 --tp 1 --micro-batch-size 2 --recompute none"
     found = planned(capsys, f"{flags} --search --top 100000 {given}")
     assert all(row["simulated"] for row in found["frontier"])
+    # Stages that are balanced by time and by parameters are listed once where they hold the same layers.
+    said = [
+        (row["step_seconds"]["value"], row["peak_bytes"], row["flags"].split("--schedule")[1][:9])
+        for row in found["layouts"]
+    ]
+    assert len(set(said)) == len(said)
     rows = {
         (row["layout"]["schedule"], row["layout"]["virtual_stages"], row["simulated"]): row for row in found["layouts"]
     }
@@ -222,8 +216,12 @@ def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --world-size 16 --max-memory-gb 0.5",
-        "--preset gpt2-large --global-batch-size 16 --world-size 8 --offload-optimizer --max-memory-gb 1",
+        pytest.param(
+            "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --world-size 16 --max-memory-gb 0.5",
+            marks=pytest.mark.slow,
+        ),
+        "--max-tp 1 --max-pp 2 --preset gpt2-large --global-batch-size 16 --world-size 8 --offload-optimizer "
+        "--max-memory-gb 1",
     ],
 )
 def test_what_the_smallest_layout_needs_is_enough_for_it_and_less_is_not(
@@ -241,59 +239,6 @@ def test_what_the_smallest_layout_needs_is_enough_for_it_and_less_is_not(
     assert search_with(said[1]) == 0
     assert search_with(0.99 * float(said[1])) == 2
     assert f"the smallest needs {said[1]} GB" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "fixed"),
-    [
-        (
-            "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --optimizer muon",
-            {"micro_batch_size": 1, "dp": 4},
-        ),
-        ("--preset gpt2-small --num-layers 4 --global-batch-size 16 --offload-optimizer", {"zero_stage": 2}),
-        ("--preset llama-3-8b-128k --num-layers 4 --global-batch-size 2", {"recompute": "full"}),
-    ],
-)
-def test_what_layouts_have_in_common_is_that_of_each(flags: str, fixed: dict[str, Any]) -> None:
-    """A search computes figures once for layouts that agree in what they depend on: alone each layout has the same."""
-    config = parse("--mock-data", "--train-iters", "9", "--precision", "bf16", *flags.split(), planned=True)
-    cluster = CLUSTERS["b200"]
-    found = search(config, cluster, Constraints(world_size=8, fixed=fixed, most={"micro_batch_size": 2}))
-    assert len(found.layouts) > 50
-    for layout in found.layouts:
-        alone = dataclasses.replace(layout.config)
-        assert fullest_rank(alone, outline(alone), on_cpu=False).expected == layout.memory_bytes, layout.flags
-        if not layout.is_simulated:
-            assert step_time(alone, outline(alone), cluster, simulated=False).seconds == layout.seconds, layout.flags
-
-
-def test_what_is_estimated_has_no_range(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the table and in JSON."""
-    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4 --search"
-    flags += " --max-micro-batch-size 1 --max-tp 1"
-    rows = planned(capsys, f"{flags} --top 100000 --tokens 1e9")["layouts"]
-    assert {row["simulated"] for row in rows} == {True, False}
-    for row in rows:
-        training = row["training"]
-        for figure in (row["step_seconds"], row["throughput"]["tokens/s"], training["days"], training["price"]):
-            if row["simulated"]:
-                assert figure["low"] < figure["value"] < figure["high"]
-            else:
-                assert figure["low"] is None and figure["high"] is None
-    assert main([*flags.split(), "--top", "100000"]) == 0
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    for row in rows:
-        line = next((line for line in table if f"`{row['flags']}`" in line), None)
-        assert line is None or (" | estimated | " in line) is not row["simulated"]
-
-
-def test_a_search_tries_every_recomputation_that_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fused attention keeps nothing that `selective` could drop; on a CPU it does, where dropout is."""
-    flags = "--preset gpt2-large --global-batch-size 8 --world-size 8 --search --max-pp 1 --max-micro-batch-size 1"
-    gpu = planned(capsys, f"pretrain_gpt.py {flags} --cluster a100-40g --top 100000")
-    cpu = planned(capsys, f"pretrain_gpt.py {flags} --cluster cpu --top 100000")
-    kinds = [{row["flags"].split("--recompute ")[1] for row in found["layouts"]} for found in (gpu, cpu)]
-    assert kinds == [{"none", "light", "full"}, {"none", "light", "selective", "full"}]
 
 
 def test_what_a_search_leaves_out_is_worse_in_time_and_memory() -> None:
@@ -370,18 +315,7 @@ def test_a_search_tries_the_values_of_a_file_and_its_flags_replace_them(
         assert plan["global_batch_size"] == report["global_batch_size"]
 
 
-def test_a_search_counts_the_memory_that_the_software_of_a_trainer_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its loss copies all logits in fp32: 2 x 8,192 x 256,000 x 4 bytes are more than half of the peak."""
-    run = "pretrain_gpt.py --preset gemma-2-2b --cluster a100-40g --global-batch-size 64 --software megatron-core"
-    layout = "--tp 1 --pp 2 --micro-batch-size 2 --zero-stage 1 --recompute full --schedule 1f1b"
-    layout += " --pipeline-balance parameters"
-    assert not planned(capsys, f"{run} {layout} --dp 4")["fits"]
-    found = planned(capsys, f"{run} --search --world-size 8 --pp 2 --zero-stage 1")["layouts"]
-    assert not any({*layout.split()} <= {*row["flags"].split()} for row in found)
-    for row in found[:2]:
-        assert row["peak"] == pytest.approx(planned(capsys, f"{run} {row['flags']}")["peak"])
-
-
+@pytest.mark.slow
 def test_the_ways_out_of_a_search_lead_to_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     """Which tests/tools.toml has as they are proposed."""
     run = f"{SMALL} --world-size 64 --global-batch-size 64 --search --top 1 --max-micro-batch-size 1 --zero-stage 1"

@@ -54,14 +54,6 @@ def test_an_overflow_at_the_minimum_cannot_lower_the_scale() -> None:
     assert not one.overflow()
 
 
-def test_no_growth_leads_out_of_fp32() -> None:
-    one = scaler(initial_loss_scale=1e38, loss_scale_window=1)
-    for _ in range(3):
-        one.good_step()
-    assert one.scale == 2.0**127
-    assert torch.tensor(one.scale, dtype=torch.float32).isfinite()
-
-
 @pytest.mark.parametrize(
     "given, microbatches, expected",
     [
@@ -101,13 +93,6 @@ def test_a_saved_scale_goes_on() -> None:
         each.good_step()
         each.overflow()
     assert one.state() == other.state()
-
-
-def test_a_run_without_a_scale_leaves_the_next_one_its_own() -> None:
-    one = scaler()
-    one.load_state(LossScaler(PrecisionConfig(precision="fp32").resolve(1)).state())
-    one.load_state(scaler(loss_scale=128.0).state())
-    assert one.scale == 16
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
@@ -156,9 +141,3 @@ def test_one_byte_an_element_is_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         dropout(torch.randn(8, 16, requires_grad=True))
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 8 * 16
-
-
-def test_evaluation_and_probability_zero_change_nothing() -> None:
-    streams, x = RandomStreams(7, torch.device("cpu")), torch.randn(3, 4)
-    assert Dropout(0.1, streams, "site").eval()(x) is x
-    assert Dropout(0.0, streams, "site")(x) is x

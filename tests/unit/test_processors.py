@@ -43,19 +43,6 @@ def test_ranks_on_a_cpu_take_long_turns() -> None:
     assert run_distributed(_policy, 2, init=False) == [os.SCHED_BATCH] * 2
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
-def test_a_policy_that_the_user_chose_stays() -> None:
-    program = (
-        "import os\n"
-        "from megacore.parallel.processors import take_long_turns\n"
-        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
-        "take_long_turns()\n"
-        "print(os.sched_getscheduler(0) == os.SCHED_IDLE)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout == "True\n"
-
-
 # ---- deaths of other processes ---------------------------------------------------------------------------------------
 
 needs_process_descriptors = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux has process descriptors")
@@ -85,6 +72,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @needs_process_descriptors
 def test_a_death_is_seen_through_descriptors_of_any_number() -> None:
     done = run(

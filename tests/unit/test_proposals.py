@@ -6,16 +6,13 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacore.config import SECTIONS, Config, violations
-from megacore.config.cli import save_toml
 from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.validation import Validation, degrees_product
-from megacore.errors import ConfigError
 from tests.unit.refusals import field_of, proposals
 from tests.unit.test_config import make
 
@@ -112,7 +109,7 @@ def test_every_proposal_of_a_random_layout_is_valid(kind: Callable[[], _Runs], p
     layouts, tried, proposed = kind(), 0, 0
     for _ in range(part * 100):
         next(layouts)
-    while tried < 70 or proposed <= 100:
+    while tried < 40 or proposed <= 60:
         values, world_size = next(layouts)
         config, ranks = _made(values, world_size)
         if not (problems := Validation(config=config, world_size=ranks, follows_degrees=world_size is None).messages()):
@@ -155,8 +152,3 @@ def _wrong_values(info: FieldInfo) -> Iterator[Any]:
         for value in (*_BEYOND, *(edge for edge in edges if edge is not None)):
             if value not in info.range and not (info.kind is int and value == 0.5):
                 yield value
-
-
-def test_a_name_that_toml_cannot_hold_is_refused_when_a_configuration_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--output-dir 'run.udcff' is not valid UTF-8"):
-        save_toml(make(output_dir="run\udcff"), tmp_path / "config.toml")

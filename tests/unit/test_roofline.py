@@ -86,41 +86,6 @@ def test_a_transfer_takes_the_time_of_its_algorithm(pattern: Any, ranks: int, st
     assert transfer_seconds(transfer, IDEAL) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "seconds"),
-    [
-        (4, 4e-6 + 8e-11),  # 2 log2 n latencies, and 4 bytes twice
-        (3, 4e-6 + 4 / 3 * 4e-11),  # a ring of three has as many, and carries less
-        (1024, 20e-5 + 8 / 4e10),
-        (1000, 20e-5 + 8 / 4e10),
-    ],
-)
-def test_a_small_all_reduce_takes_a_tree(ranks: int, seconds: float) -> None:
-    scalar = Transfer(name="t", phase="update", number=1, role="world", pattern="all-reduce", bytes=4.0, ranks=ranks)
-    assert transfer_seconds(scalar, IDEAL) == pytest.approx(seconds, rel=1e-9)
-
-
-def test_all_reduces_of_a100_take_about_as_long_as_measured() -> None:
-    """By nccl-tests on a node with 8 A100-80GB: microseconds of 32 and 128 MiB over 2, 4 and 8 of them (the vTrain
-    project, github.com/VIA-Research/vTrain, trace/a100; MIT licence)."""
-    measured = {2: (230.0, 763.6), 4: (284.2, 998.6), 8: (358.1, 1162.0)}
-    errors = []
-    for ranks, microseconds in measured.items():
-        for mib, expected in zip((32, 128), microseconds, strict=True):
-            transfer = Transfer(
-                name="sum",
-                phase="forward",
-                number=0,
-                role="layer",
-                pattern="all-reduce",
-                bytes=mib * 2.0**20,
-                ranks=ranks,
-            )
-            errors.append(transfer_seconds(transfer, CLUSTERS["a100-80g"].device) / (expected * 1e-6) - 1)
-    assert max(map(abs, errors)) < 0.25
-    assert abs(sum(errors) / len(errors)) < 0.06
-
-
 def gather(number: int, megabytes: float, role: str = "layer") -> Transfer:
     """Takes 5 us a MB and 1 us."""
     return Transfer(
@@ -197,8 +162,8 @@ MIXTURE: dict[str, Any] = {
 
 
 def test_experts_multiply_and_send_the_rows_of_the_tokens_that_use_them() -> None:
-    """dp 2, ep 2: a rank sends half of its rows, tokens x k x h in bf16, four times per block, and reduces its experts
-    with nobody. The router's product is in fp32."""
+    """dp 2, ep 2: a rank sends half of its rows, tokens x k x h in bf16, four times per block. The router's product is
+    in fp32."""
     config, events = step_of(1, 2, ep=2, **MIXTURE)
     sequences, length = config.training.micro_batch_size, config.data.seq_length
     flops = sum(event.flops for event in events.one if isinstance(event, Launch))
@@ -206,12 +171,6 @@ def test_experts_multiply_and_send_the_rows_of_the_tokens_that_use_them() -> Non
     rows = [t for t in events.one if isinstance(t, Transfer) and t.pattern == "all-to-all" and t.bytes > 1024]
     assert [t.bytes for t in rows] == 4 * [2.0 * sequences * length * 2 * config.model.hidden_size]
     assert {(t.role, t.ranks) for t in rows} == {("replicas", 2)}  # the ranks of both are the same
-    _, alone = step_of(1, 2, **MIXTURE)
-    reduced = [
-        sum(t.bytes for t in one if isinstance(t, Transfer) and t.pattern == "all-reduce")
-        for one in (alone.one, events.one)
-    ]
-    assert reduced[0] - reduced[1] == pytest.approx(4 * 3 * 8 * 64 * 64, rel=0.01)
 
 
 def test_elementwise_operators_move_each_byte_once() -> None:
@@ -229,7 +188,7 @@ def test_elementwise_operators_move_each_byte_once() -> None:
     assert first["cross_entropy_gradient_"] >= 2 * 2 * rows * config.model.vocab_size  # read, and written in its place
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_operators_of_a_step_do_not_grow_with_the_replicas(
     zero_stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,24 +311,14 @@ TINY = ["pretrain_gpt.py", "--operators", "--cluster", "h200", "--preset", "gpt2
 
 
 def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--num-layers", "1"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("Estimate for ") and "MFU, causal" in text
-    assert main([*TINY, "--num-layers", "1", "--json"]) == 0
+    layout = ["--dp", "8", "--zero-stage", "2", "--global-batch-size", "8", "--hidden-size", "512"]
+    assert main([*TINY, *layout, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["estimate"] is True and found["device"] == "h200"
     seconds, flops = found["step_seconds"], sum(row["flops"] for row in found["operators"])
     assert seconds["fast"] < seconds["expected"] < seconds["slow"]
     assert found["mfu_full_attention"]["expected"] == pytest.approx(flops / seconds["expected"] / 989.4e12, rel=1e-6)
     assert found["mfu_causal_attention"]["expected"] < found["mfu_full_attention"]["expected"]
-
-
-@pytest.mark.parametrize(("zero_stage", "moved"), [("0", 30.16 + 4 / 8), ("2", 34.16)])
-def test_bytes_of_the_update_are_those_of_the_parameters_that_a_rank_updates(
-    zero_stage: str, moved: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By hand: 30 of AdamW, 1/8 of the check of a 16th of the bf16 weights, a byte for 32 elements that says whether
-    they decay, and 4 of the norm, which on stage 0 each of 8 ranks takes of its part."""
-    flags = ["--dp", "8", "--zero-stage", zero_stage, "--global-batch-size", "8", "--hidden-size", "512"]
-    assert main([*TINY, *flags, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["update_bytes_per_parameter"] == pytest.approx(moved, abs=0.1)
+    # By hand: 30 of AdamW, 1/8 of the check of a 16th of the bf16 weights, a byte for 32 elements that says whether
+    # they decay, and 4 of the norm.
+    assert found["update_bytes_per_parameter"] == pytest.approx(34.16, abs=0.1)

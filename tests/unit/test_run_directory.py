@@ -23,7 +23,7 @@ from megacore.checkpoint.directory import (
     temporary_name,
 )
 from megacore.checkpoint.lock import WriterLock
-from megacore.checkpoint.manifest import Manifest, checkpoints_of, read_manifest
+from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.storage import point_to, publish, retire
 from megacore.errors import CheckpointError, UserError
 
@@ -75,13 +75,6 @@ def test_what_has_lost_its_manifest_or_was_moved_away_is_still_seen(tmp_path: Pa
         "step_00000008/manifest.json is missing: the checkpoint is incomplete",
     ]
     assert read_manifest(tmp_path / "step_00000006").serial == 2
-
-
-def test_only_a_directory_that_is_not_there_is_without_checkpoints(tmp_path: Path) -> None:
-    assert published(tmp_path / "nowhere") == checkpoints_of(tmp_path / "nowhere") == []
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"file cannot be looked through for checkpoints \(Not a directory\)"):
-        checkpoints_of(tmp_path / "file")
 
 
 def test_retention_deletes_nothing_through_a_link(tmp_path: Path) -> None:
@@ -176,11 +169,3 @@ def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()
     WriterLock(tmp_path / "run").release()
-
-
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("precious")
-    (tmp_path / "writer.lock").symlink_to(tmp_path / "target")
-    with pytest.raises(UserError, match=r"its lock writer\.lock is a symbolic link, which is not followed: remove it"):
-        WriterLock(tmp_path)
-    assert (tmp_path / "target").read_text() == "precious"

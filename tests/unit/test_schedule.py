@@ -83,20 +83,6 @@ def test_1f1b_by_hand() -> None:
     assert " ".join(map(str, zero_bubble(1, 2, 3))) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
-def test_transfers_cost_time() -> None:
-    """One microbatch through p ranks and back: 2 (p - 1) transfers stand in its way."""
-    for ranks in (2, 3, 4):
-        schedule = build_schedule("1f1b", ranks, 1)
-        assert simulate(schedule, Costs.uniform(ranks, transfer=0.5)).end == 3 * ranks + 0.5 * 2 * (ranks - 1)
-
-
-def test_evaluation_goes_forward_through_all_stages() -> None:
-    for virtual in (1, 3):
-        schedule = build_schedule("forward-only", 3, 5, virtual)
-        prove(schedule, trains=False)
-        assert {a.op for a in schedule.actions[1]} == {Op.RECV_INPUT, Op.FORWARD, Op.SEND_OUTPUT}
-
-
 def test_the_proof_is_told_whether_to_train() -> None:
     """The last rank's own backwards do not say what the others must do."""
     with pytest.raises(ScheduleError, match="rank 0 never does 0B0"):
@@ -237,7 +223,3 @@ def test_a_plan_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     report = capsys.readouterr().out
     assert f"--schedule-csv {file}" in report
     assert "schedule auto" not in report
-
-
-def test_a_byte_order_mark_is_no_part_of_a_cell(tmp_path: Path) -> None:
-    assert load_schedule(written(tmp_path, "\ufeff" + GOOD)) == load_schedule(written(tmp_path, GOOD))

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, sharded_parameters
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.pipeline.stage import Stage
 from tests.parity.runs import make_config
 
@@ -36,14 +35,6 @@ def test_a_copy_is_the_same_slice(way: object, requires_grad: bool) -> None:
     assert found.data_ptr() != parameter.data_ptr()
 
 
-def test_a_tied_parameter_is_copied_once() -> None:
-    module = nn.ModuleList([nn.Module(), nn.Module()])
-    module[0].weight = module[1].weight = sharded()
-    found = copy.deepcopy(module)
-    assert found[0].weight is found[1].weight
-    assert found[0].weight is not module[0].weight
-
-
 def stage(device: str) -> Stage:
     """All layers of a small GPT."""
     config = make_config((1, 1, 1), "unused", position_embedding_type="learned")
@@ -57,26 +48,3 @@ def test_a_model_without_memory_gets_it_and_keeps_its_specs() -> None:
     found = sharded_parameters(empty)
     assert {p.spec.name: p.spec for p in found} == expected
     assert all(p.device.type == "cpu" and p.requires_grad for p in found)
-
-
-def test_gradients_move_along() -> None:
-    model = stage("cpu")
-    for parameter in sharded_parameters(model):
-        parameter.grad = torch.zeros_like(parameter)
-    model.to("meta")
-    assert all(p.grad is not None and p.grad.device.type == "meta" for p in sharded_parameters(model))
-
-
-def test_another_type_changes_nothing_else() -> None:
-    before = stage("cpu")
-    after = copy.deepcopy(before).to(torch.bfloat16)
-    for old, new in zip(sharded_parameters(before), sharded_parameters(after), strict=True):
-        assert new.spec == old.spec
-        assert new.dtype == torch.bfloat16
-
-
-def test_a_parameter_that_does_not_learn_stays_so() -> None:
-    model = stage("meta")
-    model.requires_grad_(False)
-    assert not any(p.requires_grad for p in sharded_parameters(model.to_empty(device="cpu")))
-    assert replicated(3).spec == ShardSpec(shape=(3,))

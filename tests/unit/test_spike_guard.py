@@ -14,7 +14,7 @@ from megacore.config import OptimizerConfig, SpikeConfig
 from megacore.errors import TrainingDiverged
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.spikes import SpikeGuard
-from megacore.train.rollback import Rollbacks, rollbacks_of
+from megacore.train.rollback import Rollbacks
 
 # ---- the rule
 
@@ -96,21 +96,6 @@ def test_a_new_level_that_is_only_warned_of_is_taken_over() -> None:
     assert judge.limits(17).exceeded(19.0, 1.0) is not None
 
 
-def test_a_resumed_guard_judges_as_the_one_before() -> None:
-    judge = guard(spike_window=8)
-    for value in range(7):
-        judge.accept(5.0 - 0.1 * value, 1.0 + 0.01 * value)
-    judge.reject()
-    other, shorter = guard(spike_window=8), guard(spike_window=4)
-    other.load(judge.counters(), judge.series())
-    assert other.limits(9) == judge.limits(9)
-    assert (other.total, other.in_a_row) == (1, 1)
-    shorter.load(judge.counters(), judge.series())  # the last four values
-    assert shorter.limits(9).loss.median == pytest.approx(4.55)
-    other.load({}, {})  # a checkpoint of a version without a guard
-    assert other.limits(9).loss.value == math.inf
-
-
 # ---- adaptive clipping
 
 
@@ -154,34 +139,12 @@ def test_adaptive_clipping_follows_the_paper(spread: float) -> None:
     assert sum(kept < norm for kept, norm in zip(found, norms, strict=True)) > 5
 
 
-def test_norms_that_are_equal_in_the_warm_up_do_not_fix_the_limit() -> None:
-    config = OptimizerConfig(clip_grad_adaptive=True, clip_grad_warmup_iters=2)
-    clip = AdaptiveClip(config)
-    for norm in (1.0, 1.0):
-        clip.observe(torch.tensor(norm, dtype=torch.float64))
-    above, far = torch.tensor(1.25, dtype=torch.float64), torch.tensor(100.0, dtype=torch.float64)
-    assert math.isinf(float(clip.limit(above)))  # z is a little below 2.5
-    assert float(clip.limit(far)) == pytest.approx(1.0 + 2.5**2 * 0.1 * (0.1 + 1e-6) / 99.0, rel=1e-12)
-    for _ in range(600):
-        clip.observe(torch.tensor(3.0, dtype=torch.float64))
-    assert math.isinf(float(clip.limit(torch.tensor(3.0, dtype=torch.float64))))  # the new level
-
-
 # ---- when a run stops
 
 
 def rollbacks(**options: Any) -> Rollbacks:
     spikes = SpikeConfig(on_spike="rollback", **options)
     return Rollbacks(cast(Any, SimpleNamespace(spikes=spikes, training=SimpleNamespace(global_batch_size=8))))
-
-
-def test_a_rollback_skips_what_was_seen_since_and_some_more() -> None:
-    kept = rollbacks(spike_skip_batches=2)
-    done = kept.add("a spike", from_step=12, to_step=10, first_sample=80, stop_sample=96)
-    assert (done.first_sample, done.stop_sample) == (80, 112)
-    assert str(done) == "step 12 -> step 10, samples 80 to 111 skipped"
-    assert rollbacks_of(kept.series()) == [done]
-    assert rollbacks_of({}) == []
 
 
 def saved_after(done: Rollbacks, *, step: int = 10, further: int = 0, batches: int | None = 2, batch: int = 8) -> Any:

@@ -4,7 +4,6 @@ does: buckets of ZeRO-3 are reduced one after the other, and not held until all 
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,38 +56,6 @@ def test_the_second_half_goes_back_layer_by_layer() -> None:
     for name, parameter in layers.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name]), name  # type: ignore[arg-type]
-
-
-class _Scale(torch.autograd.Function):
-    """A product written in Python: before torch 2.13 its node lives only as long as one that leads to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum(0)
-
-
-def test_the_second_half_runs_functions_whose_outputs_are_gone() -> None:
-    weights = [torch.randn(8, requires_grad=True) for _ in range(LAYERS)]
-    x = torch.randn(3, 8, requires_grad=True)
-
-    def run() -> Tensor:
-        y = x
-        for weight in weights:
-            y = _Scale.apply(y, weight)
-        return y
-
-    gradient = torch.randn(3, 8)
-    expected = torch.autograd.grad(run(), [x, *weights], gradient)
-    (found,), half = input_half([get_gradient_edge(run())], [gradient], [get_gradient_edge(x)])
-    half.run()
-    assert found is not None
-    assert all(map(torch.equal, [found, *(weight.grad for weight in weights)], expected))  # type: ignore[arg-type]
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------

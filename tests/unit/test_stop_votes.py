@@ -35,18 +35,6 @@ def test_the_weightiest_reason_of_any_rank_is_the_decision(signals: list[int], s
     assert requests[0].decision([*summed[:-2], 0, 0]) == Decision(stop=stop)
 
 
-def test_a_request_to_save_is_answered_once() -> None:
-    first, second = requests = [StopRequests(CheckpointConfig()) for _ in range(2)]
-    first._note(signal.SIGUSR1, None)
-    votes = [one.votes(3, waiting=False) for one in requests]
-    second._note(signal.SIGUSR1, None)  # after its vote, before the ranks have agreed
-    first._note(signal.SIGTERM, None)
-    summed = [sum(column) for column in zip(*votes, strict=True)]
-    assert [one.decision(summed) for one in requests] == [Decision(save=True)] * 2
-    votes = [one.votes(4, waiting=False) for one in requests]
-    assert requests[0].decision([sum(column) for column in zip(*votes, strict=True)]) == Decision(stop="SIGTERM")
-
-
 WHILE_TORCH_LOADS = """
 import os, runpy, signal, sys
 

@@ -71,11 +71,6 @@ def test_a_file_that_became_shorter_is_named(path: Path) -> None:
         read_slice(stored["deep"], [(0, 2), (0, 3), (0, 4), (1, 5)])
 
 
-def test_a_header_larger_than_asked_for_is_refused(path: Path) -> None:
-    with pytest.raises(CheckpointError, match="its header would have"):
-        read_header(path, largest=64)
-
-
 def test_digests_are_those_of_the_whole_content(tmp_path: Path) -> None:
     content = random.Random(5).randbytes(1_000_003)
     path = tmp_path / "file"

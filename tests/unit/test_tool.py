@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import re
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from megacore.commands.tool import ToolParser, run_tool, whole
-from megacore.config.fields import LARGEST_INT
-from megacore.errors import ConfigError
+from megacore.commands.tool import ToolParser, run_tool
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT
 
@@ -45,14 +42,6 @@ def test_a_tool_whose_output_nobody_reads_ends_quietly(lines: int) -> None:
     assert (tool.communicate(timeout=patience(60))[1], tool.returncode) == ("", 141)
 
 
-def test_a_name_that_is_not_utf8_is_printed_where_the_terminal_takes_only_utf8() -> None:
-    code = TOOL.format(lines=1).replace('"a line of the output"', r'"/data/\udcff"')
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    tool = started(code, stdout=subprocess.PIPE, env=strict)
-    assert tool.communicate(timeout=patience(60)) == ("/data/\\udcff\n", "")
-    assert tool.returncode == 0
-
-
 def test_a_node_of_several_ranks_is_refused_once() -> None:
     """All ranks of a node are refused alike; the first says it, and no other ends before it has."""
     refused = "from megacore.errors import UserError\n" + TOOL.format(lines=1).replace(
@@ -63,38 +52,6 @@ def test_a_node_of_several_ranks_is_refused_once() -> None:
     ranks[1].kill()  # as a launcher does
     assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")
     assert ranks[1].communicate()[1] == ""
-
-
-def test_problems_of_a_configuration_are_the_trainers_list(capsys: pytest.CaptureFixture[str]) -> None:
-    def action(args: object) -> None:
-        raise ConfigError(["--a 1 is wrong", "--b 2 is wrong"])
-
-    assert run_tool(ToolParser(prog="tool"), [], action) == 2
-    assert capsys.readouterr().err == (
-        "megacore: refused: 2 problems\n  - --a 1 is wrong\n  - --b 2 is wrong\nFlags and their defaults: tool --help\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "most", "said"),
-    [
-        ("1.5", LARGEST_INT, "'1.5' is not a whole number: use 1 or 2"),
-        ("2.0", LARGEST_INT, "'2.0' is not a whole number: use 2"),
-        ("two", LARGEST_INT, "'two' is not a whole number: use 1 or more"),
-        ("two", 8, "'two' is not a whole number: use 1 to 8"),
-        ("8.5", 8, "'8.5' is not a whole number: use 8"),
-        ("0.5", 8, "'0.5' is not a whole number: use 1"),
-        ("inf", LARGEST_INT, "'inf' is not a whole number: use 1 or more"),
-        ("nan", LARGEST_INT, "'nan' is not a whole number: use 1 or more"),
-        ("0", LARGEST_INT, "0 must be at least 1: use 1 or more"),
-        ("2147483648", LARGEST_INT, "2147483648 must be at most 2147483647: use 2147483647 or less"),
-        ("9", 8, "9 must be at most 8: use 8 or less"),
-    ],
-)
-def test_a_wrong_whole_number_is_refused_with_values_that_work(text: str, most: int, said: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError) as refused:
-        whole(1, most)(text)
-    assert str(refused.value) == said
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
 from megacore.progress import Progress
-from megacore.remote import RemotePath, is_url, location, url_problem
+from megacore.remote import RemotePath, url_problem
 from tests.unit import data_bytes
 
 BASE = ["--preset", "gpt2-tiny", "--vocab-size", "64", "--train-iters", "4", "--device", "cpu"]
@@ -38,17 +37,6 @@ def _memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def parse(*argv: str) -> ResolvedConfig:
     return parse_config(argv, prog="pretrain_gpt.py", description="", kind=Config, checks=[check_inputs])
-
-
-def test_paths_and_urls() -> None:
-    assert [is_url(text) for text in ("s3://b/run", "file:///x", "a/b", "C:/x", "auto", "s3:/b")] == [
-        *(True, True, False, False, False, False)
-    ]
-    assert location("a//b/") == Path("a/b")
-    there = location("s3://bucket/run/")
-    assert str(there) == "s3://bucket/run"
-    assert str((there / "step").parent) == str(there)
-    assert (there / "step").name == "step"
 
 
 def test_save_is_a_url_or_the_output_directory(tmp_path: Path) -> None:
@@ -156,9 +144,3 @@ def test_a_full_disk_is_refused_before_the_download(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(DataError, match=re.escape("more bytes in cache/datasets/corpus-")):
         local_prefix(url, "cache")
-
-
-def test_fsspec_is_loaded_for_urls_only() -> None:
-    """It is imported where it is used, so that a run on paths does not wait for it."""
-    module = importlib.import_module("megacore.remote")
-    assert not hasattr(module, "fsspec")

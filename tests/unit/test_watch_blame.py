@@ -23,7 +23,7 @@ from megacore.watch.blame import Seen, blame
 from megacore.watch.ledger import Flag
 from megacore.watch.nodes import Nodes
 from megacore.watch.record import Record
-from megacore.watch.stragglers import Noticed, Times, slowest, times_between
+from megacore.watch.stragglers import Noticed, Times, slowest
 from tests.patience import patience
 from tests.unit.watch_records import identity, seen
 
@@ -260,14 +260,6 @@ def test_a_rank_is_compared_with_its_stage_and_not_with_a_longer_one() -> None:
     assert slowest({0: Times(compute=0.1), 1: Times(compute=0.3)}, {0: 0, 1: 0}).ratio == pytest.approx(3.0)
 
 
-def test_waits_and_garbage_collection_are_no_computing() -> None:
-    before, after = [1.0] * 64, [1.0] * 64
-    for phase, seconds in {Phase.FORWARD: 2.0, Phase.BACKWARD: 3.0, Phase.DATA: 5.0, Phase.ALL_REDUCE: 7.0}.items():
-        after[phase] += seconds
-    after[Phase.RECEIVE] += 1.0
-    assert times_between(before, after, gc=0.5) == Times(compute=4.5, data=5.0, gc=0.5, communication=8.0)
-
-
 def scaled(times: dict[int, Times], steps: int) -> dict[int, Times]:
     return {
         rank: Times(*(steps * value for value in (t.compute, t.data, t.gc, t.communication)))
@@ -286,14 +278,6 @@ def test_a_slow_rank_is_named_once_after_two_windows_and_again_after_it_was_fast
     assert [named(slow) for _ in range(8)] == [None, None, None, 4, None, None, None, None]
     assert [named(EVEN) for _ in range(4)] == [None] * 4
     assert [named(slow) for _ in range(4)] == [None, None, None, 4]
-
-
-def test_noise_and_changing_ranks_are_not_named() -> None:
-    noticed = Noticed()
-    for rank in (0, 1, 2, 0, 1, 2):
-        assert noticed.add(scaled(EVEN | {rank: Times(compute=0.3)}, 16), 16, STAGES) is None
-    tiny = {rank: Times(compute=0.001 * (1 + rank)) for rank in range(3)}
-    assert all(noticed.add(scaled(tiny, 16), 16, STAGES) is None for _ in range(4))
 
 
 # ---- several nodes ---------------------------------------------------------------------------------------------------
@@ -331,39 +315,6 @@ def test_the_first_node_puts_all_ranks_together_and_its_verdict_reaches_the_othe
     assert second.verdict() is None
     first.pronounce("megacore: hang at step 7")
     assert second.verdict() == "megacore: hang at step 7"
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which the test changes."""
-    found = [1000.0]
-    monkeypatch.setattr(nodes.time, "monotonic", lambda: found[0])
-    return found
-
-
-def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(pair: tuple[Nodes, Nodes], now: list[float]) -> None:
-    first, second = pair
-    second.publish([seen(1, 2)], 0.0, urgent=False)
-    assert first.others() is None
-    now[0] += 40.0
-    assert first.others() == []
-    assert blame([seen(0, 2)], 2).ranks == (1,)
-
-
-def test_a_node_that_the_first_one_no_longer_answers_decides_for_itself(
-    pair: tuple[Nodes, Nodes], now: list[float]
-) -> None:
-    first, second = pair
-    first.publish([seen(0, 2)], 0.0, urgent=False)
-    assert second.others() is None  # the first node is to decide
-    now[0] += 29.0
-    assert second.others() is None
-    first.publish([seen(0, 2)], 0.0, urgent=False)
-    assert second.others() is None
-    now[0] += 31.0
-    assert second.others() == []
-    first.publish([seen(0, 2)], 0.0, urgent=False)
-    assert second.others() is None  # it is back
 
 
 def test_a_store_that_does_not_answer_holds_nothing_up(

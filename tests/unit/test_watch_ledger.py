@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from megacore.watch.ledger import Ledger
 from megacore.watch.node import Node, leaving_file, make, remove
 from megacore.watch.processes import born, end, state_of
 from megacore.watch.record import LedgerFile, Record
-from megacore.watch.report import hang_report, main_stack, phase_in_words, table
+from megacore.watch.report import hang_report, main_stack, phase_in_words
 from megacore.watch.start import died_without_a_word
 from megacore.watch.watcher import Watcher
 from tests.patience import patience
@@ -70,18 +69,6 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
 
 
-def test_the_first_step_counts_until_there_is_another(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a duration the second step would have the floor, however long the steps are."""
-    now = time.monotonic()
-    monkeypatch.setattr("megacore.watch.ledger.monotonic", lambda: now)
-    for number, seconds in ((1, 0.0625), (2, 0.0)):
-        ledger.begin_step(number)
-        now += seconds
-        ledger.end_step()
-        assert read(ledger).median_step >= seconds
-    assert read(ledger).median_step < 0.05
-
-
 def test_a_ledger_without_room_is_refused_and_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing to a page that the file system has no room for would kill the process."""
 
@@ -114,18 +101,6 @@ def test_groups_of_ten_thousand_ranks_have_room(ledger: Ledger) -> None:
     assert read(ledger).posted == {Channel(ranks): 1 for ranks in groups}
 
 
-def test_channels_beyond_the_room_have_no_ranks_and_the_others_keep_theirs(ledger: Ledger) -> None:
-    draw = random.Random(0)
-    groups = [tuple(draw.sample(range(100_000), 5_000)) for _ in range(8)]
-    for ranks in groups:
-        operation = post(Phase.ALL_REDUCE, ranks, 8)
-    known = list(read(ledger).posted)
-    assert 0 < len(known) < 8
-    assert known == [Channel(ranks) for ranks in groups[: len(known)]]
-    with operation:
-        assert read(ledger).channel is None
-
-
 def take_step(ledger: Ledger, number: int, sizes: list[int]) -> int:
     """A step with all-reduces of these sizes; returns the deviation that is noted before it ends."""
     ledger.begin_step(number)
@@ -155,10 +130,6 @@ def test_a_step_that_an_error_breaks_off_is_not_compared(ledger: Ledger) -> None
     post(Phase.ALL_REDUCE, RANKS, 8)
     ledger.leave_step()
     assert (read(ledger).deviation, read(ledger).section, ledger.in_step) == (0, Phase.STEP, False)
-
-
-def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
-    assert [take_step(ledger, number, [number]) for number in range(1, 6)] == [0] * 5
 
 
 WRITER = """
@@ -238,16 +209,6 @@ def test_a_new_run_in_the_directory_takes_the_place_of_the_one_before(tmp_path: 
         living.kill()
 
 
-def test_a_process_with_a_reused_number_is_another_one() -> None:
-    assert state_of(os.getpid(), born(os.getpid()) + 1) == "gone"
-
-
-def test_without_a_ledger_nothing_is_marked() -> None:
-    assert Current.heartbeat is None
-    with phase(Phase.DATA), post(Phase.BARRIER, RANKS, 0), section(Phase.SAVE):
-        pass
-
-
 def test_the_watchdog_loads_no_torch() -> None:
     code = "import sys, megacore.watch.watcher, megacore.watch.start; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -295,16 +256,6 @@ def test_the_budget_of_what_ranks_do() -> None:
         assert limit(ranks, verdict).seconds == seconds, (ranks, verdict)
 
 
-def test_nothing_waits_until_the_backend_fails_without_a_name() -> None:
-    about = {"collective_timeout": 40.0}
-    waiting = seen(1, 2, phase=Phase.BARRIER, section=Phase.SAVE, about=about)
-    allowed = limit([seen(0, 2, section=Phase.SAVE, about=about), waiting], holder())
-    assert allowed.seconds == 36.0
-    assert str(allowed) == (
-        "36 s: 0.9 x --distributed-timeout-minutes, which is less than 6 x --hang-timeout-minutes (save)"
-    )
-
-
 def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopped() -> None:
     assert still_seconds([seen(0, 2, age=8.0), seen(1, 2, age=3.0)]) == 3.0
     assert still_seconds([seen(0, 2, age=8.0), seen(1, 2, age=3.0, phase=Phase.DONE)]) == 8.0
@@ -312,23 +263,6 @@ def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopp
 
 
 # ---- words
-
-
-def test_the_programs_code_outside_of_the_engine_takes_as_long_as_it_likes() -> None:
-    outside = seen(0, 2, phase=Phase.OUTSIDE, section=Phase.START, age=1e6)
-    assert still_seconds([outside, seen(1, 2, phase=Phase.OUTSIDE, state="gone", age=1e6)]) == 0.0
-    assert still_seconds([outside, seen(1, 2, phase=Phase.ALL_REDUCE, age=70.0)]) == 70.0
-
-
-def test_the_table_folds_equal_phases_and_names_missing_ranks() -> None:
-    waiting = [seen(rank, 5, phase=Phase.BARRIER, age=4.0 + rank) for rank in (0, 1, 3)]
-    lines = table([*waiting, seen(2, 5, phase=Phase.DATA, age=9.0, state="stopped")], [4])
-    assert [line.split() for line in lines] == [
-        ["ranks", "step", "for", "phase"],
-        ["rank", "4", "-", "-", "has", "written", "nothing"],
-        ["rank", "2", "7", "9.0", "s", "data", "(next", "batch)", "[process", "stopped]"],
-        ["ranks", "0,", "1,", "3", "7", "4.0-7.0", "s", "barrier"],
-    ]
 
 
 DUMP = """Thread 0x01 (most recent call first):

@@ -15,29 +15,12 @@ from tests.unit.planning import planned, resolved
 RUN = "--preset gpt2-medium --dp 4 --micro-batch-size 4 --global-batch-size 64 --mock-data --train-iters 10"
 
 
-def test_the_flags_of_a_change_are_the_values_that_are_new() -> None:
-    start = ChangedRun(resolved(RUN))
-    change = start.and_(tp=2, pp=1, dp=2, zero_stage=1).and_(zero_stage=3, offload_params=True)
-    assert change.flags == "--tp 2 --dp 2 --zero-stage 3 --offload-params"
-    parallel = change.config.parallel
-    assert (parallel.tp, parallel.dp, parallel.zero_stage, parallel.offload_params) == (2, 2, 3, True)
-    assert start.and_(dp=4, micro_batch_size=4) is start
-    assert change.and_(offload_params=False).flags.endswith("--no-offload-params")
-
-
 def test_the_flags_of_a_change_make_the_same_run() -> None:
     change = ChangedRun(resolved(f"{RUN} --tp 4")).and_(dp=2, recompute="full", sequence_parallel=True).with_its_batch()
     assert change.flags.endswith(" --global-batch-size 64")
     again = resolved(f"{RUN.replace('--dp 4 ', '').replace('--global-batch-size 64 ', '')} --tp 4 {change.flags}")
     for section in ("parallel", "training", "model"):
         assert getattr(again, section) == getattr(change.config, section)
-
-
-def test_a_preset_is_a_change_of_the_model() -> None:
-    change = ChangedRun(resolved(RUN)).and_(recompute="full").and_preset("gpt2-tiny", seq_length=1024)
-    assert change is not None
-    assert change.flags == "--recompute full --preset gpt2-tiny --seq-length 64"
-    assert change.config.model == resolved(RUN.replace("gpt2-medium", "gpt2-tiny")).model
 
 
 def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,18 +31,6 @@ def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixt
     second, third = plan["ways_out"][1:]
     assert second.startswith("--recompute selective --micro-batch-size 16 ")
     assert "machines" in third and "--micro-batch-size" not in third  # not the same on more machines
-
-
-def test_the_same_devices_come_before_many_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two flags together, though one alone was enough."""
-    nodes = tmp_path / "nodes.toml"
-    nodes.write_text('based_on = "a100-40g"\ngpus_per_node = 4\nhost_memory_gb = 256\n', encoding="utf-8")
-    flags = "--tp 4 --pp 2 --micro-batch-size 8 --global-batch-size 64 --schedule gpipe --offload-optimizer"
-    plan = planned(capsys, f"pretrain_gpt.py --preset llama-3-8b --cluster {nodes} {flags}")
-    first, second, third = plan["ways_out"]
-    assert first.startswith("--recompute full: ")
-    assert second.startswith("--schedule 1f1b --micro-batch-size 2 --global-batch-size 64: ")
-    assert "on 64 devices" in third
 
 
 def test_a_deep_model_has_its_ways_out_soon(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -59,6 +60,7 @@ class Found:
     first: float
 
 
+@functools.cache
 def found(model: str, replicas: int) -> Found:
     """As data parallelism makes the buckets, on parameters without memory."""
     parameters = [
