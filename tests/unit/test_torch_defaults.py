@@ -69,7 +69,7 @@ def test_a_deterministic_run_asks_torch_for_equal_bits(monkeypatch: pytest.Monke
 PROGRAM = """
 import resource
 import sys
-from megacore import freed_memory
+from megacore.train import freed_memory
 
 getattr(freed_memory, sys.argv[1])()
 kept = []
