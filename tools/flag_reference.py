@@ -16,10 +16,10 @@ from pathlib import Path
 
 from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
-from megacore.config.fields import FieldInfo, field_infos, flag
+from megacore.config.fields import FieldInfo, Range, field_infos
 from megacore.config.flags import setting_files
 from megacore.config.help import HelpText, help_text_of
-from megacore.config.presets import PRESETS
+from megacore.config.messages import number
 
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def reference() -> str:
-    """All flags by section, then all presets."""
+    """All flags by section."""
     lines = []
     for info, _ in setting_files().values():
         lines += [f"`{info.flag} {info.metavar}`: {help_text_of(info, Config).meaning}", ""]
@@ -44,21 +44,20 @@ def reference() -> str:
         only = "" if name in SECTIONS else ", only pretrain_bert.py"
         lines += [f"### [{name}]{only}", "", str(section.__doc__), ""]
         lines += [*_section_table(name, section), ""] if field_infos(section) else []
-    lines += ["### Presets", "", *_preset_table()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _section_table(name: str, section: type) -> Iterator[str]:
-    yield "| flag | value | default | meaning |"
+    yield "|flag |value |default |meaning|"
     yield "|---|---|---|---|"
     for info in field_infos(section).values():
         names = f"`{info.flag}`" + "".join(f"<br>`{alias}`" for alias in info.aliases)
         bert = None if info.name in BertConfig.unsupported else help_text_of(info, BertConfig)
         gpt = help_text_of(info, Config) if name in SECTIONS else bert
         assert gpt is not None, "a section of pretrain_bert.py has only flags that it accepts"
-        cells = (names, _value(info), _default(gpt, bert), _meaning(gpt, bert))
+        cells = (names if bert else f"{names} †", _value(info), _default(gpt, bert), _meaning(gpt, bert))
         escaped = [cell.replace("|", r"\|") for cell in cells]  # or it would end the cell
-        yield f"| {' | '.join(escaped)} |"
+        yield f"|{' |'.join(escaped)}|"  # a bar is no word of its own
 
 
 def _default(gpt: HelpText, bert: HelpText | None) -> str:
@@ -69,25 +68,28 @@ def _default(gpt: HelpText, bert: HelpText | None) -> str:
 
 def _meaning(gpt: HelpText, bert: HelpText | None) -> str:
     """The meaning and, where it differs, that for pretrain_bert.py."""
-    if bert is None:
-        return f"{gpt.meaning} Not for pretrain_bert.py."
-    return gpt.meaning if bert.meaning == gpt.meaning else f"{gpt.meaning}<br>BERT: {bert.meaning}"
+    return gpt.meaning if bert is None or bert.meaning == gpt.meaning else f"{gpt.meaning}<br>BERT: {bert.meaning}"
 
 
 def _value(info: FieldInfo) -> str:
+    """What a flag takes; nothing for a switch."""
     if info.kind is bool:
-        return f"on; `--no-{info.flag.removeprefix('--')}`: off"
+        return ""
     if info.choices:
-        return ", ".join(f"`{choice}`" for choice in info.choices)
-    return f"`{info.metavar}`" + (f", {info.range}" if info.range else "")
+        return f"`{'|'.join(info.choices)}`"
+    return f"`{_bounds(info.range, info.kind)}`" if info.range else f"`{info.metavar}`"
 
 
-def _preset_table() -> Iterator[str]:
-    yield "| preset | settings |"
-    yield "|---|---|"
-    for name, values in PRESETS.items():
-        given = (flag(key) if value is True else f"{flag(key)} {value}" for key, value in values.items())
-        yield f"| `{name}` | `{' '.join(given)}` |"
+def _bounds(of: Range, kind: type) -> str:
+    """`1..9`, or `>0.0..<1.0` where bounds are excluded and the number may be a fraction."""
+    signs = ((">=", of.low), (">", of.above), ("<=", of.high), ("<", of.below))
+    bounds = [f"{sign}{_number(bound, kind)}" for sign, bound in signs if bound is not None]
+    return bounds[0] if len(bounds) == 1 else "..".join(bound.replace(">=", "").replace("<=", "") for bound in bounds)
+
+
+def _number(value: float, kind: type) -> str:
+    text = number(value)
+    return f"{text}.0" if kind is float and text.isdigit() else text
 
 
 if __name__ == "__main__":

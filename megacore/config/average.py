@@ -18,9 +18,8 @@ class AverageConfig(Section):
     """An exponential moving average of the weights."""
 
     ema_decay: Annotated[float | None, Range(above=0, below=1)] = None
-    """Keeps an exponential moving average of the weights (docs/reference/optimizers.md): after each update, D x
-    average + (1 - D) x weights, where D is this value. It starts with the weights before the first update. Default:
-    none."""
+    """Keeps an exponential moving average of the weights, which each update changes to D x average + (1 - D) x weights
+    (docs/reference/optimizers.md). Default: none."""
     eval_ema: bool = False
     """Evaluates the average of --ema-decay instead of the weights."""
 

@@ -46,31 +46,29 @@ class BertSection(Section):
     """BERT's style, its prediction tasks and its masking."""
 
     bert_style: Literal["classic", "modern"] = "classic"
-    """Architecture. classic: the original BERT, with learned positions, token types, norms after each residual sum, and
-    samples of sentence pairs. modern: ModernBERT, with rotary positions, GeGLU, local and global attention, and packed
-    documents."""
+    """Architecture. classic: the original BERT, with sentence pairs. modern: ModernBERT, with rotary positions, GeGLU,
+    local attention and packed documents."""
     sentence_task: Literal["auto", "nsp", "sop", "none"] = "auto"
-    """Task on a pair of segments. nsp: does the second segment follow the first, or come from another document? sop:
-    are the two segments in order, or swapped? none: no pairs. auto: nsp with --bert-style classic, none with
-    modern."""
+    """Task on a pair of segments. nsp: does the second follow the first? sop: are the two in order? none: no pairs.
+    auto: nsp with --bert-style classic, none with modern."""
     num_token_types: Annotated[int, Range(1, 2)] = 2
-    """Rows of the table of token types, with --bert-style classic. 2: one for each segment of a pair. 1: one for all
-    tokens, as in RoBERTa; needs --sentence-task none."""
+    """Token types of --bert-style classic. 2: one per segment. 1: one for all tokens, as in RoBERTa; needs
+    --sentence-task none."""
     mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
-    """Share of the tokens to predict. Of these, 80% are masked, 10% replaced by a random token and 10% kept. Default:
-    0.15 with --bert-style classic, 0.3 with modern."""
+    """Share of the tokens to predict: 80% of them are masked, 10% replaced by a random token, 10% kept. Default: 0.15
+    with --bert-style classic, 0.3 with modern."""
     short_seq_prob: Annotated[float, Range(0, 1), Flag()] = 0.1
-    """Share of the samples that are cut to a random length. Packed samples are never cut."""
+    """Share of the samples that are cut to a random length. Packed samples are not cut."""
     whole_word_masking: bool = False
-    """Masks either all tokens of a word or none. The tokenizer marks the words."""
+    """Masks all tokens of a word or none."""
     max_ngram: Annotated[int, Range(1, 64)] = 1
-    """Largest number of consecutive tokens (words with --whole-word-masking) to mask together. n of them are chosen
-    with weight 1/n. 1: each token by itself."""
+    """Largest number of consecutive tokens (words with --whole-word-masking) to mask together; n of them have weight
+    1/n."""
     global_attention_interval: Annotated[int, Range(1, 10_000), Flag(("--global-attn-every-n-layers",))] = 3
-    """Every Nth block, starting with the first, attends to the whole document, with --bert-style modern. The other
-    blocks attend to tokens at most half of --window-size away."""
+    """Every Nth block, from the first, attends to the whole document, with --bert-style modern. Others attend within
+    half of --window-size."""
     local_rotary_base: Annotated[float, Range(above=1)] = 10_000.0
-    """Base of the rotary frequencies in the blocks with local attention. --rotary-base is that of the other blocks."""
+    """Rotary base of the blocks with local attention."""
 
     def resolve(self) -> ResolvedBert:
         """This section with the defaults of its style."""
@@ -158,33 +156,29 @@ class BertConfig(Config):
 
     help_texts: ClassVar[Mapping[str, str]] = {
         "preset": (
-            "Uses the shape of a named model, such as bert-base. Presets: "
-            f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. A preset "
-            "replaces the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A "
-            "configuration file and flags override it. Default: no preset."
+            "Uses the shape of a named model. Presets: "
+            f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. It replaces the "
+            "defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. Default: no preset."
         ),
         "dp": (
-            "Data-parallel degree: number of model replicas that share the batch. Default: the number of processes "
-            "divided by --tp x --cp x --pp."
+            "Data-parallel degree: model replicas that share the batch. Default: the number of processes divided "
+            "by --tp x --cp x --pp."
         ),
         "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (
-            "How the model encodes positions. learned: a table that is added to the embedding, with --bert-style "
-            "classic. rope: rotated queries and keys, with --bert-style modern. A style accepts no other value."
+            "How the model encodes positions. learned: a table, with --bert-style classic. rope: rotated queries "
+            "and keys, with --bert-style modern."
         ),
-        "rotary_base": (
-            "Base of the rotary frequencies in the blocks that attend to the whole document, with --bert-style modern. "
-            "--local-rotary-base is that of the other blocks."
-        ),
+        "rotary_base": "Rotary base of the blocks that attend to the whole document, with --bert-style modern.",
         "window_size": (
-            "Local attention: each token attends only to tokens at most N / 2 away, on either side, with --bert-style "
-            "modern, in the blocks that --global-attention-interval does not select. Without a window every block "
-            "attends to the whole document. Default: no window with --bert-style classic, 128 with modern."
+            "Local attention of --bert-style modern: each token attends to tokens at most N / 2 away, in the "
+            "blocks that --global-attention-interval does not select. Default: no window with --bert-style "
+            "classic, 128 with modern."
         ),
         "tokenizer": (
-            "Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers "
-            "directory), or a SentencePiece .model file. It must have the tokens [MASK], [CLS], [SEP] and [PAD] or "
-            "their equivalents. --data-path requires it. Default: no tokenizer; --vocab-size must be given."
+            "The tokenizer: a tokenizer.json, a directory that contains one, or a SentencePiece .model file. It "
+            "must have the tokens [MASK], [CLS], [SEP] and [PAD] or equivalents. Default: no tokenizer; "
+            "--vocab-size must be given."
         ),
     }
 

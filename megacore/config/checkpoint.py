@@ -19,35 +19,31 @@ class CheckpointConfig(Section):
     """What a run loads, saves and keeps, and when it ends."""
 
     load: Annotated[str | None, Flag(metavar="DIR|URL|auto")] = None
-    """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
-    intact checkpoint. URL: the same in an object store. auto: the newest intact checkpoint of this run, in --output-dir
-    or at the URL of --save, or a fresh start if there is none. Default: a fresh start."""
+    """Resumes from a checkpoint, or from the newest intact one of an output directory or of a URL. auto: from the
+    newest intact one of this run, or a fresh start if there is none. Default: a fresh start."""
     save: Annotated[str | None, Flag(metavar="URL|DIR")] = None
-    """Saves the checkpoints at a URL of an object store, such as s3://bucket/run or gs://bucket/run
-    (docs/guides/checkpoints.md); all else stays in --output-dir. DIR: another name of --output-dir. Default: in
-    --output-dir."""
+    """Saves checkpoints at a URL, such as s3://bucket/run or gs://bucket/run (docs/guides/checkpoints.md). DIR: another
+    name of --output-dir. Default: in --output-dir."""
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
+    """Starts from the weights of a Hugging Face transformers directory, whose config.json sets the model's shape. A
     flag that contradicts it is refused. Default: weights drawn from --seed."""
     ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
-    """Fields of the config.json of --init-from-hf to leave out, for fields that do not change what the model computes.
-    Default: none."""
+    """Fields of that config.json to leave out, because they do not change what the model computes. Default: none."""
     same_schedule: bool = False
-    """Refuses to continue with another schedule of the learning rate than the checkpoint of --load had. Without
-    it the flags decide, and the log says what they change."""
+    """Refuses to continue with another learning-rate schedule than the checkpoint's. Without it the flags decide, and
+    the log says what changes."""
     save_interval: Annotated[int | None, Range(1)] = None
-    """Number of steps between checkpoints. Default: only at the end of the run."""
+    """Steps between checkpoints. Default: only at the end of the run."""
     keep_last: Annotated[int | None, Range(1)] = None
-    """Number of newest checkpoints to keep. Older ones are deleted after a newer one is published. Default: keep
-    all."""
+    """Newest checkpoints to keep. Older ones are deleted after a newer one is published. Default: keep all."""
     keep_every: Annotated[int | None, Range(1)] = None
-    """Keeps every checkpoint whose step is a multiple of this, in addition to --keep-last, which it needs. Default:
-    keep only those of --keep-last."""
+    """Also keeps every checkpoint whose step is a multiple of this. Needs --keep-last. Default: keep only those of
+    --keep-last."""
     async_save: bool = False
-    """Saves in the background. Training waits only while the state is copied to host memory."""
+    """Saves in the background. Training waits only for the copy to host memory."""
     on_save_error: Literal["stop", "warn"] = "stop"
-    """What to do when a checkpoint or a line of metrics.jsonl cannot be written. stop: all ranks stop. warn: log a
-    warning and continue, except for the last checkpoint of the run."""
+    """When a checkpoint or a line of metrics.jsonl cannot be written. stop: all ranks stop. warn: the run continues,
+    except at its last checkpoint."""
     exit_interval: Annotated[int | None, Range(1)] = None
     """Saves and ends the run at the first step that is a multiple of this. Default: end at --train-iters."""
     exit_duration_minutes: Annotated[float | None, Range(above=0), Flag(("--exit-duration-in-mins",))] = None

@@ -33,42 +33,40 @@ class DataConfig(Section):
     """The training data, its split, and how it is loaded."""
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
-    """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
-    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights. A URL, such as
-    s3://bucket/corpus_text_document, is downloaded once per node (docs/guides/data.md)."""
+    """Prefix of the preprocessed dataset (PREFIX.bin, PREFIX.idx). Several are blended by their numbers of tokens, or
+    as WEIGHT PREFIX WEIGHT PREFIX. A URL is downloaded once per node (docs/guides/data.md)."""
     train_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
-    """The training data instead of --data-path, in the same notation. --split does not divide it."""
+    """Training data instead of --data-path, in the same notation, without --split."""
     valid_data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
-    """The validation data beside --train-data-path. Without it only --valid-sets are evaluated."""
+    """Validation data for --train-data-path. Without it only --valid-sets are evaluated."""
     valid_sets: Annotated[tuple[str, ...], Flag(metavar="NAME=PREFIX...")] = ()
-    """Additional validation sets, to which --split does not apply. Every evaluation reads --eval-iters global
-    batches of each, and reports eval/NAME/loss in addition to eval/loss."""
+    """Additional validation sets, without --split. Every evaluation reads --eval-iters batches of each and reports
+    eval/NAME/loss."""
     split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
-    """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
+    """Shares of the documents for training, validation and test, in any unit."""
     sample_order: Literal["megacore", "megatron"] = "megacore"
-    """The order of samples. megacore: a longer run continues the order of a shorter one. megatron: Megatron-LM's
-    order, which depends on the number of samples of the run."""
+    """Order of samples. megacore: a longer run continues the order of a shorter one. megatron: Megatron-LM's, which
+    depends on the run's number of samples."""
     tokenizer: Annotated[
         str | None, Flag(("--tokenizer-model", "--vocab-file", "--tokenizer-name-or-path"), metavar="PATH")
     ] = None
-    """Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers directory),
-    or a SentencePiece .model file. Default: no tokenizer; --vocab-size must be given."""
+    """The tokenizer: a tokenizer.json, a directory that contains one, or a SentencePiece .model file. Default: no
+    tokenizer; --vocab-size must be given."""
     merge_file: Annotated[str | None, Flag(metavar="FILE")] = None
-    """GPT-2's merges.txt, where --tokenizer is GPT-2's vocab.json. (BERT's vocab.txt needs no other file.) Default: the
-    file beside vocab.json whose name has merges.txt instead."""
+    """GPT-2's merges.txt, where --tokenizer is GPT-2's vocab.json. Default: the file beside vocab.json whose name has
+    merges.txt instead."""
     seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
-    """Number of tokens in a sample."""
+    """Tokens in a sample."""
     mock_data: bool = False
     """Trains on generated tokens instead of a dataset. Needs --vocab-size or --tokenizer."""
     num_workers: Annotated[int, Range(0, 64)] = 0
-    """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
+    """Processes per rank that prepare batches in advance. 0: the training process prepares them."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Directory for the cached sample indices, and for the copies of datasets that are URLs. Default: a directory named
-    cache beside each dataset; copies are in ~/.cache/megacore."""
+    """Directory of the cached sample indices, and of copies of datasets that are URLs. Default: a directory cache
+    beside each dataset; copies are in ~/.cache/megacore."""
     packing: Literal["none", "concat", "best-fit"] = "concat"
-    """How documents become samples. concat: one stream of documents is cut into samples. none: each sample is one
-    document, padded, or cut if it is longer. best-fit: samples hold whole documents, chosen so that little padding is
-    left (best-fit decreasing); a document longer than --seq-length is split."""
+    """How documents become samples. concat: one stream is cut into samples. none: one document each, padded or cut.
+    best-fit: whole documents with little padding; one longer than --seq-length is split."""
     reset_position_ids: bool | None = None
     """Restarts positions at each document of a sample. Default: on with --packing best-fit, off with concat."""
     reset_attention_mask: bool | None = None
@@ -77,23 +75,20 @@ class DataConfig(Section):
     """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
     --tokenizer."""
     fim_rate: Annotated[float, Range(0, 1)] = 0.0
-    """Fill-in-the-middle: the fraction of the documents in training samples that are cut into prefix, middle and
-    suffix, with the middle moved to the end. Evaluations read the unchanged text. Needs --tokenizer, with three
-    tokens that mark the parts. 0: none."""
+    """Fill-in-the-middle: share of the training documents that are cut into prefix, middle and suffix, with the middle
+    at the end. Needs a --tokenizer with three tokens that mark the parts."""
     fim_spm_rate: Annotated[float, Range(0, 1)] = 0.5
-    """Share of the documents of --fim-rate in the order suffix, prefix, middle. The others are in the order prefix,
-    suffix, middle."""
+    """Share of these documents in the order suffix, prefix, middle, not prefix, suffix, middle."""
     fim_cut: Literal["character", "token"] = "character"
-    """Where --fim-rate cuts a document. character: anywhere, so that the model learns to fill in parts of words; the
-    parts are tokenized again. token: between tokens. Datasets with a loss mask, and documents that decoding does
-    not restore exactly, are always cut between tokens."""
+    """Where --fim-rate cuts. character: anywhere, and the parts are tokenized again. token: between tokens, as it
+    always does in datasets with a loss mask and documents that decoding does not restore."""
     fim_prefix_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
-    """The token before the prefix, for --fim-rate. Default: that of the first known set whose tokens are in the
-    vocabulary: of StarCoder (<fim_prefix>), SantaCoder, Qwen2.5-Coder, Code Llama, DeepSeek-Coder, Codestral."""
+    """The token before the prefix. Default: that of the first known set in the vocabulary: of StarCoder, SantaCoder,
+    Qwen2.5-Coder, Code Llama, DeepSeek-Coder, Codestral."""
     fim_middle_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
-    """The token before the middle, for --fim-rate. Default: as for --fim-prefix-token."""
+    """The token before the middle. Default: likewise."""
     fim_suffix_token: Annotated[str | None, Flag(metavar="TOKEN")] = None
-    """The token before the suffix, for --fim-rate. Default: as for --fim-prefix-token."""
+    """The token before the suffix. Default: likewise."""
 
     @property
     def beside_tokens(self) -> tuple[str, ...]:

@@ -15,66 +15,57 @@ class ExpertsConfig(Section):
     """Mixture of experts: its layers, its router and its losses (docs/guides/moe.md)."""
 
     num_experts: Annotated[int | None, Range(2, 100_000)] = None
-    """Replaces the feed-forward layer of the blocks by this many experts, of which each token uses --moe-router-topk. A
-    multiple of --ep. Default: no experts."""
+    """Replaces the feed-forward layer by this many experts. A multiple of --ep. Default: no experts."""
     moe_router_topk: Annotated[int, Range(1, 100_000)] = 2
-    """Number of experts that each token uses. At most --num-experts."""
+    """Experts that each token uses. At most --num-experts."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router turns its logits into scores. softmax: over all experts, as in Mixtral. sigmoid: each expert by
-    itself, as in DeepSeek-V3."""
+    """How logits become scores. softmax: over all experts, as in Mixtral. sigmoid: each expert by itself, as in
+    DeepSeek-V3."""
     moe_router_pre_softmax: bool = False
-    """Uses the softmax scores over all experts as weights of the chosen experts, as in OLMoE (norm_topk_prob false in
-    transformers). Otherwise the weights of a token's experts are divided by their sum, as in Mixtral (norm_topk_prob
-    true)."""
+    """Weighs the chosen experts by their softmax over all experts, as in OLMoE (norm_topk_prob false in transformers).
+    Off: these weights are divided by their sum."""
     moe_router_num_groups: Annotated[int | None, Range(2, 100_000)] = None
-    """Divides the experts into this many groups, of which a token uses at most --moe-router-group-topk, as in
-    DeepSeek-V3. It must divide --num-experts. Default: no groups."""
+    """Groups of experts, as in DeepSeek-V3: a token uses at most --moe-router-group-topk of them. Divides
+    --num-experts. Default: no groups."""
     moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
-    """Number of groups that a token's experts may come from: those whose --moe-router-group-best scores have the
-    highest sum. Default: none; --moe-router-num-groups requires it."""
+    """Groups that a token's experts come from: those whose --moe-router-group-best best scores have the highest sum.
+    Default: none; --moe-router-num-groups requires it."""
     moe_router_group_best: Annotated[int | None, Range(1, 100_000)] = None
-    """How many of a group's best scores --moe-router-group-topk compares: 1 in DeepSeek-V2, 2 in V3. Default:
+    """Best scores of a group that are summed for the choice of groups: 1 in DeepSeek-V2, 2 in V3. Default:
     --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
     moe_router_enable_expert_bias: bool = False
-    """Balances the experts without a loss. Each expert has a bias, which is added to its scores for the choice of
-    experts, and not to the weights. After every step it rises if the expert got fewer tokens than average, and
-    falls if it got more."""
+    """Balances experts without a loss: a bias, used only to choose, rises for each expert with few tokens and falls for
+    each with many."""
     moe_router_bias_update_rate: Annotated[float, Range(above=0)] = 1e-3
-    """By how much --moe-router-enable-expert-bias raises or lowers a bias per step."""
+    """Change of an expert's bias per step."""
     moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
     """Inner width of an expert. A multiple of --etp. Default: --ffn-hidden-size."""
     moe_shared_expert_size: Annotated[
         int | None, Range(1, 10_000_000), Flag(("--moe-shared-expert-intermediate-size",))
     ] = None
-    """Inner width of a shared expert, which every token uses beside those that it chooses. A multiple of --tp. Default:
-    no shared expert."""
+    """Inner width of an expert that every token uses. A multiple of --tp. Default: no shared expert."""
     moe_shared_expert_gate: bool = False
-    """Multiplies the output of the shared expert by the sigmoid of a projection of the token, as in Qwen2-MoE."""
+    """Multiplies the shared expert's output by the sigmoid of a projection of the token, as in Qwen2-MoE."""
     moe_layer_freq: Annotated[int, Range(1, 10_000)] = 1
-    """Every Nth block has experts, from the first that --moe-first-dense-layers leaves. The others keep the
-    feed-forward layer."""
+    """Every Nth block has experts, after --moe-first-dense-layers."""
     moe_first_dense_layers: Annotated[int, Range(0, 10_000)] = 0
-    """Number of blocks at the start that keep the feed-forward layer."""
+    """First blocks without experts."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "global_aux_loss"] = "seq_aux_loss"
-    """What --moe-aux-loss-coeff balances. seq_aux_loss: the experts within each sequence. global_aux_loss: the
-    experts over the whole batch, with the counts of the previous step."""
+    """What --moe-aux-loss-coeff balances. seq_aux_loss: each sequence. global_aux_loss: the batch, with counts of the
+    previous step."""
     moe_aux_loss_coeff: Annotated[float, Range(0)] = 0.0
-    """Factor of the loss that balances the experts (--moe-router-load-balancing-type). It is added for every layer with
-    experts, and is not part of the reported loss. 0: no such loss."""
+    """Factor of the balancing loss of each layer. The reported loss leaves it out."""
     moe_z_loss_coeff: Annotated[float, Range(0)] = 0.0
-    """Factor of the router's z-loss: the mean square of the log-sum-exp of its logits, which keeps them small. 0:
-    off."""
+    """Factor of the router's z-loss, which keeps its logits small."""
     moe_input_jitter_eps: Annotated[float, Range(0, below=1)] = 0.0
-    """In training, multiplies the input of the router by random numbers between 1 - N and 1 + N. The experts get
-    the unchanged input. 0: off."""
+    """In training, multiplies the router's input by random numbers between 1 - N and 1 + N."""
     moe_expert_capacity_factor: Annotated[float | None, Range(above=0)] = None
-    """In training, limits each expert to N times the tokens of a sequence that it would get with equal loads. The
-    expert drops further tokens: they get nothing from it. Default: no limit, no token is dropped."""
+    """In training, limits each expert to N times its equal share of a sequence's tokens, and drops further tokens.
+    Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens an expert with a capacity keeps. probs: those with the largest weights. position: the first ones
-    of the sequence."""
+    """Tokens that an expert with a capacity keeps. probs: those with the largest weights. position: the first ones."""
 
     def holds(self, block: int) -> bool:
         """Whether a block has experts.

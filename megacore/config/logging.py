@@ -21,37 +21,35 @@ class LoggingConfig(Section):
     """What is logged, how often, and where metrics go."""
 
     log_interval: Annotated[int, Range(1)] = 10
-    """Number of steps between log lines, and between lines of metrics.jsonl."""
+    """Steps between log lines, and between lines of metrics.jsonl."""
     gradient_noise_interval: Annotated[int, Range(0)] = 0
-    """Measures the gradient noise scale at this interval of steps, with one more forward and backward of one
-    microbatch per replica (docs/reference/metrics.md). 0: off."""
+    """Steps between measurements of the gradient noise scale (docs/reference/metrics.md). Each takes a further forward
+    and backward of one microbatch. 0: off."""
     csv: bool = False
-    """Also writes the metrics to OUTPUT_DIR/metrics.csv, one column per metric."""
+    """Also writes metrics to OUTPUT_DIR/metrics.csv."""
     tensorboard_dir: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Also writes the metrics to this directory, as event files that TensorBoard reads. Default: no event files."""
+    """Also writes metrics to this directory, for TensorBoard. Default: no event files."""
     wandb_project: Annotated[str | None, Flag(metavar="NAME")] = None
-    """Also sends the metrics to this project of Weights & Biases. Needs pip install wandb. A resumed run continues the
-    W&B run whose id is in OUTPUT_DIR/wandb_run_id. Default: no W&B."""
+    """Also sends metrics to this project of Weights & Biases. Needs pip install wandb. A resumed run continues its W&B
+    run. Default: no W&B."""
     wandb_entity: Annotated[str | None, Flag(metavar="NAME")] = None
-    """User or team of W&B that the run belongs to. Default: that of the API key."""
+    """User or team of W&B. Default: that of the API key."""
     wandb_name: Annotated[str | None, Flag(("--wandb-exp-name",), metavar="NAME")] = None
     """Display name of the W&B run. Default: the name of --output-dir."""
     wandb_group: Annotated[str | None, Flag(metavar="NAME")] = None
     """Group of the W&B run. Default: no group."""
     wandb_mode: Literal["online", "offline"] = "online"
-    """How W&B runs. online: sends the metrics while the run trains. offline: writes them to OUTPUT_DIR/wandb, for wandb
-    sync, without network and API key."""
+    """online: sends metrics while the run trains. offline: writes them to OUTPUT_DIR/wandb, for wandb sync."""
     profile_steps: Annotated[str | None, Flag(metavar="A:B")] = None
-    """Profiles the steps A to B, both included, with torch.profiler. Every rank writes a Chrome trace to
-    OUTPUT_DIR/profile, and on an accelerator a snapshot of its memory. Default: no profile."""
+    """Profiles steps A to B, both included, with torch.profiler. Every rank writes a Chrome trace to OUTPUT_DIR/profile
+    and, on an accelerator, a memory snapshot. Default: no profile."""
     trace: bool = False
-    """Writes OUTPUT_DIR/trace.json, a timeline of what every rank does in the steps after the first. Perfetto and
-    tools/draw_schedule.py read it."""
+    """Writes OUTPUT_DIR/trace.json, a timeline of every rank, for Perfetto and tools/draw_schedule.py."""
     trace_steps: Annotated[int | None, Range(1)] = None
-    """Number of steps that --trace records. Default: 3."""
+    """Steps that --trace records, after the first step. Default: 3."""
     peak_tflops: Annotated[float | None, Range(LEAST_TFLOPS, MOST_TFLOPS)] = None
-    """Peak speed of one device in TFLOP/s, dense and in the format of --precision. The reported MFU is a share of it.
-    Default: that of the data sheet, for a known device."""
+    """Peak TFLOP/s of one device, dense, in the format of --precision. MFU is a share of it. Default: that of the data
+    sheet, for a known device."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:

@@ -52,82 +52,73 @@ class ModelConfig(Section):
     """The shape of the transformer, its layers, initialisation and dropout."""
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
-    """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, llama-3-70b, llama-3.1-405b, qwen3-0.6b, mistral-7b, mixtral-8x7b,
-    mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, olmoe-1b-7b, deepseek-v2-lite, deepseek-v3, granite-3.1-2b,
-    smollm3-3b, olmo-2-7b, phi-3-mini, phi-4, starcoder2-3b, gemma-2b, gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b,
-    opt-6.7b, falcon-7b, falcon-40b, gpt-j-6b, phi-2, gpt-neo-1.3b, olmo-3-7b, command-r, command-r7b, exaone-4-1.2b,
-    glm-4-9b, minitron-4b, seed-oss-36b, ernie-4.5-0.3b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces
-    the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its
-    paper's dropout, --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no
-    preset."""
+    """Uses the shape of a named model. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b,
+    llama-3-8b-128k, llama-3-70b, llama-3.1-405b, qwen3-0.6b, mistral-7b, mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b,
+    qwen3-235b-a22b, olmoe-1b-7b, deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini,
+    phi-4, starcoder2-3b, gemma-2b, gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b, opt-6.7b, falcon-7b, falcon-40b,
+    gpt-j-6b, phi-2, gpt-neo-1.3b, olmo-3-7b, command-r, command-r7b, exaone-4-1.2b, glm-4-9b, minitron-4b,
+    seed-oss-36b, ernie-4.5-0.3b, pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the model,
+    of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set dropout, --adam-beta2,
+    --weight-decay and --min-lr. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
-    """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
+    """Number of transformer blocks."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
     """Width of the residual stream. A multiple of --num-attention-heads, unless --kv-channels is given."""
     num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
-    """Number of attention heads per block. A multiple of --tp."""
+    """Attention heads per block. A multiple of --tp."""
     num_query_groups: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Grouped-query attention: number of key and value heads per block. Each serves --num-attention-heads / this number
-    query heads, which must be a whole number. Must be a multiple of --tp or divide it. If it is below --tp,
-    --tp / --num-query-groups must divide 2 x --kv-channels. Default: --num-attention-heads."""
+    """Grouped-query attention: key and value heads per block. Divides --num-attention-heads; a multiple of --tp or a
+    divisor of it. Below --tp, --tp / this must divide 2 x --kv-channels. Default: --num-attention-heads."""
     kv_channels: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Number of dimensions of an attention head. Default: --hidden-size / --num-attention-heads."""
+    """Dimensions of an attention head. Default: --hidden-size / --num-attention-heads."""
     ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
     """Inner width of the feed-forward layer. A multiple of --tp. Default: 4 x --hidden-size."""
     max_position_embeddings: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Longest context in tokens. With learned positions it is the number of rows of the position table. At least
-    --seq-length. Default: --seq-length."""
+    """Longest context in tokens: at least --seq-length. With learned positions, rows of their table. Default:
+    --seq-length."""
     vocab_size: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Number of tokens in the vocabulary, without padding. At least the tokenizer's. Default: the tokenizer's."""
+    """Tokens in the vocabulary, without padding. At least the tokenizer's. Default: the tokenizer's."""
     make_vocab_size_divisible_by: Annotated[int, Range(1, 1_000_000)] = 128
-    """Pads the vocabulary in memory to a multiple of this times --tp. Padding never enters the loss or a
-    checkpoint."""
+    """Pads the vocabulary in memory to a multiple of this times --tp. Losses and checkpoints have no padding."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Type of the norms in every block."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
-    """Epsilon: the term added to the variance in LayerNorm and to the mean square in RMSNorm."""
+    """Term added to the variance in LayerNorm, and to the mean square in RMSNorm."""
     norm_bias: bool = True
     """Gives LayerNorm a bias."""
     norm_affine: bool = True
-    """Gives norms weights, and LayerNorm a bias. Without them all norms of a model, also those of --qk-layernorm, only
-    normalise, as in the first OLMo."""
+    """Gives norms weights, and LayerNorm a bias. Without them all norms only normalise, as in the first OLMo."""
     multi_latent_attention: bool = False
-    """Multi-head latent attention, as in DeepSeek-V2 and V3: the keys and values of all heads are projections of
-    one latent vector per token. Needs --position-embedding-type rope and --disable-bias-linear."""
+    """Multi-head latent attention, as in DeepSeek-V2 and V3. Needs --position-embedding-type rope and
+    --disable-bias-linear."""
     q_lora_rank: Annotated[int | None, Range(1, 1_000_000)] = None
-    """--multi-latent-attention: size of the latent vector that queries are projections of. Default: none; queries are
-    projections of the hidden state."""
+    """--multi-latent-attention: size of the latent vector of queries. Default: none; queries are projected from the
+    hidden state."""
     kv_lora_rank: Annotated[int, Range(1, 1_000_000)] = 512
-    """--multi-latent-attention: size of the latent vector that keys and values are projections of."""
+    """--multi-latent-attention: size of the latent vector of keys and values."""
     qk_nope_head_dim: Annotated[int, Range(1, 1_000_000), Flag(("--qk-head-dim",))] = 128
-    """--multi-latent-attention: dimensions of a head's query and key that are not rotated."""
+    """--multi-latent-attention: dimensions of a head's query and key without rotation."""
     qk_rope_head_dim: Annotated[int, Range(2, 1_000_000), Flag(("--qk-pos-emb-head-dim",))] = 64
-    """--multi-latent-attention: dimensions of a head's query that are rotated, and of the rotated part of the key,
-    which all heads share. An even number."""
+    """--multi-latent-attention: rotated dimensions of a head's query and of the shared key. An even number."""
     v_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
     """--multi-latent-attention: dimensions of a head's value."""
     qk_layernorm: bool = False
-    """Normalises the query and the key of each head. All heads share the norm's weights. With --multi-latent-attention
-    it normalises the latent vectors instead."""
+    """Normalises the query and the key of each head, or the latent vectors of --multi-latent-attention."""
     qk_layernorm_all_heads: bool = False
-    """Lets --qk-layernorm normalise the queries of all heads together, and the keys, with a weight for each of their
-    dimensions, as in OLMoE and OLMo 2."""
+    """Lets --qk-layernorm normalise all heads together, with a weight per dimension, as in OLMo 2."""
     qk_layernorm_per_head: bool = False
-    """Gives each head weights of its own in --qk-layernorm, and no biases, as in StableLM 2 12B."""
+    """Gives each head its own weights in --qk-layernorm, and no biases, as in StableLM 2 12B."""
     clip_qkv: Annotated[float | None, Range(above=0)] = None
-    """Clips queries, keys and values to -N to N before queries and keys are rotated, as in some OLMo 7B. Default: no
-    limit."""
+    """Clips queries, keys and values to -N to N before the rotation, as in some OLMo 7B. Default: no limit."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
     activation: Annotated[str, Choices(ACTIVATIONS)] = "gelu"
-    """Activation of the feed-forward layer. gelu: the tanh approximation, as in GPT-2. gelu-exact: the erf form. relu2:
-    the square of ReLU, as in Primer. swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, which adds a
-    third matrix."""
+    """Activation of the feed-forward layer. gelu: the tanh approximation. gelu-exact: the erf form. relu2: squared
+    ReLU. swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, by a third matrix."""
     disable_bias_linear: bool = False
     """Removes the biases of linear layers."""
     add_qkv_bias: bool = False
-    """Keeps the bias of the query, key and value projection with --disable-bias-linear, as in Qwen2."""
+    """Keeps the bias of the query, key and value projection with --disable-bias-linear."""
     add_attention_output_bias: bool = False
     """Keeps the bias of attention's output projection with --disable-bias-linear."""
     add_mlp_bias: bool = False
@@ -135,92 +126,84 @@ class ModelConfig(Section):
     add_output_layer_bias: bool = False
     """Gives the output layer a bias, as in GPT-J."""
     parallel_residual: bool = False
-    """Computes attention and feed-forward layer from the same input and adds both to the residual, as in GPT-NeoX."""
+    """Computes attention and feed-forward layer from the same input, as in GPT-NeoX."""
     shared_parallel_norm: bool = False
-    """Lets attention and feed-forward layer of --parallel-residual read one norm, as in GPT-J and Falcon 7B. Otherwise
-    each has its own."""
+    """Lets both layers of --parallel-residual read one norm, as in GPT-J and Falcon 7B."""
     position_embedding_type: Literal["learned", "rope", "alibi", "none"] = "learned"
-    """How the model encodes positions. learned: a table that is added to the embedding. rope: rotated queries and keys.
-    alibi: attention scores decrease with distance. none: no positions."""
+    """How the model encodes positions. learned: a table. rope: rotated queries and keys. alibi: attention scores
+    decrease with distance. none: not at all."""
     position_offset: Annotated[int, Range(0, 1000)] = 0
-    """Rows of the position table before that of the first token, as in OPT, whose table has two. No token uses them.
-    --max-position-embeddings does not count them."""
+    """Unused rows at the start of the position table, as in OPT. --max-position-embeddings does not count them."""
     rotary_base: Annotated[float, Range(above=1)] = 10_000.0
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of a head's dimensions that is rotated, from 0 to 1."""
+    """Share of a head's dimensions that is rotated."""
     rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
-    """Scaling of the rotary frequencies to contexts longer than the model was trained on. linear: divides all
-    frequencies by --rope-scaling-factor. dynamic: depends on the length of the sequence beyond
-    --rope-original-max-positions (NTK). llama3: scales only low frequencies. yarn: scales only low frequencies, and
-    enlarges the rotated queries and keys. longrope: divides each frequency by a number of its own and enlarges queries
-    and keys, as in Phi-3 for 128k tokens and Phi-4-mini."""
+    """Scaling of rotary frequencies for contexts longer than the model was trained on. linear: all frequencies.
+    dynamic: by the sequence's length (NTK). llama3: low frequencies. yarn: low frequencies, with scaled attention.
+    longrope: each by its own factor, with scaled attention."""
     rope_scaling_factor: Annotated[float, Range(1)] = 8.0
-    """Ratio of the scaled context to the original one."""
+    """Scaled context / original context."""
     rope_original_max_positions: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Context in tokens before scaling. Default: none; --rope-scaling dynamic, llama3, yarn and longrope require it."""
+    """Context in tokens before scaling. Default: none; dynamic, llama3, yarn and longrope require it."""
     rope_low_freq_factor: Annotated[float, Range(above=0)] = 1.0
-    """--rope-scaling llama3 fully scales the frequencies that make fewer turns than this over the original context."""
+    """llama3 fully scales frequencies with fewer turns over the original context."""
     rope_high_freq_factor: Annotated[float, Range(above=0)] = 4.0
-    """--rope-scaling llama3 does not scale the frequencies that make more turns than this over the original context."""
+    """llama3 does not scale frequencies with more turns over the original context."""
     rope_beta_fast: Annotated[float, Range(above=0), Flag(("--beta-fast",))] = 32.0
-    """--rope-scaling yarn does not scale the frequencies that make more turns than this over the original context."""
+    """yarn does not scale frequencies with more turns over the original context."""
     rope_beta_slow: Annotated[float, Range(above=0), Flag(("--beta-slow",))] = 1.0
-    """--rope-scaling yarn fully scales the frequencies that make fewer turns than this over the original context."""
+    """yarn fully scales frequencies with fewer turns over the original context."""
     rope_mscale: Annotated[float | None, Range(above=0), Flag(("--mscale",))] = None
-    """--rope-scaling yarn multiplies rotated queries and keys by m(this) / m(--rope-mscale-all-dim), where m(x) is
-    0.1 x log(--rope-scaling-factor) + 1. Default: none; without both, the factor is m(1)."""
+    """yarn multiplies rotated queries and keys by m(this) / m(--rope-mscale-all-dim), where m(x) = 0.1 x
+    log(--rope-scaling-factor) + 1. Default: none; without both, the factor is m(1)."""
     rope_mscale_all_dim: Annotated[float | None, Range(above=0), Flag(("--mscale-all-dim",))] = None
     """The divisor in --rope-mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default:
     none."""
     rope_attention_factor: Annotated[float | None, Range(above=0)] = None
-    """--rope-scaling yarn and longrope multiply rotated queries and keys by this. Default: for yarn the factor of
-    --rope-mscale, for longrope sqrt(1 + log(--rope-scaling-factor) / log(--rope-original-max-positions))."""
+    """yarn and longrope multiply rotated queries and keys by this. Default: --rope-mscale's for yarn; sqrt(1 +
+    log(--rope-scaling-factor) / log(--rope-original-max-positions)) for longrope."""
     rope_truncate: bool = True
-    """--rope-scaling yarn rounds the bounds of --rope-beta-fast and --rope-beta-slow to whole pairs of dimensions."""
+    """yarn rounds the bounds of --rope-beta-fast and --rope-beta-slow to whole pairs of dimensions."""
     rope_short_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
-    """--rope-scaling longrope divides the frequencies by these numbers in sequences of at most
-    --rope-original-max-positions tokens: one for each rotated pair of dimensions, separated by commas. Default: none;
-    longrope requires it."""
+    """longrope's divisors of the frequencies in sequences of at most --rope-original-max-positions tokens: one per
+    rotated pair of dimensions. Default: none; longrope requires it."""
     rope_long_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
-    """The numbers of --rope-short-factors for longer sequences. Default: none; longrope requires it."""
+    """longrope's divisors in longer sequences. Default: none; longrope requires it."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Sliding window: each token attends only to the last N tokens, including itself. Default: no window; each token
-    attends to all tokens before it and to itself."""
+    """Sliding window: each token attends only to the last N tokens, itself included. Default: no window."""
     attention_pattern: Annotated[str | None, Flag(metavar="5*w,f")] = None
-    """Attention of each block, if they differ: w attends within --window-size, f to all earlier tokens, n too but
-    without rotary positions. The pattern repeats: 5*w,f is five w, one f, and so on. Default: all blocks are alike."""
+    """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions. The
+    pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
     window_rotary_base: Annotated[float | None, Range(above=1)] = None
-    """Base of the rotary frequencies, which are not scaled, in the w blocks of --attention-pattern, as in Gemma 3.
-    Default: --rotary-base and its scaling."""
+    """Rotary base, without scaling, in the w blocks of --attention-pattern, as in Gemma 3. Default: --rotary-base and
+    its scaling."""
     norm_placement: Literal["before", "after", "both"] = "before"
-    """Where each block has norms. before: of the inputs of attention and feed-forward layer. after: of their outputs,
-    before these are added to the residual, as in OLMo 2. both: of inputs and outputs, as in Gemma 2 and 3."""
+    """Where each block normalises. before: the inputs of attention and feed-forward layer. after: their outputs, as in
+    OLMo 2. both: as in Gemma 2 and 3."""
     layernorm_1p: bool = False
-    """Multiplies by 1 + weight in norms, instead of by the weight, as in Gemma. Weights begin at 0."""
+    """Norms multiply by 1 + weight, and weights begin at 0, as in Gemma."""
     embedding_multiplier: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the token embeddings, as in Gemma and Granite."""
     residual_multiplier: Annotated[float, Range(above=0)] = 1.0
-    """Multiplies the outputs of attention and feed-forward layer before they are added to the residual."""
+    """Multiplies the outputs of attention and feed-forward layer."""
     attention_multiplier: Annotated[float | None, Range(above=0)] = None
     """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
     logits_divisor: Annotated[float, Range(above=0)] = 1.0
     """Divides the logits, as in Granite."""
     attn_logit_softcapping: Annotated[float | None, Range(above=0)] = None
-    """Soft cap of the attention scores, as in Gemma 2: each score x becomes c x tanh(x / c), where c is this number.
-    Default: no cap."""
+    """Soft cap c of attention scores, as in Gemma 2: c x tanh(score / c). Default: no cap."""
     final_logit_softcapping: Annotated[float | None, Range(above=0)] = None
-    """Soft cap of the logits, as in Gemma 2: each logit x becomes c x tanh(x / c), where c is this number. Default: no
-    cap."""
+    """Soft cap c of logits, as in Gemma 2: c x tanh(logit / c). Default: no cap."""
     init_method_std: Annotated[float, Range(above=0)] = 0.02
-    """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
-    divide it by sqrt(2 x --num-layers)."""
+    """Standard deviation of initial weights. Layers that write to the residual stream divide it by sqrt(2 x
+    --num-layers)."""
     hidden_dropout: Annotated[float, Range(0, below=1)] = 0.0
-    """Dropout probability after the embedding and after each layer that writes to the residual stream. 0: off."""
+    """Dropout after the embedding and after each layer that writes to the residual stream."""
     attention_dropout: Annotated[float, Range(0, below=1)] = 0.0
-    """Dropout probability of the attention weights. 0: off."""
+    """Dropout of the attention weights."""
     untie_embeddings_and_output_weights: bool = False
-    """Gives the output layer its own weights. Otherwise it shares those of the token embedding."""
+    """Gives the output layer its own weights, not those of the token embedding."""
 
     @property
     def head_size(self) -> int:

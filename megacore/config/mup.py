@@ -24,11 +24,9 @@ class MupConfig(Section):
 
     mup_base_width: Annotated[int | None, Range(1)] = None
     """Applies muP (docs/reference/optimizers.md): --lr, --init-method-std and --weight-decay are those of a model with
-    this --hidden-size, and initial values, learning rates, logits and attention scores follow the width. Default: no
-    muP."""
+    this --hidden-size. Default: no muP."""
     mup_base_head_size: Annotated[int | None, Range(1)] = None
-    """Head size of the model of --mup-base-width, if it differs: attention scores are multiplied by
-    sqrt(this) / --kv-channels. Default: that of this model."""
+    """Head size of the model of --mup-base-width, if it differs. Default: that of this model."""
 
     def ratio(self, hidden_size: int) -> float:
         """How many times as wide as the base a model is; 1 without muP."""

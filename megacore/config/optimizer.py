@@ -21,86 +21,73 @@ class OptimizerConfig(Section):
     """The optimizer, its schedules and clipping."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
-    """Optimizer. adamw: Adam with decoupled weight decay. adam: Adam whose weight decay is added to the gradient. sgd:
-    stochastic gradient descent with --sgd-momentum. lion: Lion, updates with the sign of the momentum. lamb: LAMB,
-    Adam that scales the step of each matrix to the norm of the matrix. onebitadam: 1-bit Adam, whose replicas send
-    one bit per element of the momentum after --onebit-freeze-step updates. onebitlamb: 1-bit LAMB, likewise. muon:
-    Muon, orthogonalized momentum for the matrices of blocks, and AdamW for the rest. adafactor: Adafactor, with one
-    number per row and column of the matrices of blocks. The section of the same name has its settings
+    """Optimizer. adamw: Adam with decoupled weight decay. adam: with weight decay in the gradient. sgd: with
+    --sgd-momentum. lion: Lion. lamb: LAMB. onebitadam: 1-bit Adam. onebitlamb: 1-bit LAMB. muon: Muon for the matrices
+    of blocks, AdamW for the rest. adafactor: Adafactor. The section of its name has its settings
     (docs/reference/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
     """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
     decoupled_lr: Annotated[float | None, Range(above=0)] = None
-    """Peak learning rate of the token embedding and of the output layer. Their rate has the same schedule, from this to
-    --decoupled-min-lr. Default: --lr."""
+    """Peak learning rate of the token embedding and of the output layer, with the same schedule. Default: --lr."""
     decoupled_min_lr: Annotated[float | None, Range(0)] = None
-    """Learning rate of the token embedding and of the output layer at the end of the decay, with --decoupled-lr. At
-    most --decoupled-lr. Default: --min-lr."""
+    """Their learning rate at the end of the decay. At most --decoupled-lr. Default: --min-lr."""
     lr_decay_style: Annotated[str, Choices(LR_DECAY_STYLES)] = "cosine"
-    """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
-    --lr-wsd-decay-iters steps. polynomial: with --lr-decay-power. cosine-restarts: back to --lr after every
-    --lr-restart-iters steps. 1cycle: up and down along --lr-cycle-style, while the momentum goes down and up."""
+    """Decay of the learning rate from --lr to --min-lr. WSD: constant, then a decay over the last --lr-wsd-decay-iters
+    steps. polynomial: with --lr-decay-power. cosine-restarts: back to --lr after every --lr-restart-iters steps.
+    1cycle: up and down, while the momentum goes down and up."""
     lr_decay_iters: Annotated[int | None, Range(1)] = None
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Number of steps over which the learning rate rises from 0 to --lr. 0: no warm-up."""
+    """Steps over which the learning rate rises from --lr-warmup-init to --lr."""
     lr_warmup_style: Literal["linear", "log"] = "linear"
-    """Shape of the warm-up. linear: --lr x step / --lr-warmup-iters. log: --lr x log(step) / log(--lr-warmup-iters), as
-    DeepSpeed's schedulers do."""
+    """Shape of the warm-up. log: --lr x log(step) / log(--lr-warmup-iters)."""
     lr_warmup_init: Annotated[float | None, Range(0)] = None
-    """Learning rate from which the warm-up rises. At most --lr. Default: 0; a 25th of --lr with 1cycle."""
+    """Learning rate at the start of the warm-up. At most --lr. Default: 0; a 25th of --lr with 1cycle."""
     lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
-    """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
+    """Steps of the final decay of WSD. Default: none; WSD requires it."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of the final decay of --lr-decay-style WSD."""
+    """Shape of the final decay of WSD."""
     lr_decay_power: Annotated[float, Range(above=0)] = 2.0
-    """Power of the polynomial of --lr-decay-style polynomial. 1: linear."""
+    """Power of polynomial. 1: linear."""
     lr_restart_iters: Annotated[int | None, Range(1)] = None
-    """Number of steps of the first cycle of --lr-decay-style cosine-restarts, after the warm-up. Default: none; that
-    style requires it."""
+    """Steps of the first cycle of cosine-restarts, after the warm-up. Default: none; that style requires it."""
     lr_restart_factor: Annotated[float, Range(1)] = 1.0
-    """By how much each cycle of --lr-decay-style cosine-restarts is longer than the one before."""
+    """Length of each cycle of cosine-restarts / length of the one before."""
     lr_cycle_momentum: Annotated[float, Range(0, below=1)] = 0.85
-    """Momentum (Adam's beta1) at the peak of --lr-decay-style 1cycle. It falls to this from that of the optimizer, and
-    rises back to it. Plain SGD and Adafactor have none."""
+    """Momentum (Adam's beta1) at the peak of 1cycle. Not for plain SGD and Adafactor, which have none."""
     lr_cycle_style: Literal["cosine", "linear"] = "cosine"
-    """Shape of the rise and the fall of --lr-decay-style 1cycle, of the learning rate and of the momentum."""
+    """Shape of the rise and the fall of 1cycle."""
     lr_range_test: bool = False
-    """Learning-rate range test instead of training: the rate rises exponentially from --lr-range-test-start to --lr,
-    and OUTPUT_DIR/lr_range_test.svg shows the loss over it (docs/reference/optimizers.md)."""
+    """Range test instead of training: the rate rises exponentially from --lr-range-test-start to --lr, and
+    OUTPUT_DIR/lr_range_test.svg shows the losses (docs/reference/optimizers.md)."""
     lr_range_test_start: Annotated[float, Range(above=0)] = 1e-7
     """First learning rate of --lr-range-test. Below --lr."""
     weight_decay: Annotated[float, Range(0)] = 0.1
-    """Weight decay of matrices. Biases and norm weights are not decayed, unless --param-group says so. 0: off."""
+    """Weight decay of matrices. Biases and norm weights have none, unless --param-group says so."""
     start_weight_decay: Annotated[float | None, Range(0)] = None
-    """Weight decay at the first step, with --weight-decay-incr-style linear or cosine, which require it. Default:
-    none."""
+    """Weight decay at the first step, with --weight-decay-incr-style linear or cosine. Default: none."""
     end_weight_decay: Annotated[float | None, Range(0)] = None
-    """Weight decay at --train-iters, with --weight-decay-incr-style linear or cosine, which require it. Default:
-    none."""
+    """Weight decay at --train-iters, with --weight-decay-incr-style linear or cosine. Default: none."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from --start-weight-decay to
     --end-weight-decay."""
     param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
-    """Sets other rates for some parameters (docs/reference/optimizers.md). PATTERN matches global names, such as
-    blocks.*.bias. SETTINGS are lr=FACTOR, weight-decay=FACTOR and vector-decay=FACTOR, separated by commas, or freeze.
-    The first match applies."""
+    """Other rates for parameters whose global names match PATTERN: lr=FACTOR, weight-decay=FACTOR and
+    vector-decay=FACTOR, separated by commas, or freeze. The first match applies (docs/reference/optimizers.md)."""
     lr_layer_decay: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Layer-wise decay of the learning rate: each block learns at this times the rate of the block after it, and the
-    embedding at this times the rate of the first block. 1: off."""
+    """Each block learns at this times the rate of the next block. 1: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
-    """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
+    """Scales gradients down so that their global 2-norm is at most this. 0: off."""
     clip_grad_adaptive: bool = False
-    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/guides/spikes.md): where its z-score z
-    exceeds --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
+    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/guides/spikes.md)."""
     clip_grad_z_threshold: Annotated[float, Range(above=0)] = 2.5
-    """Z-score of the gradient norm above which --clip-grad-adaptive clips."""
+    """Z-score of the norm above which --clip-grad-adaptive clips."""
     clip_grad_decay: Annotated[float, Range(0, below=1)] = 0.97
     """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
     clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
-    """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
+    """Steps that give --clip-grad-adaptive its first mean and variance, and in which only --clip-grad clips."""
 
     @property
     def final_decay_iters(self) -> int:

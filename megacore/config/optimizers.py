@@ -150,14 +150,14 @@ class AdamWConfig(OptimizerSettings):
     former_defaults: ClassVar[Mapping[str, Any]] = {"adam_beta2": 0.999}
 
     adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay rate of Adam's running mean of the gradients."""
+    """Decay rate of the mean of the gradients."""
     adam_beta2: Annotated[float, Range(0, below=1)] = 0.95
-    """Decay rate of Adam's running mean of the squared gradients."""
+    """Decay rate of the mean of the squared gradients."""
     adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Epsilon: the term added to Adam's denominator."""
+    """Term added to Adam's denominator."""
     moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Number format in which --optimizer adamw keeps both moments. bf16: rounded stochastically. int8: 8 bits, with a
-    scale for each block of 256 elements. The update is computed in fp32 (docs/reference/optimizers.md)."""
+    """Number format of both moments of --optimizer adamw. bf16: rounded stochastically. int8: with a scale for each 256
+    elements."""
 
     @property
     def moments(self) -> tuple[StateKind, StateKind]:
@@ -190,9 +190,9 @@ class SGDConfig(OptimizerSettings):
     """Settings of --optimizer sgd."""
 
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
-    """Momentum of --optimizer sgd. 0: no momentum."""
+    """Momentum of --optimizer sgd. 0: none."""
     sgd_nesterov: bool = False
-    """Nesterov's momentum: the step follows the gradient plus --sgd-momentum times the updated momentum."""
+    """Nesterov's momentum."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"sgd_momentum", "sgd_nesterov"} and self.sgd_nesterov and not self.sgd_momentum:
@@ -224,7 +224,7 @@ class LambConfig(OptimizerSettings):
     shares: ClassVar[tuple[str, ...]] = ("adamw",)
 
     lamb_min_coeff: Annotated[float, Range(0)] = 0.0
-    """Least trust ratio: the norm of a matrix divided by that of its step."""
+    """Least trust ratio: norm of a matrix / norm of its step."""
     lamb_max_coeff: Annotated[float | None, Range(above=0)] = None
     """Largest trust ratio. Default: no limit."""
 
@@ -250,9 +250,8 @@ class OneBitAdamConfig(OptimizerSettings):
     uncompressed: ClassVar[str | None] = "adamw"
 
     onebit_freeze_step: Annotated[int | None, Range(1)] = None
-    """Number of updates of the warm-up, in which --optimizer onebitadam is AdamW, and onebitlamb LAMB. Afterwards
-    the variance is frozen, and replicas send one bit per element of the momentum. Default: a fifth of
-    --train-iters."""
+    """Updates of the warm-up, in which onebitadam is AdamW and onebitlamb LAMB. Then the variance is frozen, and
+    replicas send one bit per element of the momentum. Default: a fifth of --train-iters."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -272,7 +271,7 @@ class OneBitLambConfig(OptimizerSettings):
     uncompressed: ClassVar[str | None] = "lamb"
 
     onebit_coeff_beta: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay rate of the running mean of a matrix's trust ratio in the warm-up of --optimizer onebitlamb."""
+    """Decay rate of the mean of a matrix's trust ratio in the warm-up of --optimizer onebitlamb."""
     onebit_factor_min: Annotated[float, Range(above=0)] = 0.5
     """Least factor of that mean after the warm-up."""
     onebit_factor_max: Annotated[float, Range(above=0)] = 4.0
@@ -301,24 +300,23 @@ class MuonConfig(OptimizerSettings):
     joins_slices: ClassVar[bool] = True
 
     muon_parameters: Annotated[str, Flag(metavar="PATTERN")] = "blocks.*"
-    """Matrices that Muon updates, by a pattern of their global names. All other parameters (embedding, head, norms,
-    biases) are updated by AdamW."""
+    """Matrices that Muon updates, by a pattern of global names. AdamW updates the rest."""
     muon_momentum: Annotated[float, Range(0, below=1)] = 0.95
     """Decay rate of Muon's momentum."""
     muon_nesterov: Annotated[bool, Flag(("--muon-use-nesterov",))] = True
-    """Nesterov's momentum: the step follows the momentum and the gradient."""
+    """Nesterov's momentum."""
     muon_num_ns_steps: Annotated[int, Range(1, 99)] = 5
-    """Number of Newton-Schulz steps that make the momentum of a matrix orthogonal."""
+    """Newton-Schulz steps that make the momentum of a matrix orthogonal."""
     muon_ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the Newton-Schulz steps. auto: fp32 with --precision fp32, else bf16."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """Factor of the learning rate for a matrix of r x c. spectral: sqrt(max(r, c)). unit_rms_norm: sqrt(r / c).
+    """Factor of the learning rate for an r x c matrix. spectral: sqrt(max(r, c)). unit_rms_norm: sqrt(r / c).
     shape_scaling: sqrt(max(1, r / c))."""
     muon_extra_scale_factor: Annotated[float, Range(above=0)] = 0.2
-    """Another factor of the learning rate of matrices. With spectral, 0.2 gives steps as large as AdamW's."""
+    """Another factor of that rate. With spectral, 0.2 gives steps as large as AdamW's."""
     muon_split_qkv: Literal["none", "qkv", "heads"] = "qkv"
-    """What counts as one matrix in the projection to queries, keys and values. none: all of it. qkv: the queries of all
-    heads, their keys, and their values. heads: each head's queries, keys or values."""
+    """What is one matrix in the query, key and value projection. none: all of it. qkv: the queries, the keys, the
+    values. heads: each head's queries, keys or values."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -352,13 +350,13 @@ class AdafactorConfig(OptimizerSettings):
     """Settings of --optimizer adafactor."""
 
     adafactor_beta2_decay: Annotated[float, Range(below=0)] = -0.8
-    """Power of the step's number that is the weight of a gradient in Adafactor's second moments."""
+    """Weight of a gradient in the second moments: the step's number to this power."""
     adafactor_eps1: Annotated[float, Range(above=0)] = 1e-7
     """Least root of a second moment."""
     adafactor_eps2: Annotated[float, Range(above=0)] = 1e-3
-    """Least root mean square of a parameter, which the learning rate is multiplied by."""
+    """Least root mean square of a parameter, which multiplies the learning rate."""
     adafactor_clip: Annotated[float, Range(above=0)] = 1.0
-    """Largest root mean square of a parameter's step, without the learning rate."""
+    """Largest root mean square of a parameter's step / learning rate."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:

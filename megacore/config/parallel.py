@@ -29,72 +29,63 @@ class ParallelConfig(Section):
     former_defaults: ClassVar[Mapping[str, Any]] = {"pipeline_balance": "parameters", "schedule": "1f1b"}
 
     tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
-    """Tensor-parallel degree: number of ranks that share the weights of each layer. They are neighbouring ranks."""
+    """Tensor-parallel degree: neighbouring ranks that share the weights of each layer."""
     pp: Annotated[int, Range(1), Flag(("--pipeline-model-parallel-size",))] = 1
-    """Pipeline-parallel degree: number of ranks that the layers are divided over. At most --num-layers."""
+    """Pipeline-parallel degree: ranks that the layers are divided over. At most --num-layers."""
     dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
-    """Data-parallel degree: number of model replicas that share the batch. Default: the number of processes divided by
-    --tp x --cp x --pp."""
+    """Data-parallel degree: model replicas that share the batch. Default: the number of processes divided by --tp x
+    --cp x --pp."""
     cp: Annotated[int, Range(1), Flag(("--context-parallel-size",))] = 1
-    """Context-parallel degree: number of ranks that share each sequence, for sequences whose activations do not fit on
-    one. Every rank holds the weights, and --seq-length / --cp positions. 2 x --cp must divide --seq-length."""
+    """Context-parallel degree: ranks that share each sequence. 2 x --cp must divide --seq-length."""
     cp_comm: Literal["auto", "allgather", "ring", "ulysses"] = "auto"
-    """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
-    a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
-    shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ulysses if it sends the fewest bytes and --tp x --cp is at most 8, else ring; for pretrain_bert.py, whose
-    attention is not causal, allgather."""
+    """How --cp ranks exchange keys and values. allgather: all of them, a layer at a time. ring: in a circle, during
+    attention. ulysses: positions for heads. auto: ulysses if it sends the fewest bytes and --tp x --cp is at most 8,
+    else ring; allgather for BERT."""
     ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
-    """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
-    ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
+    """Expert-parallel degree: ranks of a pipeline stage that divide the experts. --ep x --etp must divide --dp x --cp x
+    --tp."""
     etp: Annotated[int | None, Range(1), Flag(("--expert-tensor-parallel-size",))] = None
-    """Number of tensor-parallel ranks that split each expert: --tp, or 1, which needs --sequence-parallel where --tp is
-    above 1. Default: --tp."""
+    """Ranks that split each expert: --tp or 1. 1 needs --sequence-parallel where --tp is above 1. Default: --tp."""
     schedule: ScheduleName = "auto"
-    """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
-    forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
-    stages per rank, which divides the bubble by that number. zero-bubble: weight gradients fill the bubble, which
-    shrinks to about a third (ZB-H1); with --recompute full it is 1f1b."""
+    """Pipeline schedule. gpipe: all forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b
+    over --virtual-stages stages per rank. zero-bubble: ZB-H1; with --recompute full it is 1f1b. auto: the fastest by
+    simulation that fits into memory."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
-    """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more; --schedule auto chooses it."""
+    """Stages on each pipeline rank: at least 2 for --schedule interleaved. --schedule auto chooses it."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
-    """Reads the pipeline schedule from a CSV file instead of --schedule. The file has one row per rank and one
-    computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
+    """Reads the pipeline schedule from a CSV file: one row per rank, one computation per cell (0F0,0F1,0B0,0B1).
+    Default: no file."""
     pipeline_balance: Literal["time", "parameters", "flops", "uniform"] = "time"
-    """What the division of layers into stages balances: predicted time, parameters (for memory), floating-point
-    operations, or the number of layers (uniform). Where the stages of time do not fit into memory and those of
-    parameters do, time takes these."""
+    """What the division of layers into stages balances. time: predicted time, or parameters where its stages do not fit
+    into memory. uniform: the number of layers."""
     pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
-    """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
-    transformer block, H the head. Default: balanced as --pipeline-balance says."""
+    """Layers of each stage, written out: E embedding, t block, H head. | separates stages, commas separate layers.
+    Default: balanced as --pipeline-balance says."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
-    """ZeRO stage, 0 to 3: what the --dp x --cp ranks shard. 0: nothing. 1: optimizer state and master weights.
-    2: gradients too. 3: parameters too. The results are the same for every stage."""
+    """What the --dp x --cp ranks shard. 1: optimizer state and master weights. 2: gradients too. 3: parameters too.
+    Results are the same for every stage."""
     zero_shard_size: Annotated[int | None, Range(2)] = None
-    """Number of neighbouring --dp x --cp ranks that shard with --zero-stage 1 and above, such as those of a node.
-    Each such group is a replica, and gradients are all-reduced over the groups once per step. Default: all of them."""
+    """Neighbouring --dp x --cp ranks that shard with --zero-stage 1 to 3, such as those of a node. Gradients are
+    all-reduced between these groups. Default: all of them."""
     sequence_parallel: bool | None = None
-    """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
-    divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
+    """Splits norms, dropout and residuals along the sequence over the --tp ranks. --tp must divide --seq-length.
+    Default: on with accelerators if --tp divides --seq-length, else off."""
     offload_optimizer: bool = False
-    """ZeRO-Offload: master weights and optimizer moments stay in host memory and are updated there. The device keeps
-    parameters and gradients."""
+    """ZeRO-Offload: master weights and optimizer state stay in host memory and are updated there."""
     offload_params: bool = False
-    """With --zero-stage 3 and --offload-optimizer, keeps parameters and gradients in host memory too, also with one
-    replica. The parameters of a layer are copied to the device while the previous layer computes."""
+    """Keeps parameters and gradients in host memory too. Needs --zero-stage 3 and --offload-optimizer."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
-    """Size in MiB of the buckets in which gradients are reduced and parameters gathered over --dp. A bucket is never
-    larger than a quarter of a stage. With more than 16 ranks buckets grow, so that each rank's share keeps 1 MiB, or
-    1/16 of this size if that is less."""
+    """Size in MiB of the buckets in which gradients are reduced and parameters gathered: at most a quarter of a stage.
+    With more than 16 ranks buckets grow."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp during backward."""
     overlap_param_gather: bool = True
     """Gathers updated parameters during the next forward, with --zero-stage 1 or 2."""
     device: str = "auto"
-    """Device to compute on: auto, cpu, cuda, or torch's name of another accelerator. auto: cuda if available, else cpu.
-    The backend is NCCL on cuda and gloo on cpu."""
+    """Device to compute on: auto, cpu, cuda, or torch's name of another accelerator. auto: cuda if available, else
+    cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
-    """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
+    """Minutes that a collective waits for a missing rank before the run fails."""
 
     @property
     def expert_split(self) -> int:

@@ -22,26 +22,24 @@ class PrecisionConfig(Section):
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Number format of parameters and activations. auto: bf16 on accelerators with fast bf16 products, else fp32.
-    Master weights and optimizer moments are always fp32. Gradients are accumulated in --grad-reduce-dtype."""
+    Master weights and optimizer moments are fp32."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which gradients are accumulated and reduced. bf16 halves their memory and traffic, and rounds
-    each sum over microbatches and ranks to 8 bits."""
+    """Number format in which gradients are accumulated and reduced. bf16 halves memory and traffic, and rounds each sum
+    to 8 bits."""
     grad_reduce_compression: Literal["none", "bf16", "int8"] = "none"
-    """Number format in which gradients are sent to be reduced over the --dp x --cp ranks. int8: 8 bits, with a scale
-    for each block of 256 elements. Each rank adds its rounding error to its next message, and keeps it as one fp32
-    number per parameter. none: --grad-reduce-dtype."""
+    """Number format in which gradients are sent. int8: a scale for each 256 elements, and one fp32 number per parameter
+    that carries the rounding error to the next message. none: --grad-reduce-dtype."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
     initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
-    """First value of the dynamic loss scale of --precision fp16. Default: 65536 times the number of microbatches in a
-    global batch, rounded up to a power of two, so that the mean loss of each microbatch is scaled by 65536 or more."""
+    """First value of the dynamic loss scale of --precision fp16. Default: 65536 x microbatches in a global batch,
+    rounded up to a power of two."""
     min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
-    """Smallest value of the dynamic loss scale. The run stops at an overflow that would halve it further."""
+    """Smallest dynamic loss scale. The run stops at an overflow that would halve it further."""
     loss_scale_window: Annotated[int, Range(1)] = 1000
-    """Number of consecutive steps without overflow after which the loss scale doubles."""
+    """Consecutive steps without overflow after which the loss scale doubles."""
     hysteresis: Annotated[int, Range(1)] = 2
-    """Number of overflows at which the dynamic loss scale first halves. After that each overflow halves it, until it
-    doubles again (--loss-scale-window); then counting restarts."""
+    """Overflows at which the loss scale first halves. Then each overflow halves it, until it doubles again."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:

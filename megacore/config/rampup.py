@@ -50,9 +50,8 @@ class RampupConfig(Section):
     """The growth of the global batch size at the start."""
 
     rampup_batch_size: Annotated[tuple[str, ...], Flag(metavar="START INCREMENT SAMPLES")] = ()
-    """Starts with a global batch of START samples, which grows in equal intervals by INCREMENT, and reaches
-    --global-batch-size after SAMPLES samples. START and INCREMENT are multiples of --micro-batch-size x --dp.
-    Learning rate, warm-up and decay follow the samples: their steps are steps of --global-batch-size."""
+    """Global batches grow from START samples, in equal intervals by INCREMENT, to --global-batch-size after SAMPLES
+    samples. START and INCREMENT are multiples of --micro-batch-size x --dp. The learning rate follows the samples."""
 
     def ramp(self) -> Ramp | None:
         """The ramp, if there is one.

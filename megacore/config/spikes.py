@@ -14,19 +14,16 @@ class SpikeConfig(Section):
     """When the loss jumps (docs/guides/spikes.md)."""
 
     on_spike: Literal["none", "warn", "skip", "rollback"] = "warn"
-    """What to do when the loss or the gradient norm of a step spikes. none: nothing. warn: a warning. skip: the step
-    leaves the weights unchanged. rollback: the run returns to its last checkpoint and skips the data since then."""
+    """What to do when the loss or the gradient norm spikes. warn: a warning. skip: the step leaves the weights
+    unchanged. rollback: back to the last checkpoint, without the data since then."""
     spike_threshold: Annotated[float, Range(above=0)] = 10.0
-    """A spike is a loss or gradient norm above median + this x robust deviation of the last accepted values. The robust
-    deviation is 1.4826 x the median absolute deviation, and at least 1% of the median loss or 10% of the median
-    norm."""
+    """A spike is a value above median + this x robust deviation of the last accepted values (docs/guides/spikes.md)."""
     spike_window: Annotated[int, Range(4, 100_000)] = 128
-    """Number of accepted values for the median and the deviation. The guard becomes active when half as many exist
-    and --lr-warmup-iters is over."""
+    """Accepted values for the median and the deviation. The guard needs half as many, and the end of the warm-up."""
     spike_skip_batches: Annotated[int, Range(0, 1_000_000)] = 10
-    """Number of global batches after the spike that --on-spike rollback skips too."""
+    """Global batches after the spike that rollback skips too."""
     max_rollbacks: Annotated[int, Range(1, 1000)] = 3
-    """Number of rollbacks after which the next spike stops the run."""
+    """Rollbacks after which the next spike stops the run."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "on_spike" in wrong:

@@ -13,9 +13,7 @@ class StartConfig(Section):
     """Which parts of a checkpoint a run starts from."""
 
     pretrained_checkpoint: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Starts from the weights of this checkpoint, or of the newest of a run's output directory: at step 0, with new
-    optimizer state, at the beginning of the data. With --load auto only where --output-dir has no checkpoint yet.
-    Default: weights drawn from --seed."""
+    """Starts at step 0 from the weights of this checkpoint, or of the newest of a run, with new optimizer state. With
+    --load auto, only where --output-dir has no checkpoint. Default: weights drawn from --seed."""
     load_optim: bool = True
-    """Loads the optimizer's state with --load. Without it the run keeps its step and its position in the data, and
-    the optimizer starts from scratch."""
+    """Loads the optimizer's state with --load. Without it the run keeps its step and its position in the data."""

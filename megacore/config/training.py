@@ -17,78 +17,70 @@ class TrainingConfig(Section):
     """Batch sizes, number of steps, evaluation, recomputation, loss, and the output directory."""
 
     micro_batch_size: Annotated[int, Range(1, 1_000_000)] = 1
-    """Number of samples in a microbatch: one forward pass of one replica."""
+    """Samples in one forward pass of one replica."""
     global_batch_size: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Number of samples per step over all replicas. A multiple of --micro-batch-size x --dp. Default:
-    --micro-batch-size x --dp, one microbatch per replica."""
+    """Samples per step over all replicas. A multiple of --micro-batch-size x --dp. Default: --micro-batch-size x
+    --dp."""
     train_iters: Annotated[int, Range(1)]
-    """Number of training steps, counted from the start of the run, before any resume."""
+    """Training steps, counted from the start of the run, before any resume."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
-    """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
-    CPUs; on cuda only with --deterministic or --reproducible."""
+    """Seed of initial weights, dropout and data order. On cuda, repeating a run bitwise needs --deterministic or
+    --reproducible."""
     deterministic: bool = False
-    """Chooses operators that add in the same order each time: two runs with the same seed and layout are bitwise equal
-    on cuda too. Without effect on CPUs, where they always are. --reproducible includes it."""
+    """Makes two runs with the same seed and layout bitwise equal on cuda, as they always are on CPUs."""
     reproducible: bool = False
-    """Makes losses and weights bitwise equal for every --tp, --cp, --pp, --dp, --ep, --zero-stage and schedule, with
-    the same --micro-batch-size. Slower; a gradient takes 8 bytes during accumulation (docs/explain/numerics.md)."""
+    """Makes losses and weights bitwise equal for every layout, --zero-stage and schedule with the same
+    --micro-batch-size. Slower; a gradient takes 8 bytes during accumulation (docs/explain/numerics.md)."""
     reproducible_blocks: Annotated[int | None, Range(1)] = None
-    """Number of blocks into which --reproducible divides every sum that --tp or --cp would split: a power of two
-    that --tp divides. Runs with the same number are bitwise equal. 1: sums are not divided, and another --tp rounds
-    differently. Default: the largest of 8, 4, 2 and 1 into which the model can be divided."""
+    """Blocks into which --reproducible divides every sum that --tp or --cp would split: a power of two that --tp
+    divides. Only runs with the same number are bitwise equal. Default: the largest of 8, 4, 2 and 1 that divides the
+    model."""
     eval_interval: Annotated[int, Range(0)] = 1000
-    """Number of steps between evaluations on the validation split. 0: no evaluation."""
+    """Steps between evaluations on the validation split. 0: none."""
     eval_iters: Annotated[int | None, Range(0)] = None
-    """Number of global batches per evaluation. 0: no evaluation, as with --eval-interval 0. Default: a tenth of the
-    steps between two evaluations, from 1 to 100."""
+    """Global batches per evaluation. 0: no evaluation. Default: a tenth of the steps between evaluations, from 1 to
+    100."""
     skip_train: bool = False
-    """Evaluates once instead of training, and saves no checkpoint: the model of --load, --init-from-hf or
-    --pretrained-checkpoint on the validation split."""
+    """Evaluates the model of --load, --init-from-hf or --pretrained-checkpoint once instead of training. Saves no
+    checkpoint."""
     output_dir: Annotated[str, Flag(metavar="DIR")] = "output"
-    """Output directory for checkpoints, metrics.jsonl and the resolved config.toml. Created if it does not exist."""
+    """Directory for checkpoints, metrics.jsonl and the resolved config.toml."""
     max_bad_steps: Annotated[int, Range(1)] = 10
-    """Stops the run after this many consecutive bad steps. A step is bad if its loss or gradient is not finite; it
-    leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
+    """Consecutive bad steps that stop the run. A bad step has a loss or gradient that is not finite, and leaves the
+    weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
-    """Activation recomputation (activation checkpointing): what backward computes again instead of saving it in
-    memory. selective: attention between its projections. light: the outputs of norms and of the MLP's activation,
-    but no matrix product; it has no effect with --compile. full: whole transformer blocks; only their inputs are
-    saved. The results are bitwise the same."""
+    """What backward computes again instead of saving it. selective: attention between its projections. light: outputs
+    of norms and of the MLP's activation, without effect with --compile. full: whole blocks. Results are bitwise the
+    same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
-    """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
-    of them."""
+    """First blocks of each pipeline stage that --recompute full applies to. Default: all of them."""
     offload_activations: bool = False
-    """Copies the activations that transformer blocks save for backward to host memory, while the next block
-    computes, and back in backward. The device holds the activations of two blocks. On a CPU it does nothing,
-    because they already are in host memory. The results are bitwise the same."""
+    """Copies saved activations to host memory while the next block computes, and back in backward. The device holds
+    those of two blocks. No effect on a CPU."""
     distribute_saved_activations: bool = False
-    """Shards the block inputs that --recompute full saves over the --tp ranks, which all-gather them in backward. The
-    results are bitwise the same. --sequence-parallel already shards them."""
+    """Shards the block inputs that --recompute full saves over the --tp ranks. --sequence-parallel already does."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
-    """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
-    (on a CPU) dropout run in blocks (docs/explain/kernels.md). fused-softmax: separate score, softmax and value
-    products, which keep the attention weights in memory. auto: sdpa."""
+    """Implementation of attention. sdpa: torch's fused operator; above 1024 positions some masks run in blocks
+    (docs/explain/kernels.md). fused-softmax: separate products, which keep the attention weights in memory. auto:
+    sdpa."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
     compile: bool = False
-    """Compiles transformer blocks and the loss with torch.compile, which fuses their operators into fewer kernels. The
-    first step takes a minute or more. With --loss-chunks 2 or more the loss is not compiled."""
+    """Compiles blocks and loss with torch.compile. The first step takes a minute or more. With --loss-chunks 2 or more
+    the loss is not compiled."""
     compile_backend: Literal["inductor", "aot-eager"] = "inductor"
-    """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: runs PyTorch's
-    operators, for finding out whether capture or generated code changes a result."""
+    """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: PyTorch's
+    operators, to find out whether capture or generated code changes a result."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
-    """Label smoothing: share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations
-    do not use it."""
+    """Share of the target probability that is spread over the vocabulary. Not in evaluations."""
     z_loss: Annotated[float, Range(0)] = 0.0
-    """Weight of the z-loss, the square of the softmax's log-normaliser, in the training loss. 0: off. Evaluations do
-    not use it."""
+    """Weight of the square of the softmax's log-normaliser in the training loss. Not in evaluations."""
     loss_chunks: Annotated[int | None, Range(1, 1024), Flag()] = None
-    """Number of chunks of the vocabulary in which the output head computes logits and loss, one chunk at a time.
-    With more than one chunk, backward computes the logits again. Default: the fewest with at most 2 GiB of logits."""
+    """Chunks of the vocabulary in which the output head computes logits and loss. With several, backward computes the
+    logits again. Default: the fewest with at most 2 GiB of logits."""
     memory_check: bool = True
-    """Refuses a run that needs more memory than is available, before it allocates anything, and says what would fit
-    (docs/guides/memory.md)."""
+    """Refuses a run that needs more memory than is available, and says what would fit (docs/guides/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         for name in ("eval_interval", "eval_iters") if self.skip_train else ():

@@ -13,13 +13,11 @@ class WatchConfig(Section):
     """Finds hangs and corruption (docs/guides/watching.md)."""
 
     hang_timeout_minutes: Annotated[float, Range(0, 10080)] = 5.0
-    """Minutes without progress within a step after which the watchdog reports the run as hung and ends it. If ten
-    median steps take longer, that is the limit. Saves, evaluations, the first step and index builds may take a
-    multiple of these minutes (docs/guides/watching.md). 0: no watchdog."""
+    """Minutes without progress in a step, at least ten median steps, after which the watchdog ends the run as hung.
+    Saves, evaluations and the first step may take longer (docs/guides/watching.md). 0: off."""
     check_replicas_interval: Annotated[int, Range(0), Flag(("--check-weight-hash-across-dp-replicas-interval",))] = 100
-    """Compares replicated weights, master weights and optimizer state bit by bit between ranks, at this
-    interval of steps and before each save. The run stops with status 3 if they differ. 0: no checks."""
+    """Steps between bitwise comparisons of replicated weights and optimizer state, also made before each save. A
+    difference stops the run with status 3. 0: off."""
     replay_interval: Annotated[int, Range(0)] = 0
-    """Computes one microbatch a second time on the same rank, at this interval of steps, and compares its loss and
-    gradients bit by bit. The run stops with status 3 if they differ. On accelerators it needs --reproducible. 0: no
-    replays."""
+    """Steps between replays of a microbatch, whose loss and gradients must be bitwise the same. A difference stops the
+    run with status 3. On accelerators it needs --reproducible. 0: off."""
