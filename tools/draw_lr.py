@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write: .svg, or .png (needs matplotlib). Default: a table in the terminal.",
+        help=".svg, or .png with matplotlib. Default: a table in the terminal.",
     )
     words = with_config(sys.argv[1:] if argv is None else argv)
     known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])

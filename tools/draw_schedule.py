@@ -59,30 +59,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--csv",
         type=Path,
         metavar="FILE",
-        help="draw your own schedule: one row per rank, one computation per cell, such as 0F0, 0B0, 0I0, 0W0",
+        help="your own schedule: one row per rank, one computation per cell (0F0, 0B0, 0I0, 0W0)",
     )
     source.add_argument(
         "run",
         nargs="?",
         type=Path,
         metavar="RUN",
-        help="draw what a run with --trace measured, by its output directory",
+        help="output directory of a run with --trace",
     )
     source.add_argument("--from-trace", type=Path, metavar="FILE", help="the same, by the path of its trace.json")
-    parser.add_argument("--pp", type=positive, metavar="P", help="number of pipeline ranks")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="number of microbatches per step")
+    parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step")
     parser.add_argument(
         "--virtual-stages",
         type=positive,
         metavar="V",
-        help="number of stages per rank; --schedule interleaved needs it",
+        help="stages per rank; --schedule interleaved needs it",
     )
     parser.add_argument(
         "--costs",
         type=_costs,
         metavar="F,B,W",
-        help="times of the forward, the input gradient and the weight gradient on a rank; a backward takes B + W. "
-        "Default: 1,1,1.",
+        help="times of forward, input gradient and weight gradient; a backward takes B + W. Default: 1,1,1.",
     )
     parser.add_argument(
         "--transfer", type=_transfer, metavar="T", help="time of a transfer from one rank to another. Default: 0."
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write: .svg, or .png (needs matplotlib). Default: draw in the terminal.",
+        help=".svg, or .png with matplotlib. Default: draw in the terminal.",
     )
     return run_tool(parser, argv, _draw)
 

@@ -73,8 +73,8 @@ def _parser() -> ToolParser:
     add = parser.add_argument
     add("text", metavar="TEXT", help="text with one or more [MASK]")
     add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
-    add("--top-k", type=positive, default=5, metavar="K", help="number of predictions per mask. Default: 5.")
-    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
+    add("--top-k", type=positive, default=5, metavar="K", help="predictions per mask. Default: 5.")
+    add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
     return parser
 
 

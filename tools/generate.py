@@ -98,25 +98,24 @@ def _parser() -> ToolParser:
         type=top_k,
         default=0,
         metavar="K",
-        help="sample only from the K most likely tokens; 0: from all. Default: 0.",
+        help="sample from the K most likely tokens; 0: from all. Default: 0.",
     )
     add(
         "--top-p",
         type=top_p,
         default=1.0,
         metavar="P",
-        help="sample only from the most likely tokens whose probabilities sum to P. Default: 1.",
+        help="sample from the most likely tokens whose probabilities sum to P. Default: 1.",
     )
     add(
         "--repetition-penalty",
         type=repetition_penalty,
         default=1.0,
         metavar="R",
-        help="divide the positive logits of all tokens of the text so far by R, and multiply the negative ones: above "
-        "1, a small model repeats itself less; 1: off. Default: 1.",
+        help="divide positive logits of tokens that the text has by R, multiply negative ones; 1: off. Default: 1.",
     )
     add("--seed", type=seed, default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
-    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
+    add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
     add_program(parser)
     return parser
 

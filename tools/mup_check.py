@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help="picture to write: .svg, or .png (needs matplotlib). Default: none.",
+        help=".svg, or .png with matplotlib. Default: none.",
     )
     return run_tool(parser, argv, _check)
 

@@ -160,21 +160,20 @@ def _parser() -> ToolParser:
         "--prefix",
         choices=("auto", "bos", "eod", "none"),
         default="auto",
-        help="token before each document, which is not predicted; none: the document's first token is not predicted. "
-        "Default: auto, bos if the tokenizer has one, else eod.",
+        help="token before each document, which is not predicted. Default: auto, bos if the "
+        "tokenizer has one, else eod.",
     )
     add("--context", type=positive, metavar="N", help="tokens that the model reads at once. Default: its positions.")
     add(
         "--stride",
         type=positive,
         metavar="N",
-        help="tokens between two windows of a long document: each token but the first ones has at least context - N "
-        "tokens before it. Default: half of the context.",
+        help="tokens between two windows of a long document. Default: half of the context.",
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="windows computed at once. Default: 8.")
-    add("--per-document", metavar="FILE", help="also write a line of JSON for each document to this file")
+    add("--per-document", metavar="FILE", help="also write a line of JSON for each document")
     add("--json", action="store_true", help="print one line of JSON instead of text")
-    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
+    add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
     add_program(parser)
     return parser
 

@@ -47,8 +47,7 @@ def _parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text files to read: .jsonl or plain text, optionally compressed (.gz, .zst), or .parquet (pip install "
-        "pyarrow)",
+        help=".jsonl or plain text, also .gz and .zst, or .parquet (pip install pyarrow)",
     )
     add(
         "--tokenizer",
@@ -56,8 +55,7 @@ def _parser() -> ToolParser:
         "--vocab-file",
         required=True,
         metavar="PATH",
-        help="tokenizer: the output of train_tokenizer.py, a tokenizer.json, a transformers directory, a SentencePiece "
-        ".model, GPT-2's vocab.json or BERT's vocab.txt",
+        help="a tokenizer.json or a directory with one, a SentencePiece .model, GPT-2's vocab.json or BERT's vocab.txt",
     )
     add(
         "--merge-file",
@@ -75,14 +73,13 @@ def _parser() -> ToolParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the .jsonl objects, or columns of .parquet files, to read; each has a separate output. "
-        "Default: text.",
+        help="keys of the .jsonl objects, or columns of .parquet files; each has its own output. Default: text.",
     )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
         "--split-sentences",
         action="store_true",
-        help="make each sentence a sequence of its document, as BERT's sentence pairs need it: writes P_text_sentence",
+        help="make each sentence a sequence, for BERT's sentence pairs: writes P_text_sentence",
     )
     add(
         "--text-unit",
@@ -95,36 +92,35 @@ def _parser() -> ToolParser:
         type=worker_count,
         default=available_cores(),
         metavar="N",
-        help="number of processes that tokenize. Default: one per core.",
+        help="processes that tokenize. Default: one per core.",
     )
     add(
         "--encoder",
         choices=("auto", "tiktoken", "tokenizers"),
         default="auto",
-        help="encoder of byte-level BPE. tiktoken: several times as fast (pip install tiktoken); used only if it "
-        "gives the same ids for the vocabulary and the first megabytes of the input. auto: tiktoken for inputs of 16 "
-        "MB or more, if possible, else tokenizers. Default: auto.",
+        help="encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the "
+        "same ids. auto: tiktoken for inputs of 16 MB or more, if possible. Default: auto.",
     )
     add(
         "--deduplicate",
         action="store_true",
-        help="drop a document whose texts equal those of an earlier one, over all inputs",
+        help="drop a document whose texts equal those of an earlier one",
     )
     add("--strict", action="store_true", help="refuse the input at its first bad line")
     add(
         "--sft",
         action="store_true",
-        help="read conversations for supervised fine-tuning, of which only the assistant's replies are predicted: "
-        ".jsonl lines with messages (a list of role and content), or with prompt and completion. Writes P_sft_document "
-        "and its loss mask, P_sft_document_loss_mask. All bad lines are refused together",
+        help="read conversations: .jsonl lines with messages (a list of role and content), or with "
+        "prompt and completion. Only the assistant's replies are predicted. Writes "
+        "P_sft_document and its loss mask, P_sft_document_loss_mask",
     )
     add(
         "--chat-template",
         choices=get_args(ChatTemplate),
         default="auto",
-        help="how --sft renders messages. tokenizer: by the chat template of the tokenizer's directory, with "
-        "transformers. plain: <|role|> on a line, then the content, with the end-of-document token after each reply. "
-        "auto: tokenizer if there is one, else plain. Default: auto.",
+        help="how --sft renders messages. tokenizer: by the chat template of the tokenizer's "
+        "directory, with transformers. plain: <|role|> on a line, then the content. auto: "
+        "tokenizer if there is one, else plain. Default: auto.",
     )
     return parser
 

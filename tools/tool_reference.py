@@ -33,13 +33,23 @@ END = "<!-- tools: end -->"
 PARTS = {
     "Data": ("train_tokenizer", "preprocess_data", "merge_datasets"),
     "Before a run": ("rehearse", "plan", "verify", "draw_schedule", "draw_lr"),
-    "After a run": ("generate", "fill_mask", "perplexity", "inspect_checkpoint", "convert_checkpoint", "report"),
-    "Of developers": ("where", "mup_check", "flag_reference", "tool_reference"),
+    "During and after a run": (
+        "where",
+        "generate",
+        "fill_mask",
+        "perplexity",
+        "inspect_checkpoint",
+        "convert_checkpoint",
+        "report",
+    ),
+    "Of developers": ("mup_check",),
 }
 """Tools by the part of the reference that has them."""
+_COMMANDS = 2  # of each tool; guides show more
 UNLISTED = {
     "build_docs": "`make docs`",
     "deepspeed_reference": "writes the tables of coming-from-deepspeed.md",
+    "flag_reference": "writes configuration.md",
     "generated_pages": "what the tools that write documentation share",
     "kernel_cases": "what kernel_report measures",
     "kernel_liger": "what kernel_report compares with",
@@ -47,6 +57,7 @@ UNLISTED = {
     "megatron_reference": "writes the tables of coming-from-megatron.md",
     "prose": "finds the English of the quick start's corpus",
     "quickstart": "`make quickstart`",
+    "tool_reference": "writes this page",
     "run_lm_eval": "the program of lm-evaluation-harness, with its flags",
 }
 """Tools that a make target or another tool starts."""
@@ -95,37 +106,34 @@ def _part(part: str, names: Sequence[str]) -> Iterator[str]:
 def _tool(name: str) -> Iterator[str]:
     module = importlib.import_module(f"tools.{name}")
     first, _, rest = str(module.__doc__).partition("\n\n")
-    examples = _commands(rest)
+    script = console_scripts().get(name)
     yield f"### {name}"
     yield ""
-    yield " ".join(first.split())
+    yield (f"`{script}`: " if script else "") + " ".join(first.split())
     yield ""
-    if script := console_scripts().get(name):
-        yield f"Installed as `{script}`."
-        yield ""
-    if examples:
-        yield from ("```bash", *examples, "```", "")
+    yield from ("```bash", *_commands(rest), "```", "")
     options = _options(help_of(name))
     if options:
-        yield "```text"
-        yield options
-        yield "```"
-        yield ""
+        yield from ("```text", options, "```", "")
 
 
 def _commands(text: str) -> list[str]:
-    """The lines of the commands of a docstring, with those that continue one."""
-    lines: list[str] = []
-    for line in textwrap.dedent(text).splitlines():
-        if re.match(r" *(python|torchrun) ", line) or (lines and lines[-1].endswith("\\")):
-            lines.append(line.rstrip())
-    return textwrap.dedent("\n".join(lines)).splitlines()
+    """The first commands of a docstring, without their comments, in lines of at most 80 columns."""
+    commands = re.findall(r"^ *((?:python|torchrun) (?:.*\\\n)*.*)$", text, re.MULTILINE)
+    lines = []
+    for command in commands[:_COMMANDS]:
+        line = " ".join(command.partition(" #")[0].replace("\\\n", " ").split())
+        line = re.sub(r"(--[\w-]+) (?!-)", "\\1\xa0", line)  # a flag and its value stay together
+        wrapped = textwrap.wrap(line, 78, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        lines += [part.replace("\xa0", " ") for part in ([f"{part} \\" for part in wrapped[:-1]] + wrapped[-1:])]
+    return lines
 
 
 def _options(text: str) -> str:
     """The part of a help text that lists arguments."""
     found = re.search(r"^(?:positional arguments|options|[A-Za-z ]+):\n {2}\S", text, re.MULTILINE)
-    return text[found.start() :].rstrip() if found else ""
+    listed = re.sub(r"^(options:\n)? +-h, --help .*\n", "", text[found.start() :] if found else "", flags=re.MULTILINE)
+    return listed.replace("positional arguments:\n", "").rstrip()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text files to read: .jsonl or plain text, optionally compressed (.gz, .zst)",
+        help=".jsonl or plain text, also .gz and .zst",
     )
     add(
         "--model",
@@ -63,7 +63,7 @@ def _parser() -> ToolParser:
         type=vocabulary_size,
         required=True,
         metavar="N",
-        help="largest size of the vocabulary, including special tokens",
+        help="largest vocabulary, with special tokens",
     )
     add("--output", required=True, metavar="DIR", help="directory to write; created if it does not exist")
     add(
@@ -71,7 +71,7 @@ def _parser() -> ToolParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the .jsonl objects to read. Default: text.",
+        help="keys of the .jsonl objects. Default: text.",
     )
     add(
         "--text-unit",

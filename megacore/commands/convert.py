@@ -53,8 +53,8 @@ def parser() -> ToolParser:
         dest="source",
         required=True,
         choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp"),
-        help="format of the input. megatron: Megatron-LM's torch format or torch_dist; torch_dist: the same. "
-        "dcp: torch.distributed.checkpoint",
+        help="format of the input. megatron: Megatron-LM's torch format or torch_dist. dcp: "
+        "torch.distributed.checkpoint",
     )
     add(
         "--to",
@@ -63,90 +63,87 @@ def parser() -> ToolParser:
         choices=("hf", "megacore", "dcp", *_OF_MEGATRON),
         help="format of the output",
     )
-    made.add_run("--input", help="run or directory to read, in the format --from; with --from megacore also a URL")
+    made.add_run("--input", help="run or directory to read; with --from megacore also a URL")
     add("--output", required=True, type=local_path, metavar="DIR", help="the directory to create; it must not exist")
     add(
         "--max-shard-size",
         type=size,
         default=size("5GB"),
         metavar="SIZE",
-        help="largest size of a weight file, such as 500MB. Default: 5GB.",
+        help="largest weight file, such as 500MB. Default: 5GB.",
     )
     add(
         "--dtype",
         choices=("keep", *DTYPES),
         default="keep",
-        help="number format of the exported weights; keep: as stored. Default: keep.",
+        help="number format of the exported weights. Default: keep.",
     )
     add(
         "--vocab-size",
         type=positive,
         metavar="N",
-        help="size of the vocabulary without padding, for --from megatron, torch_dist and (of Megatron-DeepSpeed) "
-        "deepspeed. Default: the size in the checkpoint's args, else the padded size.",
+        help="vocabulary without padding, for --from megatron, torch_dist and deepspeed. Default: "
+        "the size in the checkpoint's args, else the padded size.",
     )
     add(
         "--ignore-config-field",
         metavar="NAME[,NAME]",
-        help="fields of the input's config.json to leave out, for --from hf. The comparison of logits still decides.",
+        help="fields of the input's config.json to leave out, for --from hf",
     )
     add(
         "--upcycle",
         type=positive,
         metavar="E",
-        help="turns a dense checkpoint into a mixture of E experts, with --from megacore --to megacore: every "
-        "expert starts as a copy of the feed-forward layer.",
+        help="turns a dense checkpoint into a mixture of E copies of the feed-forward layer, with "
+        "--from megacore --to megacore",
     )
     add(
         "--moe-router-topk",
         type=positive,
         metavar="K",
-        help="number of experts that each token of the --upcycle mixture uses. Default: 2.",
+        help="experts that each token of this mixture uses. Default: 2.",
     )
     add(
         "--like",
         type=local_path,
         metavar="DIR",
-        help="use the config.json and tokenizer of this directory: for an export, and for --from dcp and deepspeed, "
-        "whose files do not describe the model",
+        help="take config.json and tokenizer from this directory: for an export, and for --from dcp and deepspeed",
     )
     add(
         "--ema",
         action="store_true",
-        help="export the moving average of the weights (--ema-decay of the run) instead of the weights, with --from "
-        "megacore.",
+        help="export the moving average of the weights (--ema-decay of the run), with --from megacore",
     )
     add(
         "--dcp-names",
         choices=("torchtitan", "hf"),
-        help="names of the tensors of --to dcp: torchtitan's, of its Llama, or those of transformers. Default: "
-        "torchtitan.",
+        help="tensor names of --to dcp. Default: torchtitan.",
     )
     add(
         "--tp",
         type=positive,
         metavar="N",
-        help="number of tensor-parallel ranks, for --to megatron. Default: 1.",
+        help="tensor-parallel ranks, for --to megatron. Default: 1.",
     )
-    add("--pp", type=positive, metavar="N", help="number of pipeline ranks, for --to megatron. Default: 1.")
+    add("--pp", type=positive, metavar="N", help="pipeline ranks, for --to megatron. Default: 1.")
     add(
         "--megatron-norms",
         choices=("fused", "apart"),
-        help="parameter names of norms with --to megatron. fused: in the projections after them, as with "
-        "--transformer-impl transformer_engine. apart: as with --transformer-impl local. Default: fused.",
+        help="names of norms with --to megatron. fused: as with --transformer-impl "
+        "transformer_engine. apart: as with local. Default: fused.",
     )
     add(
         "--check-tokens",
         type=local_path,
         metavar="FILE",
-        help="text on which the two models are compared. Default: a built-in text.",
+        help="text on which the models are compared. Default: a built-in text.",
     )
     add(
         "--tolerance",
         type=tolerance,
         default=1e-4,
         metavar="X",
-        help="largest difference of logits, relative to the largest logit. Default: 1e-4.",
+        help="largest relative difference of logits. Default: 1e-4.",
     )
     add_program(made)
     return made

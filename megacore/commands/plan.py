@@ -93,7 +93,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
         given = [entry_of(given[1]), *given]
     named = named_entry(given)
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
-    parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point of the planned run: {one_of(ENTRIES)}")
+    parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point: {one_of(ENTRIES)}")
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -200,36 +200,35 @@ def _parser(prog: str, usage: str) -> PlanParser:
         metavar="NAME",
         help=f"predict the step time of this trainer: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
     )
-    add("--tokens", type=tokens, metavar="N", help="also print days and price of training on N tokens, as in 300e9")
+    add("--tokens", type=tokens, metavar="N", help="also print days and price of N tokens, as in 300e9")
     add(
         "--goodput",
         type=share,
         default=0.9,
         metavar="SHARE",
-        help="share of the time in which training makes progress: the rest is lost to failures, restarts and "
-        "checkpoints. Default: 0.9",
+        help="share of the time without failures, restarts and checkpoints. Default: 0.9",
     )
     add("--price-per-hour", type=price, metavar="USD", help="price per device and hour. Default: that of the cluster")
     add(
         "--estimate",
         action="store_true",
-        help="estimate memory at once, within a few percent, instead of tracing a step, which loads torch and takes "
-        "seconds",
+        help="estimate memory at once, within a few percent, instead of tracing a step",
     )
-    add("--timeline", type=Path, metavar="FILE", help="draw the predicted timeline of the pipeline (.svg or .png)")
+    add("--timeline", type=Path, metavar="FILE", help="draw the pipeline over time (.svg or .png)")
     add("--memory-timeline", type=Path, metavar="FILE", help="draw the memory of every rank over a step (.svg or .png)")
     add(
         "--operators",
         action="store_true",
-        help="print the time of every operator of a step, by a roofline, which loads torch; without pipelines",
+        help="print the time of every operator of a step, by a roofline; without pipelines",
     )
     add(
         "--compare",
         nargs="+",
         action="extend",
         metavar="FLAGS",
-        help='compare layouts of the run, as in --compare "--tp 8" "--cp 8": each has its flags in place of those of '
-        "the run. One alone is compared with the run as given. A layout can also have --cluster and --software",
+        help="compare layouts of the run, each with its flags in place of the run's: --compare "
+        '"--tp 8" "--cp 8". One alone is compared with the run. A layout may have --cluster '
+        "and --software",
     )
     add_search_flags(parser)
     parser.set_defaults(is_dry_run=False, is_full=False)

@@ -52,13 +52,13 @@ _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
 def add_search_flags(parser: PlanParser) -> None:
     """Flags of a search."""
     add = parser.add_argument
-    add("--search", action="store_true", help="compare all layouts of --world-size ranks instead of planning one")
-    add("--top", type=positive, default=10, metavar="N", help="number of layouts that --search prints. Default: 10")
+    add("--search", action="store_true", help="compare all layouts of --world-size ranks")
+    add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
     add(
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw time and memory of the layouts that --search finds (.svg or .png)",
+        help="draw time and memory of these layouts (.svg or .png)",
     )
     for name in _MOST:
         add(
@@ -73,8 +73,7 @@ def add_search_flags(parser: PlanParser) -> None:
         "--max-memory-gb",
         type=gigabytes,
         metavar="GB",
-        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's, which the ranks of a "
-        "CPU share",
+        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's",
     )
 
 

@@ -38,7 +38,7 @@ _NO_ROOM = {
 }
 
 
-RUN_HELP = "output directory of a run, for its newest checkpoint, or a step_NNNNNNNN directory"
+RUN_HELP = "output directory of a run (its newest checkpoint), or a step_NNNNNNNN directory"
 
 
 class _Refusal(Exception):
@@ -242,8 +242,7 @@ def add_program(parser: ToolParser) -> None:
     parser.add_argument(
         "--program",
         metavar="FILE.py",
-        help="Python file that trained the model, if it has layers or registered names of its own; it is executed. "
-        "Default: none.",
+        help="Python file to execute first, with layers or names of your own",
     )
 
 

@@ -145,10 +145,10 @@ def make_parser() -> ToolParser:
     add(
         "--self-test",
         action="store_true",
-        help="inject every defect that the layout can have, one after the other; each must be found",
+        help="inject every defect that the layout can have; each must be found",
     )
     add("--defect", metavar="NAME", help="inject one defect, and show its report")
-    add("--list-defects", action="store_true", help="list the defects of --self-test, and end")
+    add("--list-defects", action="store_true", help="list the defects, and end")
     add("--json", metavar="FILE", help="write the complete result to FILE as JSON")
     return parser
 
