@@ -1,6 +1,6 @@
 """How fast optimizers learn real text: steps to a given loss, each at its best learning rate.
 
-    python -m benchmarks.optimizers                    # the table of docs/reference/optimizers.md
+    python -m benchmarks.optimizers                    # the table of docs/reports/measured.md
     python -m benchmarks.optimizers --only adamw muon --steps 300 --hidden 128
 
 The text is the sources of Python's standard library, byte by byte; a tenth of its files is for validation. All runs

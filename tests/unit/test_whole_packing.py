@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -93,14 +91,6 @@ def test_padding_is_below_one_percent_where_the_matrices_allow_it(model: str) ->
         assert of_model.work <= work, replicas
         if replicas <= 8:
             assert of_model.first <= 0.5, "the first reduction begins late"
-
-
-def test_the_docs_have_these_figures() -> None:
-    text = Path("docs/reference/optimizers.md").read_text()
-    for model in MODELS:
-        (row,) = re.findall(rf"^\| {re.escape(model)} \|(.*)\|$", text, re.MULTILINE)
-        figures = [float(cell.strip().rstrip("%")) for cell in row.split("|")]
-        assert figures == [round(100 * found(model, replicas).padding, 1) for replicas in REPLICAS], model
 
 
 def best_of_all(sizes: list[int], shards: int) -> int:
