@@ -1,7 +1,7 @@
 """How well --fit on half of the published rows predicts the other half: `python -m tests.plans.held_out_halves`.
 
 Prints a table of medians over random halves of each set, with the largest median in brackets.
-docs/reference/planner.md has the smallest and the largest median. Exit status 0.
+docs/reports/measured.md has the smallest and the largest median. Exit status 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The planner's predictions of published runs as tables: `python -m tests.plans.table`.
 
-    python -m tests.plans.table                         # memory and clusters as in docs/reference/planner.md
+    python -m tests.plans.table                         # memory and clusters as in docs/
     python -m tests.plans.table --software megacore     # all runs as if megacore ran them
     python -m tests.plans.table --rows --every 12       # each run; of the runs of one node a twelfth
 

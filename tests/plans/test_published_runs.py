@@ -135,8 +135,8 @@ def test_memory(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_memory_is_in_the_reference() -> None:
-    page = (ROOT / "docs/reference/planner.md").read_text(encoding="utf-8")
+def test_the_table_of_memory_is_in_the_reports() -> None:
+    page = (ROOT / "docs/reports/measured.md").read_text(encoding="utf-8")
     assert "\n".join(memory_lines()) in page
 
 
