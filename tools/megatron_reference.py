@@ -1,4 +1,4 @@
-"""Prints what megacore makes of every flag of Megatron-LM that it translates, ignores or refuses, as Markdown.
+"""Prints what megacore makes of every flag of Megatron-LM that it translates or refuses, as Markdown.
 
 python tools/megatron_reference.py                                         # print it
 python tools/megatron_reference.py --write docs/guides/coming-from-megatron.md   # bring the document up to date
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
+from megacore.config.bert import BertConfig
+from megacore.config.flags import flags_by_name
 
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,12 +37,6 @@ def translated() -> str:
     return _table({name: flag.becomes for name, flag in {**FOREIGN, **LISTS}.items() if not flag.is_idle}, "becomes")
 
 
-def idle() -> str:
-    """The flags that change nothing."""
-    idle = {name: flag.becomes.removeprefix("nothing: ") for name, flag in FOREIGN.items() if flag.is_idle}
-    return _table(idle, "why")
-
-
 def replaced() -> str:
     """The flags that have another name, or are not needed."""
     return _table(REPLACED, "instead")
@@ -47,19 +44,30 @@ def replaced() -> str:
 
 def not_yet() -> str:
     """The flags of features that megacore does not have."""
-    return _table(NOT_YET, "without it, or instead")
+    return _table({name: text.removeprefix("without it, ") for name, text in NOT_YET.items()}, "without it")
 
 
 def _table(words: Mapping[str, str], title: str) -> str:
     """Flags of which the same is said share a row."""
     rows: dict[str, list[str]] = {}
     for name in sorted(words, key=str.lower):
-        rows.setdefault(words[name].replace("|", r"\|"), []).append(f"`{name}`")
-    lines = (f"| {', '.join(names)} | {text} |" for text, names in rows.items())
+        rows.setdefault(words[name].replace("|", r"\|"), []).append(name)
+    lines = (f"| {', '.join(_short(names))} | {text} |" for text, names in rows.items())
     return "\n".join([f"| Megatron-LM | {title} |", "|---|---|", *lines]) + "\n"
 
 
-PARTS = {"translated": translated, "idle": idle, "replaced": replaced, "not yet": not_yet}
+def _short(names: Sequence[str]) -> Iterator[str]:
+    """Names, or `--first-*` for three or more that begin as no other flag does."""
+    known = {*FOREIGN, *REPLACED, *NOT_YET, *flags_by_name(BertConfig)}
+    for first, alike in groupby(names, key=lambda name: name.split("-")[2]):
+        group, start = list(alike), f"--{first}-"
+        if len(group) >= 3 and {name for name in known if name.startswith(start)} == set(group):
+            yield f"`{start}*`"
+        else:
+            yield from (f"`{name}`" for name in group)
+
+
+PARTS = {"translated": translated, "replaced": replaced, "not yet": not_yet}
 """The tables of the document, by the name in their marker lines."""
 
 
