@@ -25,7 +25,7 @@ MARKERS = (
     "<!-- keys: begin (written by tools/deepspeed_reference.py) -->",
     "<!-- keys: end -->",
 )
-_KINDS = {"sets": "{}", "idle": "accepted, no effect: {}", "some": "accepted only as {}"}
+_KINDS = {"sets": "{}", "idle": "no effect", "some": "only {}"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +38,10 @@ def reference() -> str:
     lines = ["### Keys of the file", "", "| key | becomes |", "|---|---|"]
     lines += (f"| `{name}` | {_cell(text)} |" for name, text in _rows())
     lines += ["", "### Flags of Megatron-DeepSpeed", "", "| flag | becomes |", "|---|---|"]
-    lines += (f"| `{name}` | {_cell(flag.becomes)} |" for name, flag in sorted(DEEPSPEED_FLAGS.items()))
+    idle = [name for name, flag in sorted(DEEPSPEED_FLAGS.items()) if flag.becomes.startswith("nothing: ")]
+    others = sorted(DEEPSPEED_FLAGS.keys() - set(idle))
+    lines += (f"| `{name}` | {_cell(DEEPSPEED_FLAGS[name].becomes)} |" for name in others)
+    lines += [f"| {', '.join(f'`{name}`' for name in idle)} | no effect |"]
     return "\n".join(lines) + "\n"
 
 
