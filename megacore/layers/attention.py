@@ -228,7 +228,10 @@ class SelfAttention(Attention):
             groups = self.groups // self.layer_group.size
             query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
         else:
-            query, key, value = self._rotated(*self._heads(projected), positions)
+            query, key, value = self._heads(projected)
+            if self.rotary is not None:
+                query, key = self.rotary.rotate(query, key, positions)
+                value = value.contiguous()  # copied, so that the projection that it is a view of can be freed
         if self.query_factor is not None:
             query = query * self.query_factor
         mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
@@ -288,15 +291,6 @@ class SelfAttention(Attention):
         if self.limit is None:
             return query, key, value.contiguous()
         query, key, value = (one.clamp(-self.limit, self.limit) for one in (query, key, value.contiguous()))
-        return query, key, value
-
-    def _rotated(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, rotated if configured, and then the values copied as in `_normalized`."""
-        if self.rotary is not None:
-            query, key = self.rotary.rotate(query, key, positions)
-            value = value.contiguous()
         return query, key, value
 
 

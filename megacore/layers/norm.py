@@ -56,6 +56,8 @@ class LayerNorm(ShardedModule):
         return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
 
     def _parameters_of_group(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.group.size == 1 and not self.plus_one:
+            return self.weight, self.bias
         return _weight_of_group(self), _of_group(self.bias, self.group)
 
 

@@ -320,7 +320,10 @@ def require_contiguous(**tensors: Tensor) -> None:
 
 def has_whole_heads(*tensors: Tensor) -> bool:
     """Whether the elements of every tensor's last dimension lie side by side, whatever the other strides are."""
-    return all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors)
+    for x in tensors:  # noqa: SIM110  a generator would be entered once for each of them
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            return False
+    return True
 
 
 def require_integers(**tensors: Tensor) -> None:

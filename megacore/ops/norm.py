@@ -161,7 +161,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: f
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight, bias)
+    if not (epsilon > 0 and fit(x, vectors=(weight, bias))):
+        _refuse(x, epsilon, weight, bias)
     if weight is None or not uses_triton(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
     y: Tensor = _norm_forward(x, None, weight, bias, epsilon, False)[0]
@@ -182,7 +183,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight)
+    if not (epsilon > 0 and fit(x, vectors=(weight,))):
+        _refuse(x, epsilon, weight)
     if weight is None or not uses_triton(x):
         return F.rms_norm(x, x.shape[-1:], weight, epsilon)
     y: Tensor = _norm_forward(x, None, weight, None, epsilon, True)[0]
@@ -207,7 +209,8 @@ def add_layer_norm(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight, bias, residual)
+    if not (epsilon > 0 and fit(x, vectors=(weight, bias), alike=(residual,))):
+        _refuse(x, epsilon, weight, bias, residual)
     if weight is None or not uses_triton(x):
         summed = x + residual
         return F.layer_norm(summed, x.shape[-1:], weight, bias, epsilon), summed
@@ -230,7 +233,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: fl
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight, None, residual)
+    if not (epsilon > 0 and fit(x, vectors=(weight,), alike=(residual,))):
+        _refuse(x, epsilon, weight, None, residual)
     if weight is None or not uses_triton(x):
         summed = x + residual
         return F.rms_norm(summed, x.shape[-1:], weight, epsilon), summed
@@ -255,9 +259,12 @@ def layer_norm_with_input(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if weight is None or not uses_triton(x) or torch.compiler.is_compiling():
+    if not (epsilon > 0 and fit(x, vectors=(weight, bias))):
+        _refuse(x, epsilon, weight, bias)
+    if weight is None or not uses_triton(x):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon), x
+    if torch.compiler.is_compiling():
         return layer_norm(x, weight, bias, epsilon), x
-    _check(x, epsilon, weight, bias)
     both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, False)
     return both
 
@@ -276,18 +283,20 @@ def rms_norm_with_input(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5)
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if weight is None or not uses_triton(x) or torch.compiler.is_compiling():
+    if not (epsilon > 0 and fit(x, vectors=(weight,))):
+        _refuse(x, epsilon, weight)
+    if weight is None or not uses_triton(x):
+        return F.rms_norm(x, x.shape[-1:], weight, epsilon), x
+    if torch.compiler.is_compiling():
         return rms_norm(x, weight, epsilon), x
-    _check(x, epsilon, weight)
     both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, None, epsilon, True)
     return both
 
 
-def _check(
+def _refuse(
     x: Tensor, epsilon: float, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> None:
-    if epsilon > 0 and fit(x, vectors=(weight, bias), alike=(residual,)):
-        return
+    """Say which argument does not fit, and why."""
     parameters = {name: one for name, one in (("weight", weight), ("bias", bias)) if one is not None}
     require_rows(x=x)
     require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")

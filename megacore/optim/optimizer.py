@@ -144,8 +144,9 @@ class Optimizer(ABC, Generic[S]):
 
     def tensors(self, kind: str, runs: Sequence[LocalRun]) -> list[Tensor]:
         """The state of one kind for each run; what is first where there was none."""
-        by_name = {each.name: each for each in self.kinds}
-        return [self.tensor(run, by_name[kind]) for run in runs]
+        each = next(one for one in self.kinds if one.name == kind)
+        held = [self.state[run].get(kind) for run in runs]
+        return [self.tensor(run, each) if state is None else state for run, state in zip(runs, held, strict=True)]
 
     def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
         """The state of one kind of a run; what is first where there was none. Flat, unless the run is a whole

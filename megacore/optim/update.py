@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
+from operator import attrgetter
 from types import MappingProxyType
 
 import torch
@@ -485,7 +486,7 @@ def totals(
         votes: this rank's terms of further sums; the same number of them on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
-    gradients = _counted_gradients(counted)
+    by_bucket = _counted_gradients(counted)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
     sums = torch.zeros(3 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
     squares, overflows, checked, losses, ballot = sums.split([1, 1, 1, shares.numel(), len(votes)])
@@ -497,12 +498,13 @@ def totals(
         if vote:  # `ballot[number] = vote` would copy from the host, for which an accelerator is waited for
             ballot[number].fill_(vote)
     if exact:
-        flat = chain((gradient for gradient, _ in gradients), [sums.new_zeros(0)])
+        flat = chain(chain.from_iterable(gradients for gradients, _ in by_bucket), [sums.new_zeros(0)])
         units = torch.stack([square_sum_units(gradient) for gradient in flat]).sum(0)
     else:
-        for gradient, weight in gradients:
-            square = square_sum(gradient)
-            squares += square if weight == 1 else square * weight
+        for gradients, weight in by_bucket:
+            for gradient in gradients:
+                square = square_sum(gradient)
+                squares += square if weight == 1 else square * weight
     if mesh.world.size > 1:
         for numbers in (units, sums) if exact else (sums,):
             all_reduce_job_(numbers, mesh)
@@ -514,18 +516,19 @@ def totals(
     )
 
 
-def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[tuple[Tensor, int]]:
-    """The flat gradients whose squares this rank adds, and how often; over all ranks they are the model's, each entry
-    once. Where replicas keep their own gradients, the mean of their squares, each as if its samples were all."""
-    for bucket, members in groupby(counted, key=lambda local: local.bucket):
+def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[tuple[list[Tensor], int]]:
+    """The flat gradients whose squares this rank adds, a bucket's at a time, and how often; over all ranks they are the
+    model's, each entry once. Where replicas keep their own gradients, the mean of their squares, each as if its samples
+    were all."""
+    for bucket, members in groupby(counted, key=attrgetter("run.bucket")):
         gradients = bucket.gradients([local.segment for local in members])
-        holders = bucket.group if bucket.options.stage == 0 else bucket.across
         if not bucket.sums_gradients:
-            yield from ((gradient, bucket.group.size) for gradient in gradients)
+            yield gradients, bucket.group.size
             continue
+        holders = bucket.group if bucket.options.stage == 0 else bucket.across
         if holders.size > 1:  # each of them has all of these: it adds its part
             gradients = [part_of_rank(gradient, holders.rank, holders.size) for gradient in gradients]
-        yield from ((gradient, 1) for gradient in gradients)
+        yield gradients, 1
 
 
 def part_of_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:

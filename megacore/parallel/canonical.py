@@ -21,7 +21,7 @@ o output features; s' positions that a rank holds between the layers, which is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Blocks:
         sequence: which positions the ranks of context parallelism hold; they divide the blocks of a tensor-parallel
             rank.
         everywhere: every rank holds all rows of inputs and outputs, such as those of experts, instead of positions.
+        divide: whether sums are divided at all.
     """
 
     count: int = 1
@@ -57,11 +58,10 @@ class Blocks:
     sequence_parallel: bool = False
     sequence: SequenceShards = WHOLE
     everywhere: bool = False
+    divide: bool = field(init=False)
 
-    @property
-    def divide(self) -> bool:
-        """Whether sums are divided at all."""
-        return self.count > 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divide", self.count > 1)  # every layer asks in every call
 
     @property
     def ranks(self) -> int:

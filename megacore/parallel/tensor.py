@@ -120,11 +120,14 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
+        bias = self.bias if with_bias else None
         if self.blocks.divide:
-            return self.blocks.columns(x, (self.weight, self.bias if with_bias else None), self.products)[0]
+            return self.blocks.columns(x, (self.weight, bias), self.products)[0]
+        if self.group.size == 1 and gradient_sum(self.weight) is None:
+            return self.products.linear(x, self.weight, bias)
         return _linears(
             x,
-            (self.weight, self.bias if with_bias else None),
+            (self.weight, bias),
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
@@ -182,8 +185,9 @@ class RowParallelLinear(ShardedModule):
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
         if self.blocks.divide:
             return self.blocks.row(x, self.weight, self.bias, self.products)
+        if self.group.size == 1 and gradient_sum(self.weight) is None:
+            return self.products.linear(x, self.weight, self.bias)
         saved = self.ends_recomputed and self._is_one_node(x)
-        saved = saved and (self.group.size > 1 or gradient_sum(self.weight) is not None)
         if self.group.size == 1:
             return _linears(
                 input_saved(x) if saved else x,

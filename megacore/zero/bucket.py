@@ -74,6 +74,7 @@ class Bucket:
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
         users: numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
+        in_place: gradients stay where autograd puts them: nothing is summed over ranks, and nothing converted.
         gathers: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
         compressed: sums of gradients, or of the momentum, in a compressed format; None: there are none.
         sums_gradients: whether the gradients of the step under way are summed over the group.
@@ -114,10 +115,9 @@ class Bucket:
         self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
-        # Where nothing is summed over ranks and nothing converted, gradients need no memory between steps, and stay
-        # where autograd puts them.
+        # Where nothing is summed over ranks and nothing converted, gradients need no memory between steps.
         self._forgets = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
-        self._in_place = self._forgets and not options.one_pass
+        self.in_place = self._forgets and not options.one_pass
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self._reducing: _Reduction | None = None  # under way
@@ -209,7 +209,8 @@ class Bucket:
 
     def wait(self) -> None:
         """Return once all parameters may be read."""
-        self.prefetch()
+        if not self._present:
+            self.prefetch()
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -297,10 +298,9 @@ class Bucket:
         """Move a parameter's gradient out of `.grad` into the bucket; True if it was the last of this backward."""
         self._missing.discard(name)
         parameter = self._by_name[name]
-        if not self._in_place:
-            assert parameter.grad is not None
-            self.add_part(name, parameter.grad)
-            parameter.grad = None
+        assert parameter.grad is not None
+        self.add_part(name, parameter.grad)
+        parameter.grad = None
         return not self._missing
 
     def add_part(self, name: str, gradient: Tensor) -> None:
@@ -325,7 +325,7 @@ class Bucket:
 
     def sum_of(self, name: str) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
-        if self._in_place:
+        if self.in_place:
             parameter = self._by_name[name]
             held = parameter.grad
             parameter.grad = torch.empty_like(parameter) if held is None else held
@@ -334,7 +334,7 @@ class Bucket:
 
     def has_arrived(self, name: str) -> bool:
         """Whether autograd has left nothing to add to the sum of a parameter's gradients."""
-        return self._by_name[name].grad is None or (self._in_place and name not in self._missing)
+        return self._by_name[name].grad is None
 
     def new_sum_of(self, name: str) -> Tensor:
         """Memory like that of `sum_of`, apart from the bucket's; not initialised."""
@@ -360,7 +360,7 @@ class Bucket:
         self.finish_reduction()
         self._is_partial = self.across.size > 1
         self._missing.clear()
-        if self._in_place:
+        if self.in_place:
             return
         for name in self._by_name.keys() - self._written:
             self._view(name).zero_()
@@ -465,7 +465,7 @@ class Bucket:
         them are not contiguous, and parameters that the optimizer needs whole form groups of one."""
         grouped: list[list[Segment]] = []
         for segment in self.segments:
-            last = grouped[-1][-1] if grouped and not self._in_place else None
+            last = grouped[-1][-1] if grouped and not self.in_place else None
             apart = last is None or not self.unsplit.isdisjoint((last.name, segment.name))
             if (
                 last is not None
@@ -481,7 +481,7 @@ class Bucket:
     @property
     def shard_gradients(self) -> Tensor | None:
         """With `one_pass`, this rank's shard of the reduced gradients, flat; None where no loss used the parameters."""
-        assert not self._in_place
+        assert not self.in_place
         return self._shard_gradients
 
     def has_gradient(self, elements: slice) -> bool:
@@ -497,7 +497,7 @@ class Bucket:
         """
         if self._host is not None:
             return self._host.gradients(elements) if self._host.has_gradients else None
-        if self._in_place:
+        if self.in_place:
             gradient = self._by_name[self._name_at[elements.start]].grad
             return None if gradient is None else gradient.view(-1)
         return None if self._shard_gradients is None else self._shard_gradients[elements]
@@ -515,7 +515,7 @@ class Bucket:
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments, in the shard's order; adjacent ones as one flat tensor, with the
         zeros of the padding between them."""
-        slices = [segment.shard_slice for segment in segments] if self._in_place else contiguous_slices(segments)
+        slices = [segment.shard_slice for segment in segments] if self.in_place else contiguous_slices(segments)
         return [gradient for elements in slices if (gradient := self.gradient(elements)) is not None]
 
     def begin_download(self) -> None:
@@ -524,7 +524,7 @@ class Bucket:
             return
         host = self._host_gradients
         assert host is not None
-        if self._in_place:
+        if self.in_place:
             for segment in self.segments:
                 if (gradient := self.gradient(segment.shard_slice)) is not None:
                     host_copies.to_host_(host[segment.shard_slice], gradient, "gradients")
@@ -565,7 +565,7 @@ class Bucket:
 
     def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's gradients that no reduction over replicas has overwritten; flat, by name."""
-        if self._in_place:
+        if self.in_place:
             yield from ((name, p.grad.view(-1)) for name, p in self._by_name.items() if p.grad is not None)
         elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
             reduced = self._shard if self.group.size > 1 else slice(0, 0)

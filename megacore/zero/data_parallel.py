@@ -147,8 +147,8 @@ class DataParallel:
         self._frozen = [run for run in self.runs if run.scale.frozen]
         self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
         arrived = _gradient_hook(self)
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
+        for parameter in self.parameters:
+            if not self._bucket_of[parameter.spec.name].in_place:
                 parameter.register_post_accumulate_grad_hook(arrived)
         uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
         for parameter in self.parameters:
@@ -217,10 +217,12 @@ class DataParallel:
             x: its input, a tensor or a tuple of tensors.
         """
         index = self._chunks[chunk][number]
+        if self.options.stage < 3:
+            for bucket in self._needs[index]:
+                bucket.wait()  # for the weights that were gathered after the last step
+            return self._apply(index, layer, x) if self._repeated[index] else layer(x)
         self._acquire(index)
         self._prefetch(index + 1, self._chunks[chunk])
-        if self.options.stage < 3:
-            return self._apply(index, layer, x)
         y = self._apply(index, layer, when_backward(x, _AfterBackward(self, index)))
         self._release(index)
         return when_backward(y, _BeforeBackward(self, index, self._chunks[chunk]))
@@ -250,7 +252,7 @@ class DataParallel:
             bucket.wait()
 
     def _prefetch(self, index: int, chunk: range) -> None:
-        if self.options.stage == 3 and index in chunk:
+        if index in chunk:
             for bucket in self._needs[index]:
                 bucket.users.add(index)
                 bucket.prefetch()
@@ -300,7 +302,11 @@ class DataParallel:
             all_weights: whether backward needs all parameters of the chunk at once, and computes their gradients in any
                 order instead of layer by layer.
         """
-        self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
+        self._computing = [
+            bucket
+            for bucket in self._buckets_of_chunk[chunk]
+            if bucket not in self._shared_by_chunks and not bucket.in_place
+        ]
         for bucket in self._computing:
             bucket.begin_backward()
         self._due = [bucket for bucket in self._computing if last or bucket.options.stage >= 2]
@@ -321,13 +327,15 @@ class DataParallel:
             all_weights: whether backward needs all of them at once; else it gets them layer by layer.
         """
         self._by_layer = not all_weights
-        for index in self._chunks[chunk] if all_weights else ():
-            self._acquire(index)
+        if self.options.stage == 3 and all_weights:
+            for index in self._chunks[chunk]:
+                self._acquire(index)
 
     def release_parameters(self, chunk: int) -> None:
         """A backward through a chunk is done."""
-        for index in self._chunks[chunk]:
-            self._release(index)
+        if self.options.stage == 3:
+            for index in self._chunks[chunk]:
+                self._release(index)
 
     @contextmanager
     def observed_by(self, observer: GradientObserver) -> Iterator[None]:
@@ -340,10 +348,18 @@ class DataParallel:
         if observer.discards:
             for parameter in self.parameters:
                 parameter.grad = None
+        # Nobody else asks when these arrive; what a product or a look-up adds is shown by `_SumInBucket`.
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient_in_place)
+            for parameter in self.parameters
+            if self._bucket_of[parameter.spec.name].in_place and parameter.gradient_sum is None
+        ]
         self._observer = observer
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             self._observer = None
             self._dropped.clear()
             if observer.discards:
@@ -418,6 +434,11 @@ class DataParallel:
                 return
         self._arrived(bucket, is_last=bucket.add(parameter.spec.name))
 
+    def _on_gradient_in_place(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, ShardedParameter) and parameter.grad is not None
+        if self._is_only_seen(parameter.spec.name, parameter.grad):
+            parameter.grad = None
+
     def _arrived(self, bucket: Bucket, *, is_last: bool) -> None:
         if is_last and bucket in self._due:
             self._begin_reductions(len(self._needs))
@@ -486,7 +507,7 @@ class DataParallel:
 
     def record_norms(self, names: Collection[str]) -> None:
         """Record whether this rank's gradients of these parameters are finite, before other ranks' are added."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if names else ():
             bucket.record_norms(names)
 
     def non_finite_gradient(self) -> NonFiniteGradient | None:
