@@ -2,7 +2,6 @@
 
     python tools/kernel_report.py                           one line a kernel
     python tools/kernel_report.py --json                    for tests/kernels
-    python tools/kernel_report.py --liger                   beside Liger-Kernel's: pip install liger-kernel --no-deps
 
 The launchers of `megacore.kernels` are called with meta tensors, so that what is compiled is what a run would launch:
 the same block sizes, warps and alignments. Nothing runs; no GPU and no CUDA is needed, for ptxas and the disassemblers
@@ -26,7 +25,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +37,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tools.kernel_cases import Case, cases, product
-from tools.kernel_liger import is_installed, liger_cases
 
 ARCHITECTURES = {90: "sm_90 (H100, H200)", 80: "sm_80 (A100)"}
 SHARED_LIMIT = {90: 232_448, 80: 166_912}
@@ -47,7 +44,7 @@ SHARED_LIMIT = {90: 232_448, 80: 166_912}
 # memory beside what it asks for.
 _REGISTERS, _REGISTERS_UNIT, _WARPS, _PROGRAMS, _SHARED_EXTRA = 65_536, 256, 64, 32, 1024
 _SURPLUS = 1.05  # bytes moved over bytes stated: what there is one of a row or a program
-SETS: Mapping[str, Callable[[], Sequence[Case]]] = {"common": cases, "product": product, "liger": liger_cases}
+SETS: Mapping[str, Callable[[], Sequence[Case]]] = {"common": cases, "product": product}
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -181,40 +178,26 @@ def _moved(code: str, tensors: Sequence[torch.Tensor]) -> int:
     return sum(size[name] for names in moved.values() for name in names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Binary:
-    """One kernel as the compiler returned it; the attributes are those of `Compiled`."""
-
-    case: str
-    kernel: str
-    architecture: int
-    warps: int
-    shared: int
-    allowed: int
-    moved: int
-    minimum: int
-    cubin: bytes
-
-
-def compile_case(case: Case, architecture: int) -> list[_Binary]:
-    """Compile the kernels that a case launches."""
+def compile_case(case: Case, architecture: int) -> list[tuple[dict[str, Any], bytes]]:
+    """The kernels that a case launches: the attributes of `Compiled` that the compiler returns, and the cubin."""
     made: list[tuple[str, Any, int]] = []
     with _compiling(architecture, made):
         case.launch()
-    return [
-        _Binary(
-            case=case.name,
-            kernel=name.strip("_"),
-            architecture=kernel.metadata.target.arch,
-            warps=kernel.metadata.num_warps,
-            shared=kernel.metadata.shared,
-            allowed=case.narrow.get(name.strip("_"), 0) if case.aligned else -1,
-            moved=moved,
-            minimum=case.minimum.get(name.strip("_"), 0),
-            cubin=kernel.asm["cubin"],
-        )
-        for name, kernel, moved in made
-    ]
+    found = []
+    for name, kernel, moved in made:
+        short = name.strip("_")
+        attributes = {
+            "case": case.name,
+            "kernel": short,
+            "architecture": kernel.metadata.target.arch,
+            "warps": kernel.metadata.num_warps,
+            "shared": kernel.metadata.shared,
+            "allowed": case.narrow.get(short, 0) if case.aligned else -1,
+            "moved": moved,
+            "minimum": case.minimum.get(short, 0),
+        }
+        found.append((attributes, kernel.asm["cubin"]))
+    return found
 
 
 def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
@@ -231,14 +214,8 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
         binaries = [binary for compiled in pool.map(_compile_numbered, chosen, chunksize=8) for binary in compiled]
     figures: dict[bytes, dict[str, int]] = {}
     for architecture in architectures:
-        figures |= _disassembled({b.cubin for b in binaries if b.architecture == architecture}, architecture)
-    return [
-        Compiled(
-            case=b.case, kernel=b.kernel, architecture=b.architecture, warps=b.warps, shared=b.shared,
-            allowed=b.allowed, moved=b.moved, minimum=b.minimum, **figures[b.cubin],
-        )
-        for b in binaries
-    ]  # fmt: skip
+        figures |= _disassembled({cubin for of, cubin in binaries if of["architecture"] == architecture}, architecture)
+    return [Compiled(**attributes, **figures[cubin]) for attributes, cubin in binaries]
 
 
 class _Chosen(NamedTuple):
@@ -249,7 +226,7 @@ class _Chosen(NamedTuple):
     architecture: int
 
 
-def _compile_numbered(chosen: _Chosen) -> list[_Binary]:
+def _compile_numbered(chosen: _Chosen) -> list[tuple[dict[str, Any], bytes]]:
     return compile_case(SETS[chosen.shapes]()[chosen.number], chosen.architecture)
 
 
@@ -309,30 +286,6 @@ def _run(program: str, *arguments: str) -> str:
     return subprocess.run([_BINARIES / program, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def liger_table(compiled: Sequence[Compiled]) -> str:
-    """Our kernels and Liger-Kernel's for the same work, as Markdown.
-
-    A cell is ours / Liger's. Kernels of one row are joined by `+`: a backward in two kernels, or a loss whose gradient
-    is computed in forward.
-    """
-    lines = [
-        "| operator, shape, dtype | kernels | registers | spills | warps per SM | async copies | MB moved |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(c.case.partition(": ")[2] for c in compiled):
-        sides = [[c for c in compiled if c.case == f"{side}: {name}"] for side in ("ours", "Liger")]
-        split = all("forward" in c.kernel or "backward" in c.kernel for side in sides for c in side)
-        for kind in ("forward", "backward") if split else ("",):
-            ours, theirs = ([c for c in side if kind in c.kernel] for side in sides)
-            figures = [
-                " / ".join(" + ".join(str(getattr(c, figure)) for c in side) for side in (ours, theirs))
-                for figure in ("registers", "spills", "warps_per_sm", "asynchronous")
-            ]
-            moved = " / ".join(str(round(sum(c.moved for c in side) / 1e6)) for side in (ours, theirs))
-            lines.append(f"| {name} | {kind or 'forward + backward'} | {' | '.join(figures)} | {moved} |")
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compile all, or those whose name contains --only; exit status 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -346,10 +299,6 @@ def main(argv: list[str] | None = None) -> int:
         "32k and vocabulary shards of 16k to 128k. Default: common.",
     )  # fmt: skip
     parser.add_argument(
-        "--liger", action="store_true",
-        help="compare with Liger-Kernel, which must be installed: prints a table",
-    )  # fmt: skip
-    parser.add_argument(
         "--architecture", type=int, choices=list(ARCHITECTURES), help="compile for this architecture. Default: for all."
     )
     parser.add_argument(
@@ -357,26 +306,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(argv)
-    if options.liger and not is_installed():
-        parser.error("--liger needs Liger-Kernel, which is not installed: pip install liger-kernel --no-deps")
-    if options.liger and (options.json or options.shapes != "common"):
-        parser.error("--liger has other shapes and another table: leave out --json and --shapes")
-    architectures = [options.architecture] if options.architecture else [90] if options.liger else list(ARCHITECTURES)
-    shapes = "liger" if options.liger else options.shapes
-    names = [case.name for case in SETS[shapes]()]
+    architectures = [options.architecture] if options.architecture else list(ARCHITECTURES)
+    names = [case.name for case in SETS[options.shapes]()]
     if unknown := [part for part in options.only if not any(part in name for name in names)]:
         known = ", ".join(dict.fromkeys(name.split()[0] for name in names))
         parser.error(
             f"--only {', '.join(unknown)}: no case of these shapes has this in its name; names begin with: {known}"
         )
-    compiled = compile_all(shapes, options.only, architectures, options.jobs)
-    problems = [problem for c in compiled if not c.case.startswith("Liger: ") for problem in c.problems()]
+    compiled = compile_all(options.shapes, options.only, architectures, options.jobs)
+    problems = [problem for c in compiled for problem in c.problems()]
     if options.json:
         records = [asdict(result) | {"name": result.name, "warps_per_sm": result.warps_per_sm} for result in compiled]
         print(json.dumps({"triton": triton.__version__, "compiled": records, "problems": problems}, indent=1))
-    elif options.liger:
-        print(f"Compiled by Triton {triton.__version__} for sm_90; liger-kernel {version('liger-kernel')}.\n")
-        print(liger_table(compiled))
     else:
         for c in compiled:
             print(

@@ -52,7 +52,6 @@ UNLISTED = {
     "flag_reference": "writes configuration.md",
     "generated_pages": "what the tools that write documentation share",
     "kernel_cases": "what kernel_report measures",
-    "kernel_liger": "what kernel_report compares with",
     "kernel_report": "compiles the kernels without a GPU",
     "megatron_reference": "writes the tables of coming-from-megatron.md",
     "prose": "finds the English of the quick start's corpus",
