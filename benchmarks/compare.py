@@ -10,8 +10,8 @@ and read the same tokens, and pipelines are cut at the same layers; losses are c
 in memory together, and their rounds alternate: while one computes, the others wait. With them alternate as many
 processes that only multiply matrices: the machine's limit at that moment. From 1 to N ranks, in powers of two.
 
-Writes results.json, results.md, results.svg and, with matplotlib, results.png into --output, after every layout what
-is measured so far: a run that is ended early leaves its table. A framework that is not installed, does not offer a
+Writes results.json and results.md into --output, after every layout what is measured so far: a run that is ended early
+leaves its table. A framework that is not installed, does not offer a
 layout, fails, or does not answer within --patience seconds is named, and the others are measured. What takes longest is
 printed: DeepSpeed compiles its extension once, when it is first started.
 
@@ -20,6 +20,7 @@ Exit status: 0 done, 1 the losses of two frameworks differ or megacore failed, 2
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -38,11 +39,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.comparison.command_line import MEASURED, parser  # noqa: E402
-from benchmarks.comparison.fit import misfits  # noqa: E402
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
 from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
 from benchmarks.comparison.job import (  # noqa: E402
+    KINDS,
+    PEERS,
     PRODUCTS_FLOPS,
     Job,
     Layout,
@@ -52,14 +53,14 @@ from benchmarks.comparison.job import (  # noqa: E402
     rank_counts,
 )
 from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
-from benchmarks.comparison.picture import picture  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
 from benchmarks.comparison.stages import cut  # noqa: E402
-from megacore.config.cli import refusal  # noqa: E402
-from megacore.drawing.canvas import save  # noqa: E402
-from megacore.errors import EXIT_REFUSED, ConfigError  # noqa: E402
+from megacore.commands.tool import ToolParser, positive, run_tool, whole  # noqa: E402
+from megacore.config.messages import did_you_mean  # noqa: E402
 
 PRODUCTS = "products"
+MEASURED = ROOT / "docs" / "reports" / "measured.md"
+_MOST_RANKS = 1024  # processes of one machine, for each framework
 # Ways whose largest model is sought, and its sizes: few tokens and a wide model, so that state outweighs activations.
 LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
 LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)
@@ -68,17 +69,54 @@ _LONG_START = 20.0  # seconds, of a framework's ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    command_line = parser(__doc__)
-    try:
-        arguments = command_line.parse_args(argv)
-    except ConfigError as error:
-        command_line.exit(EXIT_REFUSED, refusal(command_line.prog, error.problems) + "\n")
+    """Compare as the flags say; the exit status is 0 done, 1 losses differ or megacore failed, 2 refused."""
+    failed: list[str] = []
+    return run_tool(_parser(), argv, lambda arguments: failed.extend(_compare(arguments))) or int(bool(failed))
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--ranks", type=whole(1, _MOST_RANKS), default=2, metavar="N", help="most ranks; combinations take 4 (2)")
+    add("--peers", type=_some_of(PEERS), default=list(PEERS), metavar="A,B", help=f"from {','.join(PEERS)} (all)")
+    add("--modes", type=_some_of(KINDS), default=list(KINDS), metavar="A,B", help=f"from {','.join(KINDS)} (all)")
+    add("--rounds", type=positive, default=6, metavar="N", help="rounds of each framework (6)")
+    add("--steps", type=positive, default=2, metavar="N", help="steps of a round (2)")
+    add("--patience", type=positive, default=300, metavar="S", help="seconds for a start, and for each turn (300)")
+    add("--memory-limit-mib", type=whole(0), default=1024, metavar="N", help="of the largest model; 0: none (1024)")
+    add("--output", type=Path, default=ROOT / "output" / "compare", metavar="DIR", help="(output/compare)")
+    add("--measured", action="store_true", help=f"write the section of {MEASURED.relative_to(ROOT)} as well")
+    for field in dataclasses.fields(Sizes):
+        add(f"--{field.name}", type=positive, default=field.default, metavar="N", help=f"({field.default})")
+    return parser
+
+
+def _some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """For argparse: names separated by commas, each once."""
+
+    def parsed(text: str) -> list[str]:
+        names = list(dict.fromkeys(name for name in text.split(",") if name))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{name} is not known: use {', '.join(known)}{did_you_mean(name, known)}"
+                )
+        return names
+
+    return parsed
+
+
+def _compare(arguments: argparse.Namespace) -> list[str]:
+    """Measure, and write the results; returns what is wrong with them."""
+    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sizes)})
     pythons, missing = interpreters(arguments.peers)
     results = Results(
         date=f"{datetime.now(UTC):%Y-%m-%d}",
         machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, gloo",
         versions={"torch": version("torch").split("+")[0], **_versions(pythons)},
-        sizes=arguments.sizes,
+        sizes=sizes,
         missing=missing,
     )
     for kind in arguments.modes:
@@ -96,12 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.memory_limit_mib:
             results.limit_bytes = arguments.memory_limit_mib * MIB
             comparison.find_largest([kind for kind in arguments.modes if kind in LARGEST_KINDS], arguments.ranks)
-    _write(results, arguments.output, measured=arguments.measured)
-    apart = list(results.disagreements())
-    for row, difference in apart:
-        print(f"{row.implementation}, {row.layout}: losses differ by {difference:.1e} from megacore's", file=sys.stderr)
-    failed = [what for what in results.missing if what.startswith("megacore")]
-    return 1 if apart or failed or not results.rows else 0
+    text = _keep(results, arguments.output)
+    print(text)
+    if arguments.measured:
+        replace_section(MEASURED, text)
+    wrong = [f"megacore: {what}" for what in results.missing if what.startswith("megacore")]
+    for row, difference in results.disagreements():
+        wrong.append(f"{row.implementation}, {row.layout.name}: losses differ by {difference:.1e} from megacore's")
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    return wrong if results.rows else ["nothing was measured"]
 
 
 def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
@@ -166,11 +207,9 @@ class Comparison:
         self._say(layout.name)
         begin = time.monotonic()
         try:
-            if unfit := misfits(self.results.sizes, [layout]):
-                raise ValueError(next(iter(unfit.values())))
             stages = cut(self.results.sizes, layout)
         except ValueError as error:
-            self.results.missing[layout.name] = str(error).splitlines()[0]
+            self.results.missing[layout.name] = _first(error)
             return
         with ExitStack() as stack:
             sides: dict[str, Side] = {}
@@ -225,10 +264,10 @@ class Comparison:
         """
         self.results.largest_sizes = LARGEST_SIZES
         for layout in layouts(kinds, ranks):
-            if unfit := misfits(dataclasses.replace(LARGEST_SIZES, layers=layout.pp), [layout]):
-                self.results.missing[f"largest model, {layout.name}"] = (
-                    "its size is fixed, and " + next(iter(unfit.values())).split(":")[0]
-                )
+            try:
+                cut(dataclasses.replace(LARGEST_SIZES, layers=_least_layers(layout)), layout)
+            except ValueError as error:
+                self.results.missing[f"largest model, {layout.name}"] = _first(error)
                 continue
             for name, python in self._pythons.items():
                 if name == PRODUCTS or f"{name}, {layout.name}" in self.results.missing:
@@ -245,7 +284,7 @@ class Comparison:
     def _largest(self, name: str, python: Path, layout: Layout) -> Largest | None:
         """Models are tried until one fits and the next larger one does not, or for `_PROBES` times."""
         limit, unit = self.results.limit_bytes, layout.pp * layout.virtual_stages
-        layers: int | None = max(2, unit)
+        layers: int | None = _least_layers(layout)
         peaks: dict[int, int] = {}
         while layers is not None and len(peaks) < _PROBES:
             peaks[layers] = self._peak(name, python, layout, layers)
@@ -280,13 +319,22 @@ class Comparison:
         )  # fmt: skip
 
     def _miss(self, name: str, layout: Layout, error: SideFailed) -> None:
-        reason = str(error).splitlines()[0].removeprefix("Unsupported: ")
+        reason = _first(error).removeprefix("Unsupported: ")
         self.results.missing[f"{name}, {layout.name}"] = reason
         self._say(f"  {name}: {reason}")
 
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def _first(error: Exception) -> str:
+    """What an error says first, in a line."""
+    return str(error).strip().splitlines()[0].removeprefix("- ")
+
+
+def _least_layers(layout: Layout) -> int:
+    return max(2, layout.pp * layout.virtual_stages)
 
 
 def next_layers(peaks: dict[int, int], limit: int, unit: int) -> int | None:
@@ -316,22 +364,6 @@ def _keep(results: Results, output: Path) -> str:
     text = markdown(results)
     (output / "results.md").write_text(text + "\n", encoding="utf-8")
     return text
-
-
-def _write(results: Results, output: Path, *, measured: bool) -> None:
-    text = _keep(results, output)
-    print(text)
-    if results.rows:
-        for path in _pictures(output):
-            save(picture(results), path)
-    if measured:
-        replace_section(MEASURED, text)
-
-
-def _pictures(output: Path) -> Iterator[Path]:
-    yield output / "results.svg"
-    if importlib.util.find_spec("matplotlib") is not None:
-        yield output / "results.png"
 
 
 if __name__ == "__main__":

@@ -12,17 +12,14 @@ before a rank starts. The exit status is 1 where a loss differs, 2 after a refus
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
 import statistics
 import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,18 +27,17 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.check import check_load, settings_to_continue
-from megacore.commands.plan_parser import PlanParser, take_misspelled
-from megacore.commands.tool import positive, run_tool
+from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config
 from megacore.config.cli import parse_config
 from megacore.config.fields import field_infos
 from megacore.config.flags import read_flags, without_fields
-from megacore.config.messages import counted, one_of
 from megacore.config.parallel import ParallelConfig
 from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.gpt.build import check_inputs, vocabulary_size
-from megacore.errors import ConfigError
+from megacore.errors import UserError
 from megacore.pipeline.schedule_file import check_schedule
+from tools.generated_pages import table
 
 if TYPE_CHECKING:
     from benchmarks.rank_costs import RankCosts
@@ -156,110 +152,58 @@ def rows(degrees: Degrees, job: Job, worst: float) -> dict[str, str]:
     }
 
 
-def parse(argv: Sequence[str]) -> Namespace:
-    """The flags of this benchmark; `layouts` has tp, pp and dp of each, `flags` are those of pretrain_gpt.py."""
-    return _parser().parse_args(argv)
+class _Parser(ToolParser):
+    """Leaves the flags that it does not know to pretrain_gpt.py, and refuses what that would refuse of any layout."""
 
-
-class _Parser(PlanParser):
-    """Leaves the flags that it does not know to pretrain_gpt.py, and refuses all that is wrong together."""
-
-    def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it, with `layouts` and `flags`.
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it, with `layouts` (tp, pp and dp of each) and `flags`.
 
         Raises:
-            ConfigError: all problems, those that pretrain_gpt.py would find in any layout among them.
+            UserError: degrees are missing, or too many processes are asked for.
+            SystemExit: pretrain_gpt.py refuses a layout, and has said why.
         """
-        options = super().parse_args(argv, namespace)
-        take_misspelled(options, self.names(), Config)
-        problems: list[str] = options.problems
-        counts = {name: len(getattr(options, name)) for name in ("tp", "pp", "dp")}
-        if not min(counts.values()) == max(counts.values()) > 0:
-            given = ", ".join(f"--{name} {counted(count, 'time')}" for name, count in counts.items())
-            problems.append(f"every layout needs --tp, --pp and --dp, and given are {given}: give each once per layout")
-        for name in ("steps", "microbatches"):
-            if getattr(options, name) is None:  # which is a problem by now
-                setattr(options, name, self.get_default(name))
-        columns = ([value for (value,) in getattr(options, name)] for name in counts)
-        found = list(zip(*columns, strict=False))
-        unread = [
-            f"--{name} " for name, column in zip(counts, zip(*found, strict=True), strict=False) if None in column
-        ]
-        layouts = [(tp or 1, pp or 1, dp or 1) for tp, pp, dp in found]
-        problems += [_too_many(degrees) for degrees in layouts if math.prod(degrees) > MOST_RANKS]
-        options.layouts = [degrees for degrees in layouts if math.prod(degrees) <= MOST_RANKS]
-        flags = tiny_model(options.layouts or [ONE], options)
-        of_layouts = [problem for degrees in options.layouts for problem in _refused(degrees, flags)]
-        where = " (in one process, with which layouts are compared)" if options.layouts else ""
-        of_one = [problem + where for problem in _refused(ONE, of_one_process(flags)) if problem not in of_layouts]
-        # What is said of a degree that could not be read is said of 1.
-        problems += [said for said in [*of_layouts, *of_one] if not any(flag in said for flag in unread)]
-        if problems:
-            listed = "--help and pretrain_gpt.py --help all list them"
-            raise ConfigError([said.replace("--help all lists them", listed) for said in dict.fromkeys(problems)])
+        options, options.flags = self.parse_known_args(args, namespace)
+        columns = [getattr(options, name) for name in ("tp", "pp", "dp")]
+        if not len(columns[0]) == len(columns[1]) == len(columns[2]) > 0:
+            raise UserError("every layout needs --tp, --pp and --dp: give each once per layout")
+        options.layouts = list(zip(*columns, strict=True))
+        for degrees in options.layouts:
+            if (ranks := math.prod(degrees)) > MOST_RANKS:
+                raise UserError(f"{ranks:,} ranks are {ranks:,} processes of this machine: use {MOST_RANKS:,} or less")
+        flags = tiny_model(options.layouts, options)
+        for degrees in options.layouts:
+            _check(degrees, flags)
+        _check(ONE, of_one_process(flags))
         return options
 
 
-def _too_many(degrees: Degrees) -> str:
-    """Why a layout has too many ranks, and how far one of its degrees, or all, may go."""
-    ranks, names = math.prod(degrees), ("tp", "pp", "dp")
-    most = {name: MOST_RANKS * degree // ranks for name, degree in zip(names, degrees, strict=True)}
-    ways = [f"--{name} {value}" + (" or less" if value > 1 else "") for name, value in most.items() if value]
-    product = " x ".join(f"--{name} {degree}" for name, degree in zip(names, degrees, strict=True))
-    way_out = f"use {one_of(ways)}" if ways else f"choose degrees whose product is {MOST_RANKS:,} or less"
-    return (
-        f"{product} = {ranks:,} ranks, each a process of this machine, which must be at most {MOST_RANKS:,}: {way_out}"
+def _check(degrees: Degrees, flags: Sequence[str]) -> None:
+    """Refuse what pretrain_gpt.py would refuse of a layout."""
+    config = parse_config(
+        _command(degrees, flags, tempfile.gettempdir()),
+        prog="many_ranks.py",
+        description="",
+        kind=Config,
+        shape=shape_from_hf,
+        continued=settings_to_continue,
+        vocabulary=vocabulary_size,
+        checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
+        planned=True,
     )
+    if config.parallel.ranks != math.prod(degrees):
+        raise UserError("a layout has --tp, --pp and --dp: leave other degrees out")
 
 
-def _refused(degrees: Degrees, flags: Sequence[str]) -> list[str]:
-    """What pretrain_gpt.py would refuse of a layout."""
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):  # notes too, which the ranks give
-            config = parse_config(
-                _command(degrees, flags, tempfile.gettempdir()),
-                prog="pretrain_gpt.py",
-                description="",
-                kind=Config,
-                shape=shape_from_hf,
-                continued=settings_to_continue,
-                vocabulary=vocabulary_size,
-                checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
-                planned=True,
-            )
-    except SystemExit as stop:
-        if not stop.code:  # after --version
-            raise
-        found = re.findall(r"^  - (.*(?:\n    .*)*)", said.getvalue(), re.MULTILINE)
-        return [problem.replace("\n    ", "\n") for problem in found]
-    if (ranks := config.parallel.ranks) != math.prod(degrees):
-        product = " x ".join(f"--{name} {degree}" for name, degree in config.parallel.degrees.items() if degree > 1)
-        return [
-            f"{product} = {ranks} ranks, but a layout has --tp x --pp x --dp = {math.prod(degrees)}: use these only"
-        ]
-    return []
-
-
-def _parser() -> PlanParser:
+def _parser() -> _Parser:
     parser = _Parser(
         prog="many_ranks.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.set_defaults(entry=None)  # which a plan has
-    parser.elsewhere["--output-dir"] = "has no effect, as every job writes into a temporary directory: leave it out"
     add = parser.add_argument
     for name in ("tp", "pp", "dp"):
-        # With nargs, so that another value is no contradiction.
-        add(f"--{name}", type=positive, nargs=1, action="append", default=[], metavar="N", help="once for each layout")
-    add("--steps", type=positive, default=3, metavar="N", help="of each job. Default: 3")
-    add("--microbatches", type=positive, default=2, metavar="N", help="of each replica and step. Default: 2")
-    add(
-        "--timeout",
-        type=_seconds,
-        default=900.0,
-        metavar="S",
-        help="seconds that a job may take, more on a busy machine. Default: 900",
-    )
+        add(f"--{name}", type=positive, action="append", default=[], metavar="N", help="once for each layout")
+    add("--steps", type=positive, default=3, metavar="N", help="of each job (3)")
+    add("--microbatches", type=positive, default=2, metavar="N", help="of each replica and step (2)")
+    add("--timeout", type=_seconds, default=900.0, metavar="S", help="seconds that a job may take (900)")
     return parser
 
 
@@ -271,6 +215,11 @@ def _seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"{text} must be a number of seconds above 0")
     return value
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """The flags of this benchmark; `layouts` has tp, pp and dp of each, `flags` are those of pretrain_gpt.py."""
+    return _parser().parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -289,9 +238,8 @@ def _differences(options: Namespace) -> Iterator[float]:
         job = run_job(degrees, flags, timeout=options.timeout)
         worst = max(abs(a - b) / abs(b) for a, b in zip(job.losses, expected, strict=True))
         row = rows(degrees, job, worst)
-        if number == 0:
-            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
-        print(f"| {' | '.join(row.values())} |", flush=True)
+        lines = table(list(row), [row.values()]).splitlines()
+        print("\n".join(lines if number == 0 else lines[-1:]), flush=True)
         yield worst
 
 

@@ -14,7 +14,9 @@ from megacore.config import (
     ParallelConfig,
     ResolvedConfig,
     TrainingConfig,
+    validate,
 )
+from megacore.errors import ConfigError
 
 
 def resolved_configuration(
@@ -33,6 +35,9 @@ def resolved_configuration(
         parallel: degrees, ZeRO stage, schedule.
         micro_batch: samples of a forward.
         ranks: of the run.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
     """
     model = ModelConfig(
         num_layers=sizes.layers,
@@ -56,4 +61,6 @@ def resolved_configuration(
         adamw=AdamWConfig(adam_beta2=0.95),
         training=training,
     )
+    if problems := validate(config, ranks):
+        raise ConfigError(problems)
     return config.resolve(ranks)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.job import NAMES, SIDES, Layout, Sizes
+from tools.generated_pages import table
 
 MIB = 1 << 20
 LABELS = {"megacore": "megacore", "torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core"}
@@ -163,11 +164,6 @@ def _head(results: Results) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def _figures(results: Results) -> str:
     sides = results.sides()
     rows = []
@@ -188,7 +184,7 @@ def _figures(results: Results) -> str:
         "model (Python, the framework and its libraries)."
     )
     head = ["", "ranks", "tokens/s", *(f"/ {LABELS[side]}" for side in sides[1:]), "share of products"]
-    return f"{text}\n\n{_table([*head, *(f'MiB, {LABELS[side]}' for side in sides)], rows)}"
+    return f"{text}\n\n{table([*head, *(f'MiB, {LABELS[side]}' for side in sides)], rows)}"
 
 
 def _largest(results: Results) -> str:
@@ -209,7 +205,7 @@ def _largest(results: Results) -> str:
         f"size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, {s.batch} sequences per step, and as many "
         "layers as fit. Each was trained for two steps."
     )
-    return f"{text}\n\n{_table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
+    return f"{text}\n\n{table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
 
 
 def _notes(results: Results) -> str:

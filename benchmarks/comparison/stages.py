@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.comparison.job import Layout, Sizes
 from megacore.config import ParallelConfig
@@ -13,11 +11,21 @@ from megacore.pipeline.partition import stage_ranges
 
 def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
     """Layers [start, stop) of every stage. torch's zero-bubble schedule wants two per rank: where the
-    model has enough blocks, it is cut for them."""
+    model has enough blocks, it is cut for them.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
     many = layout.schedule == "interleaved" or (layout.schedule == "zero-bubble" and sizes.layers >= 2 * layout.pp)
     parallel = ParallelConfig(
-        pp=layout.pp, dp=1, schedule="interleaved" if many else "1f1b", virtual_stages=2 if many else 1
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        zero_stage=layout.zero,
+        sequence_parallel=layout.sequence_parallel,
+        schedule="interleaved" if many else "1f1b",
+        virtual_stages=2 if many else 1,
     )
-    sizes = replace(sizes, batch=4)
-    config = resolved_configuration(sizes, ".", parallel=parallel, micro_batch=1, ranks=layout.pp)
+    micro_batch = max(1, sizes.batch // (layout.dp * layout.microbatches))
+    config = resolved_configuration(sizes, ".", parallel=parallel, micro_batch=micro_batch, ranks=layout.ranks)
     return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.gpu_check.records import Record
+from tools.generated_pages import table
 
 _KERNEL_COLUMNS = ("megacore", "torch", "torch.compile", "liger")
 
@@ -33,11 +34,6 @@ def page(report: dict[str, Any]) -> str:
 
 def _of(records: Iterable[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)])
 
 
 def _number(value: float | None, form: str = ",.0f") -> str:
@@ -79,7 +75,7 @@ def _parts(report: dict[str, Any]) -> str:
         )
         for part in bad
     ]
-    return "Not done:\n\n" + _table(("part", "status", "time", "records kept"), rows)
+    return "Not done:\n\n" + table(("part", "status", "time", "records kept"), rows)
 
 
 def _tests(tests: list[Record]) -> str:
@@ -121,7 +117,7 @@ def _training(runs: list[Record], synchronisations: list[Record]) -> str:
         "bf16, one microbatch and one update a step, the largest micro batch that fits, no dropout. MFU counts "
         "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: --compile."
     )
-    return f"### Training\n\n{text}\n\n{_table(head, rows)}"
+    return f"### Training\n\n{text}\n\n{table(head, rows)}"
 
 
 def _memory(runs: list[Record]) -> str:
@@ -148,7 +144,7 @@ def _memory(runs: list[Record]) -> str:
             )
         )  # fmt: skip
     text = "State in MiB. docs/guides/memory.md says how peaks are estimated."
-    return f"### Memory\n\n{text}\n\n{_table(head, rows)}"
+    return f"### Memory\n\n{text}\n\n{table(head, rows)}"
 
 
 def _profile(profile: Record) -> str:
@@ -160,7 +156,7 @@ def _profile(profile: Record) -> str:
         rows = [
             (f"`{row['name']}`", str(row["calls"]), f"{row['ms']:.2f}", f"{row['share']:.1%}") for row in profile[kind]
         ]
-        text += f"\n\n{_table((kind.removesuffix('s'), *head[1:]), rows)}" if rows else ""
+        text += f"\n\n{table((kind.removesuffix('s'), *head[1:]), rows)}" if rows else ""
     return text
 
 
@@ -187,7 +183,7 @@ def _kernels(figures: list[Record]) -> str:
         rate, share = ours["bytes"] / ours["seconds"] / 1e9, ours["share_of_copy"]
         rows.append((operator, direction, f"{ours['seconds'] * 1e6:.1f}", f"{rate:,.0f}", f"{share:.0%}", *others))
     text = "bf16. Speed over that of the others: above 1 this project's kernel is faster."
-    return "\n\n".join(["### Kernels", text, _table(head, rows), *(["\n".join(problems)] if problems else [])])
+    return "\n\n".join(["### Kernels", text, table(head, rows), *(["\n".join(problems)] if problems else [])])
 
 
 def _checkpoint(runs: list[Record]) -> str:
@@ -201,7 +197,7 @@ def _checkpoint(runs: list[Record]) -> str:
         ]
         share = seconds["stall"] / seconds["save_ours"]
         stall = f"`--async-save` stalls for {seconds['stall']:.3f} s, {share:.1%} of a save."
-        text += f"### Checkpoints\n\n{size:.2f} GB of training state on the device.\n\n{_table(head, rows)}\n\n{stall}"
+        text += f"### Checkpoints\n\n{size:.2f} GB of training state on the device.\n\n{table(head, rows)}\n\n{stall}"
     return text
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py without a framework: layouts, the search for the largest model, the page, the picture."""
+"""benchmarks/compare.py without a framework: layouts, the search for the largest model, the page."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ def test_losses_that_differ_are_named(results: Results) -> None:
 
 @pytest.mark.parametrize("program", ["compare.py", "many_ranks.py"])
 def test_wrong_flags_are_refused_before_torch_is_loaded(program: str) -> None:
-    code = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = ['{program}', '--pp', '0']\n"
+    code = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = ['{program}', '--steps', '0']\n"
     code += f"runpy.run_path('benchmarks/{program}', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("megacore: refused: ")) == (2, 1)
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr.count(f"{program}: error: ")) == (2, 1), done.stderr
