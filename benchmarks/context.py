@@ -1,4 +1,4 @@
-"""Context parallelism on CPUs: its attention beside torch's, and training beside data parallelism with as many ranks.
+"""The attention of context parallelism on CPUs, beside torch's; benchmarks/ways.py compares training.
 
     python -m benchmarks.context --ranks 4 --rounds 7
 
@@ -7,19 +7,13 @@ torch's is the loop of torch.distributed.tensor.experimental.context_parallel wi
 manager finds no operator that it knows, so that the loop is called here with the operator that
 `F.scaled_dot_product_attention` calls there: torch's ring, and its exchange by one all-gather. Ours calls the same
 operator. Outputs and gradients are compared first.
-
-In training the ranks take one sequence each (dp), or one after the other together (cp): the same global batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -27,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-from benchmarks.workload import add_sizes, configuration, megacore_step, megacore_trainer
+from benchmarks.in_turn import beside, take_turns
+from benchmarks.workload import add_sizes
 from megacore.config import ParallelConfig
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import barrier
 from megacore.parallel.context import ContextComm, SequenceShards, context_attention
-from megacore.parallel.mesh import Group, Mesh, build_mesh
+from megacore.parallel.mesh import Group, build_mesh
 from tests.distributed import run_distributed
 
 _aten = torch.ops.aten
@@ -105,20 +100,6 @@ def _differentiated(out: Tensor, operands: list[Tensor], d_out: Tensor) -> list[
     return [out.detach(), *torch.autograd.grad(out, operands, d_out)]
 
 
-def _in_turn(runs: Mapping[str, Run], mesh: Mesh, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round, of which one more is run first. Every other round begins at the other end."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        order = list(runs.items())
-        for name, run in order if number % 2 else order[::-1]:
-            barrier(mesh.world)
-            start = time.perf_counter()
-            run()
-            barrier(mesh.world)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: values[1:] for name, values in seconds.items()}
-
-
 def attend(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each attention, by name."""
     torch.set_num_threads(1)
@@ -135,52 +116,17 @@ def attend(rank: int, world_size: int, options: argparse.Namespace) -> dict[str,
     for other in others:
         for x, y in zip(first, other, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    return _in_turn(runs, mesh, options.rounds)
-
-
-def train(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> dict[str, list[float]]:
-    """Seconds of a step with dp, and with each way of cp."""
-    torch.set_num_threads(1)
-    layouts: dict[str, dict[str, Any]] = {"dp": {"dp": world_size}}
-    layouts |= {f"cp, {comm}": {"cp": world_size, "cp_comm": comm} for comm in get_args(ContextComm)}
-    steps, mesh = {}, None
-    for name, layout in layouts.items():
-        config = configuration(
-            options, f"{directory}/{name}", parallel=ParallelConfig(device="cpu", **layout), micro_batch=1
-        )
-        mesh = build_mesh(config.parallel)
-        with contextlib.redirect_stdout(None):  # the launch summary
-            steps[name] = megacore_step(megacore_trainer(config, mesh))
-    assert mesh is not None
-    return _in_turn(steps, mesh, options.rounds)
-
-
-def _report(title: str, seconds: Mapping[str, list[float]], base: str, tokens: int) -> None:
-    print(f"\n{title}\n\n| | median, ms | tokens/s | speed beside {base}, median of rounds (lowest to highest) |")
-    print("|---|---|---|---|")
-    for name, values in seconds.items():
-        ratios = sorted(other / own for other, own in zip(seconds[base], values, strict=True))
-        middle = statistics.median(values)
-        print(
-            f"| {name} | {middle * 1e3:.0f} | {tokens / middle:,.0f} | {statistics.median(ratios):.2f} "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
-        )
+    return take_turns(runs, options.rounds, lambda: barrier(mesh.world))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print both tables."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_sizes(parser, ranks=2, rounds=5, seq=4096, layers=2, vocab=1024)
-    parser.add_argument("--only", choices=("attention", "training"), help="one of the two")
+    add_sizes(parser, ranks=2, rounds=5, seq=4096)
     options = parser.parse_args(argv)
-    options.batch = options.ranks
-    if options.only != "training":
-        seconds = run_distributed(attend, options.ranks, options, timeout=600)[0]
-        _report(f"Attention, forward and backward, {options.ranks} ranks", seconds, "torch, ring", options.seq)
-    if options.only != "attention":
-        with tempfile.TemporaryDirectory() as directory:
-            seconds = run_distributed(train, options.ranks, options, directory, timeout=600)[0]
-        _report(f"Training, {options.ranks} ranks", seconds, "dp", options.seq * options.ranks)
+    seconds = run_distributed(attend, options.ranks, options, timeout=600)[0]
+    print(f"Attention, forward and backward, {options.ranks} ranks\n")
+    print(beside(seconds, "torch, ring", options.seq))
     return 0
 
 

@@ -20,7 +20,7 @@ import contextlib
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -30,7 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.workload import add_sizes
+from benchmarks.in_turn import beside, take_turns
+from benchmarks.workload import Bytes, add_sizes, megacore_step
 from megacore.config import (
     AdamWConfig,
     Config,
@@ -42,7 +43,6 @@ from megacore.config import (
     ResolvedConfig,
     TrainingConfig,
 )
-from megacore.data.gpt.blend import SampleDataset
 from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.gpt_task import GPTTask
@@ -53,27 +53,6 @@ _BYTES = 256
 _SIZES = {"hidden": (96, 256), "seq": (128, 256), "width": (128, 512)}  # by default: of learning, of speed
 _LAST = 0.1  # part of the steps and of the text
 _DRAWS = 200
-
-
-class Bytes(SampleDataset):
-    """Windows of a text, at random places.
-
-    Args:
-        text: its bytes.
-        length: of a window.
-        seed: of the places.
-    """
-
-    def __init__(self, text: NDArray[np.uint8], length: int, *, seed: int) -> None:
-        self._text, self._length, self._seed = text, length, seed
-
-    def __len__(self) -> int:
-        return 1 << 30
-
-    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        start = np.random.default_rng([self._seed, index]).integers(len(self._text) - self._length)
-        window = self._text[start : start + self._length + 1].astype(np.int64)
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
 
 
 def read_text(path: Path | None) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -227,30 +206,19 @@ def _idle_parameters(trainer: Trainer, options: argparse.Namespace) -> int:
 def train_in_turn(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> dict[str, list[float]]:
     """Seconds of a step of each layout and, on the first rank while the other one waits, of transformers'."""
     torch.set_num_threads(1)
-    experts, mesh, runs = variants(options)["mixture, nothing balances"], None, {}
+    experts, mesh = variants(options)["mixture, nothing balances"], None
+    runs: dict[str, Callable[[], Any]] = {}
     for name, ep in (("megacore, --dp 2 --ep 2", 2), ("megacore, --dp 2", 1)):
         parallel = ParallelConfig(device="cpu", dp=world_size, ep=ep)
         config = configuration(options, f"{directory}/{ep}", experts=experts, parallel=parallel, ranks=world_size)
         mesh = build_mesh(config.parallel)
         with contextlib.redirect_stdout(None):
             data = Bytes(read_text(options.text)[0], options.seq, seed=0)
-            runs[name] = Trainer(config, mesh, GPTTask(config, mesh), data, None)
+            runs[name] = megacore_step(Trainer(config, mesh, GPTTask(config, mesh), data, None))
     assert mesh is not None
     theirs = _TheirMixture(options) if rank == 0 else None
-    seconds: dict[str, list[float]] = {name: [] for name in (*runs, "transformers, one process")}
-    for _ in range(options.rounds + 1):
-        for name, trainer in runs.items():
-            barrier(mesh.world)
-            start = time.perf_counter()
-            trainer.train_step(next(trainer.batches))
-            barrier(mesh.world)
-            seconds[name].append(time.perf_counter() - start)
-        start = time.perf_counter()
-        if theirs is not None:
-            theirs.step()
-        barrier(mesh.world)
-        seconds["transformers, one process"].append(time.perf_counter() - start)
-    return {name: values[1:] for name, values in seconds.items()}
+    runs["transformers, one process"] = (lambda: None) if theirs is None else theirs.step
+    return take_turns(runs, options.rounds, lambda: barrier(mesh.world))
 
 
 class _TheirMixture:
@@ -290,15 +258,8 @@ def race(options: argparse.Namespace) -> None:
     """Measure and print the speed."""
     with tempfile.TemporaryDirectory() as directory:
         seconds = run_distributed(train_in_turn, 2, options, directory, timeout=900)[0]
-    base = seconds["transformers, one process"]
     print(f"\nA step of {options.batch} x {options.seq} tokens, median of {options.rounds} rounds, two cores\n")
-    print("| | ms | tokens/s | speed beside transformers, median of rounds (lowest to highest) |\n|---|---|---|---|")
-    for name, values in seconds.items():
-        ratios, middle = sorted(b / v for b, v in zip(base, values, strict=True)), statistics.median(values)
-        print(
-            f"| {name} | {middle * 1e3:.0f} | {options.batch * options.seq / middle:,.0f} | "
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
-        )
+    print(beside(seconds, "transformers, one process", options.batch * options.seq))
 
 
 def main(argv: list[str] | None = None) -> int:

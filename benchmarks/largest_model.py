@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.accelerator import build
 from tests.accelerator.largest_model import HOST, PLAIN, Largest, largest
 from tests.distributed import run_distributed
+from tools.generated_pages import table
 
 FULL = {"recompute": "full"}
 OPTIMIZER = {"zero_stage": 3, "offload_optimizer": True}
@@ -56,14 +57,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     plain = max(one.blocks for _, one in rows[:2])
     every = "--zero-stage 3 --offload-params --offload-optimizer --recompute full"
     rows.append((every, found(HOST | FULL, arguments.times * plain)))
-    print("| flags | blocks | parameters | times | most on the device | state in host memory |")
-    print("|---|---|---|---|---|---|")
-    for flags, one in rows:
-        more = "" if one.is_limit else " or more"
-        print(
-            f"| `{flags}` | {one.blocks}{more} | {one.parameters / 1e6:.1f}M | {one.blocks / plain:.1f} "
-            f"| {one.peak / 2**20:.1f} MiB | {one.on_host / 2**20:,.0f} MiB |"
+    head = ("flags", "blocks", "parameters", "times", "most on the device", "state in host memory")
+    cells = (
+        (
+            f"`{flags}`",
+            f"{one.blocks}{'' if one.is_limit else ' or more'}",
+            f"{one.parameters / 1e6:.1f}M",
+            f"{one.blocks / plain:.1f}",
+            f"{one.peak / 2**20:.1f} MiB",
+            f"{one.on_host / 2**20:,.0f} MiB",
         )
+        for flags, one in rows
+    )
+    print(table(head, cells))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.workload import add_sizes
 from megacore.config import (
     Config,
     DataConfig,
@@ -38,6 +39,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
 from tests.distributed import run_distributed
+from tools.generated_pages import table
 
 
 class Found(NamedTuple):
@@ -139,17 +141,24 @@ def make_step(ranks: int, options: argparse.Namespace, directory: str) -> TrainS
 def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"ranks": 4, "layers": 8, "hidden": 384, "vocab": 8192, "seq": 16, "steps": 4}
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"default: {size}")
+    add_sizes(parser, ranks=4, layers=8, hidden=384, seq=16, steps=4)
     options = parser.parse_args(argv)
     (alone,) = run_distributed(measure, 1, options, init=False, timeout=600)
     ranks = run_distributed(measure, options.ranks, options, timeout=600)
     part = options.ranks
-    print("| | processor time of the update, s | of it Newton-Schulz | GFLOP of Newton-Schulz | matrices, M elements |")
-    print("|---|---|---|---|---|")
-    for name, one in [("one process", alone), *((f"rank {rank} of {part}", one) for rank, one in enumerate(ranks))]:
-        print(f"| {name} | {one.update:.3f} | {one.iteration:.3f} | {one.flops / 1e9:.1f} | {one.held / 1e6:.2f} |")
+    head = (
+        "",
+        "processor time of the update, s",
+        "of it Newton-Schulz",
+        "GFLOP of Newton-Schulz",
+        "matrices, M elements",
+    )
+    named = [("one process", alone), *((f"rank {rank} of {part}", one) for rank, one in enumerate(ranks))]
+    rows = (
+        (name, f"{one.update:.3f}", f"{one.iteration:.3f}", f"{one.flops / 1e9:.1f}", f"{one.held / 1e6:.2f}")
+        for name, one in named
+    )
+    print(table(head, rows))
     slowest, most, flops = (max(column) for column in list(zip(*ranks, strict=True))[:3])
     print(
         f"\nSlowest rank, as a multiple of 1/{part} of one process: update {slowest * part / alone.update:.2f}, "

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.workload import Bytes, add_sizes
 from megacore.config import (
     Config,
     DataConfig,
@@ -38,6 +39,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tools.generated_pages import table
 from tools.quickstart import source_files
 
 Text = NDArray[np.uint8]
@@ -68,21 +70,6 @@ WAYS: dict[str, Way] = {
     "lamb": Way(optimizer="lamb", rate=4e-2, settings={}),
     "lion": Way(optimizer="lion", rate=1e-3, settings={}, weight_decay=1.0),
 }
-
-
-class Bytes:
-    """Samples of a text: bytes and those that follow them, the same position for the same number."""
-
-    def __init__(self, text: NDArray[np.uint8], length: int, samples: int, seed: int) -> None:
-        self._text, self._length = text, length
-        self._starts = np.random.default_rng(seed).integers(0, len(text) - length - 1, samples)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        window = self._text[self._starts[index] :][: self._length + 1].astype(np.int64)
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
 
 
 def texts() -> tuple[Text, Text]:
@@ -148,8 +135,7 @@ def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: a
             **settings,
         ).resolve(world_size)
         mesh = build_mesh(config.parallel)
-        training = Bytes(data[0], options.seq, options.steps * options.batch, 1)
-        validation = Bytes(data[1], options.seq, 8 * options.batch, 2)
+        training, validation = (Bytes(text, options.seq, seed=seed) for seed, text in enumerate(data, 1))
         trainer = Trainer(config, mesh, GPTTask(config, mesh), training, validation)
         found = []
         for step in range(1, options.steps + 1):
@@ -162,16 +148,7 @@ def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: a
 def main(argv: list[str] | None = None) -> int:
     """Train and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, size in {
-        "layers": 2,
-        "hidden": 64,
-        "heads": 4,
-        "seq": 64,
-        "batch": 8,
-        "steps": 150,
-        "every": 5,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"default: {size}")
+    add_sizes(parser, layers=2, hidden=64, seq=64, steps=150, every=5)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="default: all; adamw always runs")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -181,11 +158,10 @@ def main(argv: list[str] | None = None) -> int:
         if name == "adamw":
             target = found[len(found) * 2 // 3 - 1]
         after = [options.every * (number + 1) for number, loss in enumerate(found) if loss <= target]
-        rows.append(f"| `{name}` | {rate:g} | {after[0] if after else 'not reached'} | {found[-1]:.3f} |")
-        print(rows[-1], file=sys.stderr, flush=True)
-    print(f"| optimizer | best `--lr` | steps to a loss of {target:.3f} | loss after {options.steps} steps |")
-    print("|---|---|---|---|")
-    print("\n".join(rows))
+        rows.append((f"`{name}`", f"{rate:g}", after[0] if after else "not reached", f"{found[-1]:.3f}"))
+        print(*rows[-1], file=sys.stderr, flush=True)
+    head = ("optimizer", "best `--lr`", f"steps to a loss of {target:.3f}", f"loss after {options.steps} steps")
+    print(table(head, rows))
     return 0
 
 

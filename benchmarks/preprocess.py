@@ -12,7 +12,7 @@ not idle.
   lets processes that share nothing scale;
 - tiktoken: its encoder with the same vocabulary, on texts that are in memory already, and nothing done with the result;
   one thread;
-- encode_batch, encode_batch_fast: those of `tokenizers`, likewise, with as many threads as megacore has workers;
+- encode_batch_fast: that of `tokenizers`, likewise, with as many threads as megacore has workers;
 - pool: as Megatron-LM's tools/preprocess_data.py works: a pool of processes, a document at a time through
   `tokenizers`, lists of ids sent back, and an .idx at the end;
 - datatrove: its DocumentTokenizer, where it is installed.
@@ -26,13 +26,12 @@ import json
 import multiprocessing
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import cycle
 from pathlib import Path
@@ -41,18 +40,21 @@ from typing import Any
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.in_turn import ratio  # noqa: E402
+
 SIDES = (
     "megacore",
     "one_worker",
     "independent_runs",
     "tiktoken",
-    "encode_batch",
     "encode_batch_fast",
     "pool",
     "datatrove",
 )
 Measure = Callable[[Path, int, str], dict[str, float]]
-_BATCH = 1000  # texts per call of encode_batch: all at once would measure the allocator
+_BATCH = 1000  # texts per call: all at once would measure the allocator
 
 
 def main() -> None:
@@ -100,23 +102,16 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
     if "one_worker" in sides and "independent_runs" in sides:
         together = [args.workers * seconds for seconds in wall["one_worker"]]
         print(
-            f"{args.workers} independent_runs / one_worker: {_ratio(together, wall['independent_runs'])} of its "
-            f"throughput, {_ratio(cpu['independent_runs'], [args.workers * s for s in cpu['one_worker']])} of its CPU "
+            f"{args.workers} independent_runs / one_worker: {ratio(together, wall['independent_runs'])} of its "
+            f"throughput, {ratio(cpu['independent_runs'], [args.workers * s for s in cpu['one_worker']])} of its CPU "
             "seconds for each"
         )
-    for side in sides if "megacore" in sides else ():
-        if side in ("megacore", "independent_runs"):
-            continue
+    others = [side for side in sides if side not in ("megacore", "independent_runs")]
+    for side in others if "megacore" in sides else ():
         print(
-            f"megacore / {side}: {_ratio(wall[side], wall['megacore'])} of its throughput, "
-            f"{_ratio(cpu[side], cpu['megacore'])} per CPU second"
+            f"megacore / {side}: {ratio(wall[side], wall['megacore'])} of its throughput, "
+            f"{ratio(cpu[side], cpu['megacore'])} per CPU second"
         )
-
-
-def _ratio(of: Sequence[float], to: Sequence[float]) -> str:
-    """The median over the rounds, and the range."""
-    ratios = sorted(a / b for a, b in zip(of, to, strict=True))
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def _installed() -> list[str]:
@@ -162,7 +157,6 @@ def _megacore(folder: Path, workers: int, side: str) -> dict[str, float]:
 
 
 def _preprocess(folder: Path, workers: int, output: str) -> dict[str, float]:
-    sys.path.insert(0, str(REPOSITORY))
     from tools.preprocess_data import main as preprocess  # only the side that is measured imports it
 
     def work() -> None:
@@ -192,7 +186,6 @@ def _independent_runs(folder: Path, workers: int, side: str) -> dict[str, float]
 
 
 def _tiktoken(folder: Path, workers: int, side: str) -> dict[str, float]:
-    sys.path.insert(0, str(REPOSITORY))
     from megacore.data.tokenizers.fast_bpe import fast_encoder
     from megacore.data.tokenizers.tokenizer import load_tokenizer
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
-from benchmarks.comparison.configuration import resolved_configuration
-from benchmarks.comparison.job import Sizes
-from megacore.config import ParallelConfig, ResolvedConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.config import ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.gpt.mock import MockDataset
 from megacore.models.initialize import InitialWeights
-from megacore.parallel.mesh import Mesh, world_size
+from megacore.parallel.mesh import Mesh
 from megacore.train.freed_memory import keep_what_is_freed
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import StepResult
@@ -28,23 +30,6 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
     sizes = {"layers": 4, "hidden": 256, "heads": 4, "seq": 256, "vocab": 8192, "batch": 8}
     for name, default in {**sizes, **defaults}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-
-
-def configuration(
-    sizes: Sizes | argparse.Namespace,
-    directory: str,
-    *,
-    parallel: ParallelConfig,
-    micro_batch: int,
-    ranks: int | None = None,
-) -> ResolvedConfig:
-    """The workload's configuration, resolved; arguments as for `resolved_configuration`.
-
-    Args:
-        ranks: of the run; None: those that torchrun has started.
-    """
-    ranks = world_size() if ranks is None else ranks
-    return resolved_configuration(sizes, directory, parallel=parallel, micro_batch=micro_batch, ranks=ranks)
 
 
 def megacore_trainer(
@@ -75,3 +60,24 @@ def megacore_step(trainer: Trainer) -> Step:
 def dataset(config: ResolvedConfig) -> MockDataset:
     """Generated training data."""
     return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
+
+
+class Bytes(SampleDataset):
+    """Windows of a text, at random places.
+
+    Args:
+        text: its bytes.
+        length: of a window.
+        seed: of the places.
+    """
+
+    def __init__(self, text: NDArray[np.uint8], length: int, *, seed: int) -> None:
+        self._text, self._length, self._seed = text, length, seed
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        start = np.random.default_rng([self._seed, index]).integers(len(self._text) - self._length)
+        window = self._text[start : start + self._length + 1].astype(np.int64)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}

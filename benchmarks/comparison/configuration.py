@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from benchmarks.comparison.job import Sizes
 from megacore.config import (
@@ -11,7 +12,6 @@ from megacore.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     ResolvedConfig,
     TrainingConfig,
     validate,
@@ -23,18 +23,18 @@ def resolved_configuration(
     sizes: Sizes | argparse.Namespace,
     directory: str,
     *,
-    parallel: ParallelConfig,
     micro_batch: int,
     ranks: int,
+    **changes: Any,
 ) -> ResolvedConfig:
     """The workload's configuration, resolved.
 
     Args:
         sizes: of the model and the batch.
         directory: for what a run writes.
-        parallel: degrees, ZeRO stage, schedule.
         micro_batch: samples of a forward.
         ranks: of the run.
+        changes: of further fields, in whatever section they are: degrees, ZeRO stage, schedule.
 
     Raises:
         ConfigError: the model cannot be divided so.
@@ -55,12 +55,11 @@ def resolved_configuration(
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
     config = Config(
         model=model,
-        parallel=parallel,
         data=data,
         optimizer=optimizer,
         adamw=AdamWConfig(adam_beta2=0.95),
         training=training,
-    )
+    ).with_values(changes)
     if problems := validate(config, ranks):
         raise ConfigError(problems)
     return config.resolve(ranks)

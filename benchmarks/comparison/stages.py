@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.comparison.job import Layout, Sizes
-from megacore.config import ParallelConfig
 from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
 
@@ -17,7 +16,11 @@ def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
         ConfigError: the model cannot be divided so.
     """
     many = layout.schedule == "interleaved" or (layout.schedule == "zero-bubble" and sizes.layers >= 2 * layout.pp)
-    parallel = ParallelConfig(
+    config = resolved_configuration(
+        sizes,
+        ".",
+        micro_batch=max(1, sizes.batch // (layout.dp * layout.microbatches)),
+        ranks=layout.ranks,
         tp=layout.tp,
         pp=layout.pp,
         dp=layout.dp,
@@ -26,6 +29,4 @@ def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
         schedule="interleaved" if many else "1f1b",
         virtual_stages=2 if many else 1,
     )
-    micro_batch = max(1, sizes.batch // (layout.dp * layout.microbatches))
-    config = resolved_configuration(sizes, ".", parallel=parallel, micro_batch=micro_batch, ranks=layout.ranks)
     return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config))

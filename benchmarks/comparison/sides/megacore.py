@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.comparison.job import Job, Layout, Step
-from benchmarks.workload import configuration, megacore_step, megacore_trainer
-from megacore.config import ParallelConfig, ResolvedConfig
+from benchmarks.workload import megacore_step, megacore_trainer
+from megacore.config import ResolvedConfig
 from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import ShardedParameter
@@ -60,7 +61,11 @@ def name(layout: Layout) -> str:
 def resolved(job: Job) -> ResolvedConfig:
     """The configuration of a job."""
     layout = job.layout
-    parallel = ParallelConfig(
+    config = resolved_configuration(
+        job.sizes,
+        str(job.directory),
+        micro_batch=job.micro_batch,
+        ranks=layout.ranks,
         tp=layout.tp,
         pp=layout.pp,
         dp=layout.dp,
@@ -70,7 +75,6 @@ def resolved(job: Job) -> ResolvedConfig:
         virtual_stages=layout.virtual_stages,
         device="cpu",
     )
-    config = configuration(job.sizes, str(job.directory), parallel=parallel, micro_batch=job.micro_batch)
     if not is_open(config):
         return config
     schedules = planner().schedules_by_time(config, outline(config), on_cpu=True)

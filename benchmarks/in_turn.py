@@ -1,0 +1,59 @@
+"""What is compared takes turns, so that a machine that others use slows all of it alike; ratios are of one round each.
+Standard library alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tools.generated_pages import table
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, wait: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each run in every round; one more round is first, to warm up.
+
+    Args:
+        runs: what takes turns, by name.
+        rounds: how many are counted. Every other one begins at the other end.
+        wait: called before and after each run, as to wait for other ranks.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            wait()
+            start = time.perf_counter()
+            runs[name]()
+            wait()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: taken[1:] for name, taken in seconds.items()}
+
+
+def ratio(of: Sequence[float], to: Sequence[float]) -> str:
+    """The median over the rounds, and the range."""
+    ratios = sorted(a / b for a, b in zip(of, to, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def beside(
+    seconds: Mapping[str, Sequence[float]], base: str, tokens: int, more: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """Seconds by name as a Markdown table.
+
+    Args:
+        seconds: of each round.
+        base: whose speed is 1.
+        tokens: of a round.
+        more: further columns by their head, with a cell for each name.
+    """
+    more = more or {}
+    head = ("", "median, ms", "tokens/s", f"speed beside {base}, median of rounds (lowest to highest)", *more)
+    rows = []
+    for number, (name, taken) in enumerate(seconds.items()):
+        middle = statistics.median(taken)
+        cells = (name, f"{middle * 1e3:.1f}", f"{tokens / middle:,.0f}", ratio(seconds[base], taken))
+        rows.append((*cells, *(column[number] for column in more.values())))
+    return table(head, rows)
